@@ -1,0 +1,54 @@
+# make start    set up and train a real model on real data over several ranks (no root, no compiler)
+# make test     set up everything and run all tests (system packages too, if root or sudo allow)
+# make lessons  run every lesson in reading order, one line each
+# make bench    every speed ratio this course states, ours beside the library's
+# Each may be run again at any time, after an interruption too.
+
+PYTHON ?= python3
+BIN := .venv/bin
+export OMP_NUM_THREADS ?= 1
+
+start: .venv/core
+	$(BIN)/python fundamentals/00_check_your_machine.py
+	@echo; echo "=== Training on several ranks: parallelism/01_data_parallelism_ddp.py"; echo
+	$(BIN)/python parallelism/01_data_parallelism_ddp.py
+
+test: .venv/all
+	$(BIN)/python -m pytest --durations=10
+
+lessons: .venv/core
+	$(BIN)/python -m tests.run_lessons
+
+bench: .venv/all
+	$(BIN)/python -m tests.bench
+
+# For those who write lessons: the plumbing into every lesson, measured results into README.
+plumbing: .venv/core
+	$(BIN)/python -m tests.write_plumbing
+
+results: .venv/all
+	$(BIN)/python -m tests.run_lessons --keep
+	$(BIN)/python -m tests.write_readme
+
+lint: .venv/all
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+.venv/made:
+	@echo "=== A virtual environment in .venv"
+	$(PYTHON) -m venv .venv
+	@touch $@
+
+.venv/core: .venv/made pyproject.toml constraints.txt
+	@echo "=== The core: torch and what every lesson imports (some GB, minutes the first time)"
+	$(BIN)/python -m pip install --progress-bar on -q -c constraints.txt -e .
+	@touch $@
+
+.venv/all: .venv/core packages.txt
+	@sh tests/system_packages.sh
+	@echo "=== DeepSpeed, FFCV, profiling and test tools"
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[deepspeed,profiling,test]'
+	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[ffcv]' \
+	  || echo "*** FFCV could not be built: its lesson will say BLOCKED. It needs the packages in packages.txt"
+	@touch $@
+
+.PHONY: start test lessons bench plumbing results lint

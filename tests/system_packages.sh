@@ -1,0 +1,18 @@
+#!/bin/sh
+# Install what packages.txt lists and this machine lacks, as root or with passwordless sudo.
+# Where neither is to be had, say exactly what to install and go on: only FFCV and disk offload need it.
+missing=""
+for package in $(grep -v '^#' packages.txt); do
+  dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || missing="$missing $package"
+done
+[ -z "$missing" ] && exit 0
+sudo=""
+[ "$(id -u)" = 0 ] || sudo="sudo -n"
+if command -v apt-get >/dev/null && { [ -z "$sudo" ] || sudo -n true 2>/dev/null; }; then
+  echo "=== System packages:$missing"
+  export DEBIAN_FRONTEND=noninteractive
+  $sudo apt-get update -qq && $sudo apt-get install -y -qq --no-install-recommends $missing >/dev/null && exit 0
+fi
+echo "*** These system packages are missing and could not be installed:$missing"
+echo "*** Whoever has the right to can:   sudo apt install$missing"
+echo "*** Going on without them: FFCV will not build, and what needs it says BLOCKED."
