@@ -1,5 +1,6 @@
-"""Load a lesson by its path, or play it on the harness's ranks, whole or with a line changed."""
+"""Find the lessons, load one by its path, or play it on the harness's ranks, a line changed."""
 
+import ast
 import sys
 import types
 from dataclasses import dataclass
@@ -10,13 +11,34 @@ from exercises.ranks import attempt
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("fundamentals", "communication", "parallelism", "fsdp", "profiling", "data-loading")
 LESSONS = [
-    str(path.relative_to(ROOT)) for f in FOLDERS for path in sorted(ROOT.glob(f"{f}/[0-9]*.py"))
+    str(path.relative_to(ROOT))
+    for folder in FOLDERS  # in reading order
+    for path in sorted((ROOT / folder).glob("[0-9][0-9]_*.py"))
 ]
+
+
+def world_sizes_of(path: str) -> range:
+    """The lesson's WORLD_SIZES, read without running it."""
+    return range(*(ast.literal_eval(argument) for argument in _assigned(path, "WORLD_SIZES").args))
+
+
+def flags_of(path: str) -> list[str]:
+    """The names of the lesson's own flags, read without running it."""
+    return [key.value for key in _assigned(path, "FLAGS").keys]
+
+
+def _assigned(path: str, name: str) -> ast.expr:
+    for node in ast.parse((ROOT / path).read_text()).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(t, ast.Name) and t.id == name for t in targets):
+            return node.value
+    raise AssertionError(f"{path} sets no {name}")
 
 
 @dataclass
 class Played:
-    """How a lesson ended: rank 0's exit status, ledger and output; `failed`, what FAILED."""
+    """How a lesson ended: rank 0's exit status (or what became of the ranks), its ledger and
+    output; `failed`, the texts of the claims that FAILED."""
 
     code: int | str
     ledger: list[dict]

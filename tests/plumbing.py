@@ -71,6 +71,7 @@ def setup() -> torch.device:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if os.environ.pop("LAUNCHER", parent := str(os.getppid())) != parent:
         sys.exit(1)  # nor one killed before this line
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank that waits inside C++ too
     gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
     if gpu:

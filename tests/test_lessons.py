@@ -1,0 +1,96 @@
+"""Every lesson as a learner runs it: alone in an empty folder, at every world size it states."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.lessons import LESSONS, ROOT, world_sizes_of
+
+SIZES = (1, 2, 4)
+LACKING = r"(\d+\+? )?(GPUs?|nsys|(more )?ranks)\b"  # all that a root user's CPU machine may lack
+
+
+def run(lesson: str, folder: Path, ranks: int) -> tuple[subprocess.CompletedProcess, dict, float]:
+    """Run a copy of the lesson under torchrun, or with plain python if `ranks` is 0."""
+    shutil.copy(ROOT / lesson, folder)
+    ledger = folder / "ledger.json"
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    started = time.monotonic()
+    ran = subprocess.run(
+        [sys.executable, *(torchrun if ranks else []), Path(lesson).name],
+        cwd=folder,
+        env=os.environ | {"LESSON_JSON": str(ledger), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    seconds = time.monotonic() - started
+    return ran, json.loads(ledger.read_text()) if ledger.exists() else {}, seconds
+
+
+def left_in(folder: Path) -> list[str]:
+    """Command lines of the processes that still work in this folder."""
+    found = []
+    for process in psutil.process_iter(["cwd", "cmdline"]):
+        if process.info["cwd"] == str(folder) and process.pid != os.getpid():
+            found.append(" ".join(process.info["cmdline"]))
+    return found
+
+
+def cases(taken: bool) -> list:
+    """Every lesson with each world size that it takes, or does not; 0 stands for plain python."""
+    return [
+        pytest.param(lesson, n, id=f"{lesson}-{n or 'python'}")
+        for lesson in LESSONS
+        for n in ((*SIZES, 0) if taken else SIZES)
+        if taken == (n in world_sizes_of(lesson) or n == 0)
+    ]
+
+
+@pytest.mark.parametrize(("lesson", "ranks"), cases(taken=True))
+def test_lesson_passes_alone_in_an_empty_folder(lesson: str, ranks: int, tmp_path: Path) -> None:
+    ran, told, _ = run(lesson, tmp_path, ranks)
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
+    verdicts = [row["verdict"] for row in told["ledger"]]
+    assert "PASS" in verdicts
+    assert "FAIL" not in verdicts
+    for row in told["ledger"]:
+        if row["verdict"] == "BLOCKED":
+            assert re.match(LACKING, row["needs"]), row
+    if ranks:
+        assert told["ranks"] == ranks
+    wide = [line for line in ran.stdout.splitlines() if len(line) > 100]
+    assert not wide, "the table stays within 100 columns"
+    assert left_in(tmp_path) == []
+
+
+@pytest.mark.parametrize(("lesson", "ranks"), cases(taken=False))
+def test_lesson_refuses_other_world_sizes(lesson: str, ranks: int, tmp_path: Path) -> None:
+    ran, told, seconds = run(lesson, tmp_path, ranks)
+    assert ran.returncode != 0
+    assert ran.stderr.count(f"needs a number of ranks in {world_sizes_of(lesson)}, got") == 1
+    assert told == {}
+    assert seconds < 30
+    assert left_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_help_answers_before_any_rank_starts(lesson: str, tmp_path: Path) -> None:
+    shutil.copy(ROOT / lesson, tmp_path)
+    script = [sys.executable, Path(lesson).name]
+    ran = subprocess.run([*script, "--help"], cwd=tmp_path, capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert "**Question.**" in ran.stdout
+    assert max(map(len, ran.stdout.splitlines())) <= 100
+    ran = subprocess.run([*script, "--wrong"], cwd=tmp_path, capture_output=True, text=True)
+    assert ran.returncode != 0
+    assert ran.stdout == ""
+    assert "unrecognized arguments: --wrong" in ran.stderr

@@ -1,0 +1,103 @@
+"""Write README's tables from the lessons' docstrings and from what was measured: `make results`.
+
+What stands between `<!-- NAME -->` and `<!-- /NAME -->` in README.md is made here from the lessons
+and from results/; nobody types a figure.
+"""
+
+import ast
+import json
+import re
+from pathlib import Path
+from statistics import median
+
+from tests.lessons import LESSONS, ROOT
+
+README = ROOT / "README.md"
+
+
+def ledger_of(lesson: str) -> dict:
+    path = ROOT / "results/lessons" / (lesson.replace("/", "_").removesuffix(".py") + ".json")
+    return json.loads(path.read_text()) if path.exists() else {"ledger": [], "seconds": "?"}
+
+
+def section(lesson: str, name: str) -> str:
+    """The paragraph of a lesson's docstring that opens with **name.**, on one line."""
+    doc = ast.get_docstring(ast.parse((ROOT / lesson).read_text()))
+    match = re.search(rf"\*\*{name}\.?\*\*(.+?)(?:\n\n|\Z)", doc, re.DOTALL)
+    return " ".join(match[1].split()) if match else ""
+
+
+def needs(lesson: str) -> str:
+    rows = [row for row in ledger_of(lesson)["ledger"] if row["verdict"] == "BLOCKED"]
+    gpu = sum("GPU" in row["needs"] for row in rows)
+    return f"no; {gpu} more claims with GPUs" if gpu else "no"
+
+
+def exercise(lesson: str) -> str:
+    found = re.findall(r"exercises/\w+", section(lesson, "Next"))
+    return ", ".join(f"[{path.split('/')[1]}]({path})" for path in found) or "to come"
+
+
+def sample(lesson: str = "parallelism/01_data_parallelism_ddp.py", most: int = 8) -> str:
+    """The first rows of a ledger, as the lesson printed them."""
+    rows = [row for row in ledger_of(lesson)["ledger"] if row["verdict"] == "PASS"][:most]
+    lines = [f"  {'':7} {'claim':55} {'predicted':20} measured"]
+    for row in rows:
+        give = f" ±{row['slack']:.1g}" if row["slack"] else ""
+        between = f"{row['sign']:>2} {row['predicted']:,.10g}{give}"
+        lines.append(f"  {row['verdict']:7} {row['claim']:55} {between:20} {row['measured']:,.10g}")
+    return "\n".join(["```", *lines, "```"])
+
+
+def lessons() -> str:
+    rows = ["| Lesson | The question it answers | Seconds | Needs a GPU? | Exercise |"]
+    rows += ["|---|---|---:|---|---|"]
+    for lesson in LESSONS:
+        seconds = ledger_of(lesson)["seconds"]
+        question = section(lesson, "Question")
+        link = f"[{lesson}]({lesson})"
+        rows.append(f"| {link} | {question} | {seconds} | {needs(lesson)} | {exercise(lesson)} |")
+    return "\n".join(rows)
+
+
+def results() -> str:
+    """One row a lesson: how many claims held, and one of them as the lesson's headline."""
+    rows = [
+        "| Lesson | PASS | FAIL | BLOCKED | Ranks | torch | Date |",
+        "|---|--:|--:|--:|--:|---|---|",
+    ]
+    for lesson in LESSONS:
+        told = ledger_of(lesson)
+        verdicts = [row["verdict"] for row in told["ledger"]]
+        counts = " | ".join(str(verdicts.count(v)) for v in ("PASS", "FAIL", "BLOCKED"))
+        setting = " | ".join(str(told.get(key, "")) for key in ("ranks", "torch", "date"))
+        rows.append(f"| {lesson} | {counts} | {setting} |")
+    return "\n".join(rows)
+
+
+def speed() -> str:
+    path = ROOT / "results/bench/bench.json"
+    bench = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    rows = ["| Ours against | Setting | Ours, ms | Peer, ms | Ratio (quartiles) | Aim |"]
+    rows += ["|---|---|--:|--:|--:|--:|"]
+    for row in bench["rows"]:
+        times = f"{1e3 * median(row['ours']):.1f} | {1e3 * median(row['peer']):.1f}"
+        ratio = f"{row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f})"
+        rows.append(f"| {row['name']} | {row['setting']} | {times} | {ratio} | {row['aim']} |")
+    return "\n".join(rows)
+
+
+def written() -> str:
+    """README with every table made anew."""
+    text = README.read_text()
+    for table in (sample, lessons, results, speed):
+        name = table.__name__
+        between = f"<!-- {name} -->\n{table()}\n<!-- /{name} -->"
+        text = re.sub(
+            rf"<!-- {name} -->.*?<!-- /{name} -->", lambda _, new=between: new, text, flags=re.S
+        )
+    return text
+
+
+if __name__ == "__main__":
+    Path(README).write_text(written())
