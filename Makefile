@@ -28,6 +28,7 @@ plumbing: .venv/core
 
 results: .venv/all
 	$(BIN)/python -m tests.run_lessons --keep
+	$(BIN)/python -m tests.bench --keep
 	$(BIN)/python -m tests.write_readme
 
 lint: .venv/all
@@ -35,18 +36,18 @@ lint: .venv/all
 
 .venv/made:
 	@echo "=== A virtual environment in .venv"
-	$(PYTHON) -m venv .venv
+	@$(PYTHON) -m venv .venv || { echo "*** Python's venv is missing: sudo apt install python3-venv"; exit 1; }
 	@touch $@
 
 .venv/core: .venv/made pyproject.toml constraints.txt
 	@echo "=== The core: torch and what every lesson imports (some GB, minutes the first time)"
-	$(BIN)/python -m pip install --progress-bar on -q -c constraints.txt -e .
+	@$(BIN)/python -m pip install -q -c constraints.txt -e .
 	@touch $@
 
 .venv/all: .venv/core packages.txt
 	@sh tests/system_packages.sh
 	@echo "=== DeepSpeed, FFCV, profiling and test tools"
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[deepspeed,profiling,test]'
+	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[deepspeed,profiling,test]'
 	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[ffcv]' \
 	  || echo "*** FFCV could not be built: its lesson will say BLOCKED. It needs the packages in packages.txt"
 	@touch $@

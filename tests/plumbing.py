@@ -80,6 +80,7 @@ def setup() -> torch.device:
     dist.init_process_group(backend, device_id=device if gpu else None, timeout=wait)
     sys.excepthook = crash
     say(f"{WORLD_SIZE} ranks, {backend}, torch {torch.__version__}\n")
+    say(f"{'':10}{'claim':55} {'predicted':20} measured")
     return device
 
 
