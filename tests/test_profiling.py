@@ -144,8 +144,8 @@ BREAKS = {
     "events are dropped": (
         MERGE,
         (
-            'for event in trace["traceEvents"] if event',
-            'for event in trace["traceEvents"][::2] if event',
+            'if event.get("ph") == "X")\n',
+            'if event.get("ph") == "X" and event["name"] != "forward")\n',
         ),
         {LOST},
     ),
