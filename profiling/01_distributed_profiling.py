@@ -30,7 +30,6 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -91,18 +90,8 @@ ILLNESSES = {
 }
 
 
-@contextlib.contextmanager
-def span(name: str) -> Iterator[None]:
-    """A range in torch's trace, and in Nsight Systems' where the nvtx package is installed."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(record_function(name))
-        if nvtx := sys.modules.get("nvtx"):
-            stack.enter_context(nvtx.annotate(name))
-        yield
-
-
 def compute(ms: float, device: torch.device) -> None:
-    with span("compute"):
+    with record_function("compute"):
         if device.type == "cuda":
             torch.cuda._sleep(int(ms * 1.5e6))  # cycles, at about 1.5 GHz
         else:
@@ -138,9 +127,8 @@ class Layer(nn.Module):
 
 def step(model: DistributedDataParallel, ills: Ills, device: torch.device) -> None:
     """One training step: load, forward, backward, all-reduce."""
-    with span("loader"):
-        if ills.loader:
-            time.sleep(ills.loader / 1e3)
+    with record_function("loader"):
+        time.sleep(ills.loader / 1e3)
     x = torch.ones(8, device=device, requires_grad=True)
     with contextlib.nullcontext() if ills.overlap else model.no_sync():
         model(x).sum().backward()
@@ -195,7 +183,7 @@ def traced(ills: Ills, device: torch.device) -> tuple[list[dict], list[float]]:
             for _ in range(2 + ACTIVE):
                 dist.barrier()
                 started = time.perf_counter()
-                with span("step"):
+                with record_function("step"):
                     step(model, ills, device)
                 walls.append(1e3 * (time.perf_counter() - started))
                 profiler.step()
@@ -319,8 +307,7 @@ def the_illness_is_named(cases: dict[str, Case]) -> None:
 #
 # Amdahl: a cure can take away no more than the time its illness shows in the trace. So the step
 # will be what is left, if nothing else comes to light behind it. The cured job is the healthy one.
-# A small batch is cured by one 8 times as large: 8 times the compute, behind which the network
-# hides.
+# A small batch is cured by one 8 times as large, behind whose compute the network hides.
 
 
 # %%
