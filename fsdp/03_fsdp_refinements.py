@@ -338,8 +338,9 @@ def launch() -> None:
     ranks = ranks if ranks in WORLD_SIZES else WORLD_SIZES[0]
     os.environ |= {"LAUNCHER": str(os.getpid()), "OMP_NUM_THREADS": "1"}  # ranks share the cores
     logging.disable()  # the rank that failed says why
+    here = ["--standalone", "--local-addr=127.0.0.1"]  # the host's name need not resolve
     try:
-        torchrun(["--standalone", f"--nproc-per-node={ranks}", *sys.argv])
+        torchrun([*here, f"--nproc-per-node={ranks}", *sys.argv])
     except errors.ChildFailedError as error:
         rank, first = error.get_first_failure()
         sys.exit(f"rank {rank} was ended by {first.signal_name()}" if first.exitcode < 0 else 1)
