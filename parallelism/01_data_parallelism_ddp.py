@@ -193,7 +193,6 @@ class BucketedDDP(nn.Module):
         finally:
             self.sync = before
 
-    @torch.no_grad()
     def _ready(self, parameter: nn.Parameter) -> None:
         """Hook: this parameter's gradient is complete. Launch the buckets whose turn it is."""
         if not self.sync:
@@ -204,7 +203,8 @@ class BucketedDDP(nn.Module):
                 bucket.missing = set(bucket.views)
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         self._take_in(parameter)
-        self._launch()
+        if not self.home[parameter].missing:
+            self._launch()
 
     def _take_in(self, parameter: nn.Parameter) -> None:
         """Move the gradient, divided by n, into its bucket; none counts as zero."""
@@ -214,7 +214,8 @@ class BucketedDDP(nn.Module):
         if grad is None:
             parameter.grad.zero_()
         else:
-            torch.div(grad.to_dense() if grad.is_sparse else grad, self.n, out=parameter.grad)
+            dense = grad.detach().to_dense() if grad.is_sparse else grad.detach()
+            torch.div(dense, self.n, out=parameter.grad)
 
     def _launch(self, incomplete: bool = False) -> None:
         """Start the all-reduce of the next buckets in line; stop at one that is not complete."""
@@ -306,7 +307,9 @@ def train(
 
 
 def gap(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor]) -> float:
-    return max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True))
+    """The largest distance, to three digits."""
+    off = max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True))
+    return float(f"{off:.2e}")
 
 
 def three_ways_and_one(device: torch.device) -> tuple[dict, dict]:

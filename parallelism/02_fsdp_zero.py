@@ -84,17 +84,17 @@ TABLE_1 = """\
 1024 30.1 15.1 0.12 513  257  2    4011  2013  15.6"""  # n; GB in stages 1 2 3 of 7.5B, 128B, 1T
 
 
-def parts(stage: int, n: int, layout: torch.dtype = torch.bfloat16) -> list[float]:
-    """Bytes a rank holds for each parameter: of weights, of gradients, of the optimizer."""
+def parts(stage: int, n: int, P: float, layout: torch.dtype = torch.bfloat16) -> list[float]:
+    """Bytes a rank holds for P parameters: of weights, of gradients, of the optimizer."""
     cut = stage >= 3, stage >= 2, stage >= 1
-    return [size / n if c else size for size, c in zip(LAYOUT[layout], cut, strict=True)]
+    return [P * size / n if c else P * size for size, c in zip(LAYOUT[layout], cut, strict=True)]
 
 
 def the_papers_table() -> None:
     right = 0
     for n, *cells in map(str.split, TABLE_1.splitlines()):
         for i, printed in enumerate(cells):
-            gigabytes = (7.5, 128, 1000)[i // 3] * sum(parts(i % 3 + 1, int(n)))
+            gigabytes = sum(parts(i % 3 + 1, int(n), P=(7.5, 128, 1000)[i // 3]))
             unit = 10.0 ** -len(printed.partition(".")[2])  # some are rounded, some truncated
             right += abs(gigabytes - float(printed)) < unit
     claim("cells of the ZeRO paper's Table 1 within one unit", 54, right)
@@ -285,12 +285,10 @@ def by_hand(stage: int, layout: torch.dtype, x_RBD: torch.Tensor, alone: dict) -
     zero = ZeRO1(model, ADAM, layout, CLIP, numel=P // 4, sharded=stage == 1)
 
     def watched(name: str, call: Callable, *tensors: torch.Tensor, **options) -> dist.Work:
-        big, share = (
-            max(tensors, key=torch.Tensor.numel),
-            PASSES[name] * (1 - 1 / dist.get_world_size(options.get("group"))),
-        )
+        n, big = dist.get_world_size(options.get("group")), max(tensors, key=torch.Tensor.numel)
         if big.dim():  # not for the norm
-            moved.update(numbers=share * big.numel(), bytes=share * big.nbytes)
+            times = PASSES[name] * (n - 1)
+            moved.update(numbers=times * big.numel() / n, bytes=times * big.nbytes / n)
         return call(*tensors, **options)
 
     spies = {name: partial(watched, name, getattr(dist, name)) for name in PASSES}
@@ -303,7 +301,7 @@ def by_hand(stage: int, layout: torch.dtype, x_RBD: torch.Tensor, alone: dict) -
             norm = zero.step()
     what = f"stage {stage}, {str(layout).removeprefix('torch.')}: "
     due, pad = 2 * P * (n - 1) / n, 0 if 840 % n == 0 else 4 * n  # numbers in 4 buckets
-    claim(f"{what}bytes held", P * sum(parts(stage, n, layout)), held, atol=16 * pad)
+    claim(f"{what}bytes held", sum(parts(stage, n, P, layout)), held, atol=16 * pad)
     claim(f"{what}numbers sent", due, moved["numbers"], atol=2 * pad)
     claim(f"{what}bytes sent", due * layout.itemsize, moved["bytes"], atol=8 * pad)
     if layout == torch.float32:
@@ -320,7 +318,7 @@ def draw(held: dict[tuple[int, torch.dtype], float], path: str) -> None:
     ns = [1, 2, 4, 8, 16, 32, 64]
     figure, panels = pyplot.subplots(1, 4, figsize=(12, 3.5), sharey=True, layout="constrained")
     for stage, axes in enumerate(panels):
-        heights = 7 * torch.tensor([parts(stage, n) for n in ns]).T
+        heights = torch.tensor([parts(stage, n, P=7) for n in ns]).T
         axes.stackplot(range(len(ns)), heights, labels=["weights", "gradients", "optimizer"])
         if stage < 2 and WORLD_SIZE in ns:
             measured = 7 * held[stage, torch.bfloat16]

@@ -331,7 +331,7 @@ def one_run(stage: int, layout: torch.dtype, x_RBD: torch.Tensor, alone: dict) -
             norm = zero.step()
     what = f"stage {stage}, {str(layout).removeprefix('torch.')}: "
     weight, gradient, optimizer = LAYOUT[layout]
-    due = P * ((weight / n if stage == 3 else weight) + (gradient + optimizer) / n)
+    due = P * weight / (n if stage == 3 else 1) + P * (gradient + optimizer) / n
     pad = 0 if 840 % n == 0 else UNITS * n  # numbers
     claim(f"{what}bytes held", due, held, atol=16 * pad)
     due = stage * P * (n - 1) / n

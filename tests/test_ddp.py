@@ -391,7 +391,7 @@ BREAKS = {
     ),
     "(b) does not divide": ((", self.n, out=parameter.grad)", ", 1, out=parameter.grad)"), WRONG),
     "(b) averages the parameter": (
-        ("grad.to_dense() if grad.is_sparse else grad, self.n", "parameter, self.n"),
+        ("torch.div(dense, self.n", "torch.div(parameter.detach(), self.n"),
         WRONG,
     ),
     "(b) launches nothing before the end": (
