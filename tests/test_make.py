@@ -65,4 +65,3 @@ def test_a_failed_download_is_told_and_not_fatal(machine: Path) -> None:
     ran = system_packages(machine)
     assert ran.returncode == 0
     assert "could not be installed" in ran.stdout
-
