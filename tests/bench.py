@@ -31,7 +31,7 @@ def show(row: dict) -> str:
     spread = f"{row['low']:.2f} to {row['high']:.2f}"
     kept = "kept" if row["ratio"] <= row["aim"] else "MISSED"
     ratio = f"{row['ratio']:6.2f}  {spread:>13}  <= {row['aim']:<5.2f}{kept}"
-    return f"{row['name']:48} {ours:8.1f} {peer:8.1f} {ratio}"
+    return f"{row['name']:56} {ours:8.1f} {peer:8.1f} {ratio}"
 
 
 def draw(rows: list[dict], path: str) -> None:
@@ -48,7 +48,7 @@ def draw(rows: list[dict], path: str) -> None:
         axes.plot([row["aim"]] * 2, [y - 0.35, y + 0.35], color="C3", linewidth=2)
     axes.axvline(1, color="0.7", linewidth=1, zorder=0)
     axes.set_yticks(range(len(rows)), [row["name"] for row in reversed(rows)])
-    axes.set_xlabel("our time / the peer's: median and quartiles over repeats; red bar: the aim")
+    axes.set_xlabel("our time / the peer's (median, quartiles); red: the aim")
     figure.savefig(path, dpi=150)
 
 
@@ -63,7 +63,7 @@ def main() -> None:
     about |= {"python": platform.python_version(), "repeats": options.repeats}
     print("  ".join(f"{key} {value}" for key, value in about.items()), end="\n\n")
     head = f"{'ratio':>6}  {'quartiles':>13}  aim"
-    print(f"{'ours against':48} {'ours ms':>8} {'peer ms':>8} {head}", flush=True)
+    print(f"{'ours against':56} {'ours ms':>8} {'peer ms':>8} {head}", flush=True)
     rows = []
     for path in sorted(ROOT.glob("tests/bench_*.py")):
         bench = importlib.import_module(f"tests.{path.stem}")
