@@ -13,6 +13,7 @@ from statistics import median
 from tests.lessons import LESSONS, ROOT
 
 README = ROOT / "README.md"
+SIDES = ("predicted", "measured")
 
 
 def ledger_of(lesson: str) -> dict:
@@ -44,8 +45,9 @@ def sample(lesson: str = "parallelism/01_data_parallelism_ddp.py", most: int = 8
     lines = [f"  {'':7} {'claim':55} {'predicted':20} measured"]
     for row in rows:
         give = f" ±{row['slack']:.1g}" if row["slack"] else ""
-        between = f"{row['sign']:>2} {row['predicted']:,.10g}{give}"
-        lines.append(f"  {row['verdict']:7} {row['claim']:55} {between:20} {row['measured']:,.10g}")
+        told, seen = (f"{row[x]:,.{12 if row[x].is_integer() else 6}g}" for x in SIDES)
+        between = f"{row['sign']:>2} {told}{give}"
+        lines.append(f"  {row['verdict']:7} {row['claim']:55} {between:20} {seen}")
     return "\n".join(["```", *lines, "```"])
 
 
