@@ -13,7 +13,7 @@ it send in a step?
     torchrun --standalone --nproc-per-node=4 02_fsdp_zero.py   # NCCL, if there are 4 GPUs
     python 02_fsdp_zero.py                                     # the same; else gloo
 
-**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, SECONDS s) that data parallelism holds
+**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 15 s) that data parallelism holds
 16 bytes a parameter, so 7B need 112 GB on every rank, in bfloat16 as in float32. ZeRO-1 holds 7
 and 10: 4 + 12/n and 8 + 8/n. Both send 1.5 numbers a parameter, 2(n-1)/n, for an all-reduce is a
 reduce-scatter and an all-gather. Weights and the gradient's norm follow one process to 1e-8, as
@@ -60,6 +60,7 @@ def main(options: argparse.Namespace) -> None:
     claim("GB on each rank for 7B parameters", 112, 7 * held[0, torch.bfloat16], rtol=1e-3)
     if options.figure and RANK == 0:
         draw(held, options.figure)
+    gc.unfreeze()
     finish()
 
 
@@ -200,14 +201,15 @@ class ZeRO1:
     @torch.no_grad()
     def step(self) -> torch.Tensor | None:
         """Reduce, average, clip, update this rank's shards, gather; return the norm if clipping."""
-        for work in [self.reduce(b) for b in self.buckets]:
-            work.wait()
-        norm, works = None, []
+        reducing, gathering, norm = {b: self.reduce(b) for b in self.buckets}, [], None
         if self.clip is not None:  # a number is counted by its owner, padding is zero
+            for work in reducing.values():
+                work.wait()
             squares = [b.gradient_K.to(b.master_K.dtype).square().sum() for b in self.buckets]
             dist.all_reduce(square := torch.stack(squares).sum(), group=self.group)
             norm = square.sqrt()
-        for b in self.buckets:
+        for b, work in reducing.items():
+            work.wait()
             b.master_K.grad = b.gradient_K.to(b.master_K.dtype)
             if norm is not None:
                 b.master_K.grad.mul_((self.clip / (norm + 1e-6)).clamp(max=1))
@@ -215,8 +217,8 @@ class ZeRO1:
             b.master_K.grad = None
             if b.master_K.dtype != b.shard_K.dtype:
                 b.shard_K.copy_(b.master_K)
-            works.append(self.gather(b.full_N, b.shard_K))  # travels while the next is updated
-        for work in works:
+            gathering.append(self.gather(b.full_N, b.shard_K))  # while the next one is updated
+        for work in gathering:
             work.wait()
         return norm
 

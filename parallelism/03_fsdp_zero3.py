@@ -7,10 +7,9 @@
 in stage 3: how many bytes a parameter does a rank hold when backward has ended, and how many
 numbers a parameter must it send in a step? In stage 3, how many units' weights are whole at once?
 
-**Run.** `torchrun --standalone --nproc-per-node=4 03_fsdp_zero3.py` (NCCL, if there are 4 GPUs) or
-`python 03_fsdp_zero3.py`.
+**Run.** `torchrun --standalone --nproc-per-node=4 03_fsdp_zero3.py`, or `python 03_fsdp_zero3.py`.
 
-**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, SECONDS s) 5.5 bytes in stage 2, that
+**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 15 s) 5.5 bytes in stage 2, that
 is 2 + 14/n, and 4, or 16/n, in stage 3; 1.5 and 2.25 numbers, 2(n-1)/n and 3(n-1)/n; two units
 whole at once; weights as on one process. tests/test_fsdp_zero.py trains odder modules: tied,
 frozen, unused parameters, mixed dtypes, nested units. Not run on several GPUs.
@@ -53,6 +52,7 @@ def main(options: argparse.Namespace) -> None:
     gc.freeze()  # what there is already need not be searched for tensors
     for stage, layout in product((2, 3), LAYOUT):
         one_run(stage, layout, x_RBD, alone)
+    gc.unfreeze()
     finish()
 
 

@@ -312,7 +312,7 @@ BREAKS = {
     "stage 1: all-reduces": (0, "if len(b.shard_K) == len(b.full_N):", "if True:", sent(1)),
     "stage 1: gathers nothing": (
         0,
-        "works.append(self.gather(b.full_N, b.shard_K))",
+        "gathering.append(self.gather(b.full_N, b.shard_K))",
         "pass",
         sent(1) | {DISTANCE[1]},
     ),
