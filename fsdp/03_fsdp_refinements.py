@@ -402,7 +402,7 @@ def claim(text: str, predicted: float, measured: float, sign="=", atol=0.0, rtol
     (p, m, slack), verdict = ranks[worst], "PASS" if excess[worst] <= 0 else "FAIL"  # NaN: FAIL
     off = "" if verdict == "PASS" else f"\n{'':10}off by {m - p:.3g} on rank {worst}"
     told, seen = (f"{x:,.{12 if x.is_integer() else 6}g}" for x in (p, m))
-    between = f"{sign:>2} {told}" + (f" ±{slack:.1g}" if slack else "")
+    between = f"{sign:>2} {told}" + (f" ±{float(f'{slack:.1g}'):g}" if slack else "")
     say(f"  {verdict:7} {text:55} {between:20} {seen}{off}")
     row = {"claim": text, "verdict": verdict, "rank": worst, "sign": sign}
     finite = m - m == 0  # JSON knows no other numbers

@@ -16,10 +16,10 @@ does that matter more than how fast it computes?
     torchrun --standalone --nproc-per-node=8 01_gpu_interconnects.py   # a rank for each GPU
     python 01_gpu_interconnects.py --figure interconnects.png          # CPU
 
-**You will have seen** (rank 0 of 4 on 2 cores, gloo, torch 2.15, about 8 s; other work shared the
-cores; not yet run on GPUs) that NVLink 4 is 7.1 times PCIe 5.0, not 14; that a matrix-vector
-product leaves 9 in 10 FLOPs unused and a matrix product 98 of 100 bytes per second, with the ridge
-near 3 FLOP/byte; and that a copy that stays in cache runs 2 to 7 times faster than one in DRAM.
+**You will have seen** (rank 0 of 4 on 2 cores, gloo, torch 2.15, 18 to 40 s while other work
+shared the cores; not yet run on GPUs) that NVLink 4 is 7.1 times PCIe 5.0, not 14; that with the
+ridge near 3 FLOP/byte a matrix-vector product leaves most FLOPs unused and a matrix product 98% of
+the memory bandwidth; and that a copy in cache is about twice as fast as one in DRAM, or more.
 
 **Next.** `fundamentals/02_launching_processes.py`: how the ranks that waited here came to life;
 then what a message between two of them costs: `fundamentals/03_latency_and_bandwidth.py`.
@@ -442,7 +442,7 @@ def claim(text: str, predicted: float, measured: float, sign="=", atol=0.0, rtol
     (p, m, slack), verdict = ranks[worst], "PASS" if excess[worst] <= 0 else "FAIL"  # NaN: FAIL
     off = "" if verdict == "PASS" else f"\n{'':10}off by {m - p:.3g} on rank {worst}"
     told, seen = (f"{x:,.{12 if x.is_integer() else 6}g}" for x in (p, m))
-    between = f"{sign:>2} {told}" + (f" ±{slack:.1g}" if slack else "")
+    between = f"{sign:>2} {told}" + (f" ±{float(f'{slack:.1g}'):g}" if slack else "")
     say(f"  {verdict:7} {text:55} {between:20} {seen}{off}")
     row = {"claim": text, "verdict": verdict, "rank": worst, "sign": sign}
     finite = m - m == 0  # JSON knows no other numbers

@@ -17,10 +17,10 @@ must it be before a bandwidth means anything?
 
 Everything here runs on CPU cores, on a GPU box too.
 
-**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, about 8 s; other work shared the
-cores) 15 to 20 us for a byte rung through shared memory or a Unix socket, 20 to 30 us through TCP,
-60 to 150 us through gloo, more under load; 9, 5, 3 and 2 GB/s for large messages; and half of
-that from some 140, 90 and 70 kB on, give or take a factor of two, where alpha + n/beta put it.
+**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 12 to 31 s while other work shared
+the cores) 15 to 20 us one way through shared memory or a Unix socket, 20 to 30 through TCP, 60 to
+900 through gloo, by load; 7 to 9, 4 to 5, 2 to 3 and 1 to 3 GB/s for large messages; and half of
+the best from some 140, 90 and 70 kB on, within a factor of three of where alpha + n/beta put it.
 
 **Next.** `communication/01_nccl_collectives.py`: what many ranks say to each other at once.
 """
@@ -392,7 +392,7 @@ def claim(text: str, predicted: float, measured: float, sign="=", atol=0.0, rtol
     (p, m, slack), verdict = ranks[worst], "PASS" if excess[worst] <= 0 else "FAIL"  # NaN: FAIL
     off = "" if verdict == "PASS" else f"\n{'':10}off by {m - p:.3g} on rank {worst}"
     told, seen = (f"{x:,.{12 if x.is_integer() else 6}g}" for x in (p, m))
-    between = f"{sign:>2} {told}" + (f" ±{slack:.1g}" if slack else "")
+    between = f"{sign:>2} {told}" + (f" ±{float(f'{slack:.1g}'):g}" if slack else "")
     say(f"  {verdict:7} {text:55} {between:20} {seen}{off}")
     row = {"claim": text, "verdict": verdict, "rank": worst, "sign": sign}
     finite = m - m == 0  # JSON knows no other numbers

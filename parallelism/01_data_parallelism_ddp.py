@@ -12,8 +12,8 @@ of the 8 gradients are missing when the first one starts. And: memory for 7 bill
     torchrun --standalone --nproc-per-node=4 01_data_parallelism_ddp.py  # NCCL, given 4 GPUs
     python 01_data_parallelism_ddp.py                                    # the same; gloo if not
 
-**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 11 s; not run on several GPUs) that
-after 150 steps all three ways are within 5e-15 of one process, at 97% on new digits. Each hands
+**You will have seen** (4 ranks on 2 busy cores, gloo, torch 2.15, 31 s; not run on several GPUs)
+that after 150 steps all three ways are within 5e-15 of one process, at 97% on new digits. Each hands
 341,072 bytes a step to all-reduce: by hand in 8 calls once backward is over, in buckets in 3, the
 first with 4 gradients still to come (DDP's first step: 1 call, none to come). Mixed precision takes
 16 bytes a parameter, 18 in DDP as it comes: 7 billion parameters, 112 GB on every rank.
@@ -547,7 +547,7 @@ def claim(text: str, predicted: float, measured: float, sign="=", atol=0.0, rtol
     (p, m, slack), verdict = ranks[worst], "PASS" if excess[worst] <= 0 else "FAIL"  # NaN: FAIL
     off = "" if verdict == "PASS" else f"\n{'':10}off by {m - p:.3g} on rank {worst}"
     told, seen = (f"{x:,.{12 if x.is_integer() else 6}g}" for x in (p, m))
-    between = f"{sign:>2} {told}" + (f" ±{slack:.1g}" if slack else "")
+    between = f"{sign:>2} {told}" + (f" ±{float(f'{slack:.1g}'):g}" if slack else "")
     say(f"  {verdict:7} {text:55} {between:20} {seen}{off}")
     row = {"claim": text, "verdict": verdict, "rank": worst, "sign": sign}
     finite = m - m == 0  # JSON knows no other numbers

@@ -86,7 +86,7 @@ ILLNESSES = {
     "needless syncs": replace(HEALTHY, syncs=True),
     "tiny buckets": replace(HEALTHY, buckets=0.001),
     "no overlap": replace(HEALTHY, overlap=False),
-    "small batch": replace(HEALTHY, layer=HEALTHY.layer / 8),  # an eighth of the batch
+    "small batch": replace(HEALTHY, layer=HEALTHY.layer / 16),  # 1/16 of the batch
 }
 
 
@@ -291,7 +291,7 @@ def diagnose(case: Case) -> str:
         return "tiny buckets"
     if case.early == 0:
         return "no overlap"
-    if case.split["compute"] < 0.6 * case.total:
+    if case.split["compute"] < 0.75 * case.total:
         return "small batch"
     return "healthy"
 
@@ -307,14 +307,14 @@ def the_illness_is_named(cases: dict[str, Case]) -> None:
 #
 # Amdahl: a cure can take away no more than the time its illness shows in the trace. So the step
 # will be what is left, if nothing else comes to light behind it. The cured job is the healthy one.
-# A small batch is cured by one 8 times as large, behind whose compute the network hides.
+# A small batch is cured by one 16 times as large, behind whose compute the network hides.
 
 
 # %%
 def cured(name: str, case: Case) -> float:
     """Predicted ms a step, from the ill job's own trace."""
     if name == "small batch":
-        return case.total + 7 * case.split["compute"] - case.split["exposed"]
+        return case.total + 15 * case.split["compute"] - case.split["exposed"]
     if name == "straggler":
         return case.total - (max(case.compute) - min(case.compute))
     return case.total - case.split["loader" if name == "slow loader" else "exposed"]
@@ -442,7 +442,7 @@ def claim(text: str, predicted: float, measured: float, sign="=", atol=0.0, rtol
     (p, m, slack), verdict = ranks[worst], "PASS" if excess[worst] <= 0 else "FAIL"  # NaN: FAIL
     off = "" if verdict == "PASS" else f"\n{'':10}off by {m - p:.3g} on rank {worst}"
     told, seen = (f"{x:,.{12 if x.is_integer() else 6}g}" for x in (p, m))
-    between = f"{sign:>2} {told}" + (f" ±{slack:.1g}" if slack else "")
+    between = f"{sign:>2} {told}" + (f" ±{float(f'{slack:.1g}'):g}" if slack else "")
     say(f"  {verdict:7} {text:55} {between:20} {seen}{off}")
     row = {"claim": text, "verdict": verdict, "rank": worst, "sign": sign}
     finite = m - m == 0  # JSON knows no other numbers

@@ -198,6 +198,8 @@ def hanging(lesson: Path, ranks: int = 0) -> tuple[subprocess.Popen, list[psutil
     for line in launcher.stdout:
         if "HANGING" in line:
             break
+    while not (lesson.parent / "ledger.json").exists():  # rank 0 may be a moment behind
+        time.sleep(0.02)
     return launcher, psutil.Process(launcher.pid).children()
 
 
