@@ -224,6 +224,7 @@ def _be_rank(place: tuple, work: bytes, outbox: connection.Connection) -> None:
         function, args = pickle.loads(work)
         if group:
             dist.init_process_group("gloo", timeout=timedelta(seconds=2 * deadline + 60))
+            _meet(world_size)
         word = "returned", function(*args), ""
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -237,3 +238,11 @@ def _be_rank(place: tuple, work: bytes, outbox: connection.Connection) -> None:
     outbox.send_bytes(word)
     sys.stdout.flush()
     os._exit(0)  # no farewell: peers may be stuck, threads may run on
+
+
+def _meet(world_size: int) -> None:
+    """Wait until all have joined: gloo lets a rank go, and leave, while others still connect."""
+    store = dist.distributed_c10d._get_default_store()
+    if store.add("joined", 1) == world_size:
+        store.set("all joined", "")
+    store.wait(["all joined"])
