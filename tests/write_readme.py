@@ -7,13 +7,15 @@ and from results/; nobody types a figure.
 import ast
 import json
 import re
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from statistics import median
 
+from tests import plumbing
 from tests.lessons import LESSONS, ROOT
 
 README = ROOT / "README.md"
-SIDES = ("predicted", "measured")
 
 
 def ledger_of(lesson: str) -> dict:
@@ -31,7 +33,7 @@ def section(lesson: str, name: str) -> str:
 def needs(lesson: str) -> str:
     rows = [row for row in ledger_of(lesson)["ledger"] if row["verdict"] == "BLOCKED"]
     gpu = sum("GPU" in row["needs"] for row in rows)
-    return f"no; {gpu} more claims with GPUs" if gpu else "no"
+    return f"no; {gpu} more claim{'s' * (gpu > 1)} with GPUs" if gpu else "no"
 
 
 def exercise(lesson: str) -> str:
@@ -42,13 +44,12 @@ def exercise(lesson: str) -> str:
 def sample(lesson: str = "parallelism/01_data_parallelism_ddp.py", most: int = 8) -> str:
     """The first rows of a ledger, as the lesson printed them."""
     rows = [row for row in ledger_of(lesson)["ledger"] if row["verdict"] == "PASS"][:most]
-    lines = [f"  {'':7} {'claim':55} {'predicted':20} measured"]
-    for row in rows:
-        give = f" ±{row['slack']:.1g}" if row["slack"] else ""
-        told, seen = (f"{row[x]:,.{12 if row[x].is_integer() else 6}g}" for x in SIDES)
-        between = f"{row['sign']:>2} {told}{give}"
-        lines.append(f"  {row['verdict']:7} {row['claim']:55} {between:20} {seen}")
-    return "\n".join(["```", *lines, "```"])
+    with redirect_stdout(StringIO()) as out:
+        print(f"{'':10}{'claim':55} {'predicted':20} measured")
+        for row in rows:
+            keys = row["claim"], row["predicted"], row["measured"], row["sign"], row["slack"]
+            plumbing.claim(*keys)
+    return f"```\n{out.getvalue()}```"
 
 
 def lessons() -> str:
