@@ -305,7 +305,8 @@ def two_torchruns_make_one_world() -> None:
 # - **`command_line`** runs in launcher and ranks before anything else: `--help` and wrong flags
 #   start no rank. argparse's own ways to print are replaced, or every rank would.
 # - **`launch`**, for plain `python`: be torchrun in this very process, and catch how it ends. A
-#   negative exit code is the signal that ended a rank; 128 + signal is how a shell says so.
+#   negative exit code is the signal that ended a rank; 128 + signal is how a shell says so. Without
+#   `--local-addr` ranks meet at the host's full name, and hang where that does not resolve.
 # - **`setup`**. `prctl(1, SIGKILL)`, PR_SET_PDEATHSIG, says: kill me when what started me ends.
 #   Python's `os` lacks it; `CDLL(None)` is the C library. torchrun passes SIGTERM and Ctrl-C on to
 #   its ranks, which have sessions of their own, out of the terminal's reach; nobody passes SIGKILL
@@ -322,11 +323,11 @@ def two_torchruns_make_one_world() -> None:
 # - **`say`**: on rank 0, or every line comes n times; it flushes, for `os._exit` does not.
 # - **`require`** is for rules that all ranks see broken. If all left at once, the launcher might
 #   see rank 3 go first and end rank 0 before it spoke; past a collective, peers could be waiting.
-# - **`claim`** is a collective: a fault on rank 3 must fail too, so the worst of all ranks counts.
-#   Comparisons with NaN are false: it is sought first, and fails.
+# - **`claim`** is a collective: the worst of all ranks counts; NaN, which compares false, is worst.
 # - **`record`** writes a second file and renames it, an atomic step: LESSON_JSON is always whole.
-# - **`finish`**: nobody leaves while a peer may need it. Without `destroy_process_group` threads
-#   run on while Python takes its objects apart, and now and then a finished job aborts.
+# - **`finish`**: nobody leaves while a peer may need it. If the group's threads still run while
+#   Python takes its objects apart, a finished job aborts now and then: hence
+#   `destroy_process_group`, and `os._exit` in case something still holds the group.
 # - **The last lines**: with `RANK` in the environment this is a rank. Other launchers' names:
 #
 # | `torchrun` | `deepspeed` | `mpirun` (Open MPI) | `srun` (Slurm) |
