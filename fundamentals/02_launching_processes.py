@@ -308,14 +308,13 @@ def two_torchruns_make_one_world() -> None:
 #   negative exit code is the signal that ended a rank; 128 + signal is how a shell says so. Without
 #   `--local-addr` ranks meet at the host's full name, and hang where that does not resolve.
 # - **`setup`**. `prctl(1, SIGKILL)`, PR_SET_PDEATHSIG, says: kill me when what started me ends.
-#   Python's `os` lacks it; `CDLL(None)` is the C library. torchrun passes SIGTERM and Ctrl-C on to
-#   its ranks, which have sessions of their own, out of the terminal's reach; nobody passes SIGKILL
-#   on. The kernel tells of deaths to come: if the launcher died before that line, `getppid()` is
-#   not the number that it left in `LAUNCHER`. NCCL refuses two ranks on one GPU ("Duplicate GPU
-#   detected"), hence gloo then. `set_device` comes before all else that uses CUDA, or every rank
-#   opens a context on GPU 0 too. With `device_id` NCCL connects now, not in the first collective.
-#   `timeout`, for a missing rank, is else 10 minutes on NCCL, 30 on gloo. `excepthook` comes last,
-#   since `crash` needs the group's store.
+#   `CDLL(None)` is the C library. torchrun passes SIGTERM and Ctrl-C on to its ranks, which have
+#   sessions of their own, out of the terminal's reach; nobody passes SIGKILL on. If the launcher
+#   died before that line, `getppid()` is not what it left in `LAUNCHER`. NCCL refuses two ranks on
+#   one GPU ("Duplicate GPU detected"), hence gloo then. `set_device` comes before all else that
+#   uses CUDA, or every rank opens a context on GPU 0 too. With `device_id` NCCL connects now, not
+#   in the first collective. `timeout`, for a missing rank, is else 10 minutes on NCCL, 30 on gloo.
+#   `excepthook` comes last, since `crash` needs the group's store.
 # - **`crash`** takes exceptions that nobody caught. `add(...) == 1`: of all that fail, one speaks.
 #   When a rank dies, its peers' collectives fail too ("Connection closed by peer"); the launcher
 #   ends them in their sleep, so no effect is reported for the cause. `sys.exit` would wait for
