@@ -4,9 +4,8 @@
 **Question.** How fast is every collective on this machine at every size, are its results right, and
 which link sets the pace?
 
-**Predict.** Somebody reports "an all-reduce of 400 MB at 277 GB/s on 8 GPUs". Write down how long
-it took if that is algbw, and how long if it is busbw. Then: on this machine, at which message size
-does busbw stop growing, and what share of the slowest link's bandwidth will the all-reduce reach?
+**Predict.** "An all-reduce of 400 MB at 277 GB/s on 8 GPUs": how long did it take if that is algbw,
+how long if it is busbw? Here: what share of the slowest link will an all-reduce of 4 MiB reach?
 
 **Run.**
 
@@ -184,11 +183,10 @@ OPS = {
 # %% [markdown]
 # ## 3. One row of the table
 #
-# First a call on fresh data, which is checked; then calls on whatever is in the buffers, which are
-# timed. A barrier before the clock starts, or the slowest rank's lateness is billed to the network
-# (communication/01_nccl_collectives.py); a device synchronisation before it stops, or only the
-# launch is timed. The time is the mean over calls and ranks, as in nccl-tests; where only the root
-# receives, senders are done early, and the mean flatters.
+# First a call on fresh data is checked; then calls on whatever is in the buffers are timed. A
+# barrier before the clock starts, or the slowest rank's lateness is billed to the network; a device
+# synchronisation before it stops, or only the launch is timed. The time is the mean over calls and
+# ranks, as in nccl-tests; where only the root receives, senders are done early: it flatters.
 
 
 # %%
@@ -320,10 +318,9 @@ def the_limit(b: Bench) -> float:
 # %% [markdown]
 # ## 5. The headline: 400 MB
 #
-# 100 million float32 gradients. "277 GB/s on 8 GPUs" says too little. Is it algbw or busbw, which
-# on 8 ranks is 1.75 times as much? It is each rank's figure, not the sum of eight, and one way, not
-# NVLink's 900 GB/s of both. It counts one collective after the other on warm buffers: no backward
-# that wants the same memory, no waiting for a late rank.
+# 100 million float32 gradients. "277 GB/s on 8 GPUs": algbw, or busbw, which is 1.75 times as much?
+# It is each rank's, not the sum of eight, and one way, not NVLink's 900 GB/s of both. It counts one
+# call after the other on warm buffers: no backward that wants the memory, no wait for a late rank.
 
 
 # %%
