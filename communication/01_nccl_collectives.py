@@ -16,7 +16,7 @@ all-reduce moves 1.5 S through each rank, its halves 0.75 S each, but gloo's red
 that after a skipped call two sums are wrong by 100 and only the last call fails, by its timeout;
 that without a barrier before it, a clock bills one rank's lateness to the network in full.
 
-**Next.** parallelism/01_data_parallelism_ddp.py puts the all-reduce to work.
+**Next.** communication/02_point_to_point.py opens them: send and receive.
 """
 
 import argparse
