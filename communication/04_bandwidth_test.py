@@ -140,7 +140,6 @@ def ring_shift(b: Bench, out: Tensor, x: Tensor) -> None:
 
 
 def from_each(b: Bench, out: Tensor, part: int = 0) -> list:
-    """Of every rank's data this part, in the order of ranks."""
     return [(p, b.tiles[q], part * len(p)) for q, p in enumerate(out.chunk(WORLD_SIZE))]
 
 
