@@ -20,7 +20,7 @@ to 3e-14; that keeping what forward gathered saves 4 of 9 gathers for P numbers 
 loss that falls from 5.8 to 2.7 nats, below the entropy of single bytes, 3.1. Not run on several
 GPUs.
 
-**Next.** fsdp/03_fsdp_refinements.py
+**Next.** fsdp/02_deepspeed_zero.py
 """
 
 import argparse
