@@ -1,8 +1,8 @@
-"""Feeding the ranks: where a DataLoader's time goes, and FFCV in its place under DDP
-==================================================================================
+"""Feeding the ranks: where a DataLoader's time goes, and FFCV in its place
+========================================================================
 
 **Question.** A rank that waits for images trains nothing. Where does a loader's time go, how much
-of it does FFCV save, and is training on it still the same training?
+of it does FFCV save, and does every sample still come once?
 
 **Predict.** What share of an image's time through torchvision is reading its file? What share does
 FFCV save if both decode the same JPEGs, what if its file holds raw pixels? On 7 ranks, how often
@@ -15,13 +15,12 @@ does an epoch of 240 samples deliver one twice?
 
 **You will have seen** (4 ranks on 2 cores, gloo, torch 2.15) that reading is 2% of an image's time;
 that the same crop costs a core 2.3 times less through FFCV's JPEGs and 5 times less through its raw
-pixels, or more; that all ranks together deliver each sample once; and that DDP trains on FFCV's
-batches to the same loss, bit by bit.
+pixels, or more; and that all ranks together deliver each sample once.
 
 FFCV needs the Debian packages of packages.txt, then `pip install -e '.[ffcv]'`. One node. Not run
 on several GPUs.
 
-**Next.** README.md, for the papers and the systems to read from here.
+**Next.** data-loading/02_ffcv_file_order_memory.py: the file, its orders, memory, and training.
 """
 
 import argparse
@@ -47,14 +46,7 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    RandomSampler,
-    default_collate,
-)
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler
 
 try:  # the extra [ffcv]
     from ffcv.fields import IntField, RGBImageField, decoders
@@ -75,7 +67,7 @@ FLAGS: dict[str, dict] = {
     "--data": {"metavar": "FOLDER", "help": "images, one folder a class (ImageNet's layout)"},
     "--figure": {"metavar": "PATH", "help": "save where each loader's time goes as a PNG"},
 }
-TRAIN, TEST, EPOCHS, BATCH, SEED = 240, 48, 4, 32, 0  # images of 500 x 375; batch over all ranks
+IMAGES, BATCH, SEED = 240, 32, 0  # images of 500 x 375; batch over all ranks
 ROUNDS = 3  # times round the images in an epoch that is timed
 WORKERS = min(2, numba_config.NUMBA_NUM_THREADS) if Loader else 2
 MEAN, STD = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])  # ImageNet's
@@ -93,9 +85,7 @@ def main(options: argparse.Namespace) -> None:
         on_rank_0(prepare, place, options.data)
         parts = where_the_time_goes(place, device)
         seconds = threads_against_processes(place)
-        loader = rank_loader(place)
-        each_sample_once((number for *_, number in loader), device)
-        the_same_training(loader, place, device, level=0.0 if options.data else 0.95)
+        each_sample_once((number for *_, number in rank_loader(place)), device)
         if options.figure and RANK == 0:
             draw(options.figure, parts, seconds)
     finish()
@@ -104,11 +94,10 @@ def main(options: argparse.Namespace) -> None:
 # %% [markdown]
 # ## 1. A folder that all ranks read
 #
-# Rank 0 makes it: crops of scikit-learn's two photographs, half of them upside down, which makes
-# four classes; or as many images of yours. They are JPEGs of 500 x 375 at quality 97, about 100 kB
-# each, as in ImageNet. Two photographs test loaders, not networks: training and test images look
-# alike. From the training images FFCV writes two files, one of JPEGs (it encodes them again, at
-# quality 90 unless told) and one of raw pixels. A million files become one, read in any order.
+# Rank 0 makes it: crops of scikit-learn's two photographs, or as many images of yours. They are
+# JPEGs of 500 x 375 at quality 97, about 100 kB each, as in ImageNet. From them FFCV writes two
+# files, one of JPEGs (it encodes them again, at quality 90 unless told) and one of raw pixels. A
+# million files become one, read in any order.
 
 
 # %%
@@ -137,7 +126,7 @@ def pictures(data: str | None) -> Iterator[tuple[str, object]]:
     """Class and image of each sample, from `data` or from the two photographs."""
     if data:
         found = ImageFolder(data)
-        for i in np.linspace(0, len(found) - 1, TRAIN + TEST).astype(int):
+        for i in np.linspace(0, len(found) - 1, IMAGES).astype(int):
             image, label = found[i]
             small = functional.resize(image, 375)
             yield found.classes[label], functional.center_crop(small, [375, 500])
@@ -145,25 +134,23 @@ def pictures(data: str | None) -> Iterator[tuple[str, object]]:
     from sklearn.datasets import load_sample_images
 
     random, photographs = np.random.default_rng(SEED), load_sample_images().images  # 640 x 427
-    for i in range(TRAIN + TEST):
+    for i in range(IMAGES):
         y, x = random.integers(427 - 375 + 1), random.integers(640 - 500 + 1)
         crop = photographs[i % 2][y : y + 375, x : x + 500]
-        image = functional.to_pil_image(np.ascontiguousarray(crop))
-        yield f"class_{i % 4}", image if i % 4 < 2 else functional.vflip(image)
+        yield f"class_{i % 2}", functional.to_pil_image(np.ascontiguousarray(crop))
 
 
 class Photos(Dataset):
-    """ImageFolder with its number beside each sample; every sixth image is kept for testing."""
+    """ImageFolder with its number beside each sample."""
 
-    def __init__(self, place: Path, transform: Callable | None = None, test: bool = False) -> None:
+    def __init__(self, place: Path, transform: Callable | None = None) -> None:
         self.folder = ImageFolder(place / "photos", transform)
-        self.ids = [i for i in range(len(self.folder)) if (i % 6 == 5) == test]
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return len(self.folder)
 
     def __getitem__(self, number: int) -> tuple:
-        return (*self.folder[self.ids[number]], int(number))
+        return (*self.folder[number], int(number))
 
 
 def prepare(place: Path, data: str | None) -> None:
@@ -172,15 +159,15 @@ def prepare(place: Path, data: str | None) -> None:
         (place / "photos" / name).mkdir(parents=True, exist_ok=True)
         image.save(place / "photos" / name / f"{i:04}.jpg", quality=97)
     for mode in "jpg", "raw":
-        fields = {
-            "image": RGBImageField(write_mode=mode),
-            "label": IntField(),
-            "number": IntField(),
-        }
-        writer = DatasetWriter(str(place / f"{mode}.beton"), fields, num_workers=1)
-        writer.from_indexed_dataset(Photos(place), chunksize=16)
-        for process in multiprocessing.active_children():  # FFCV does not wait for its writers
-            process.join()
+        write(place, mode, RGBImageField(mode))
+
+
+def write(place: Path, name: str, images: "RGBImageField") -> None:
+    fields = {"image": images, "label": IntField(), "number": IntField()}
+    writer = DatasetWriter(str(place / f"{name}.beton"), fields, num_workers=1)
+    writer.from_indexed_dataset(Photos(place), chunksize=16)
+    for process in multiprocessing.active_children():  # FFCV does not wait for its writers
+        process.join()
 
 
 # %% [markdown]
@@ -188,8 +175,7 @@ def prepare(place: Path, data: str | None) -> None:
 #
 # FFCV's paper: an epoch of ImageNet takes 1,200 s through ImageFolder, 75 s if its files are only
 # read. The 94% that is often quoted is (1200 - 75) / 1200: what no faster disk can save. Here each
-# step is timed inside one DataLoader without workers; the five must fill its epoch. (The files were
-# just written, so reading them is reading memory.)
+# step is timed in one DataLoader without workers (files just written are read from memory).
 
 
 # %%
@@ -213,7 +199,8 @@ def take_apart(place: Path, device: torch.device) -> dict[str, float]:
 
     read = timed("read", lambda path: io.BytesIO(Path(path).read_bytes()))
     decode = timed("decode", lambda file: folder.Image.open(file).convert("RGB"))
-    augment, collate = timed("augment", crop_224()), timed("collate", default_collate)
+    augment = timed("augment", crop_224())
+    collate = timed("collate", torch.utils.data.default_collate)
     copy = timed("copy", lambda x: torch.empty_like(x, device=device).copy_(x))
     dataset = ImageFolder(place / "photos", augment, loader=lambda path: decode(read(path)))
     start = time.perf_counter()
@@ -241,10 +228,8 @@ def where_the_time_goes(place: Path, device: torch.device) -> dict[str, float]:
 # float32 crops of 224 x 224, normalised, with two workers. Rank 0 measures alone, in turns, over
 # epochs long enough that FFCV's start, which makes its buffers anew each epoch, weighs little; its
 # compiling, seconds for each loader, is warm-up. What is judged is a core's time per image, of all
-# threads and processes together: other load on the machine hardly changes that.
-#
-# FFCV decodes smaller JPEGs: it has encoded them again at its default quality. Encoded as the
-# photos are, it gains less; `make bench` has that row too.
+# threads and processes together: other load on the machine hardly changes that. FFCV decodes
+# smaller JPEGs, for it encoded them again; at the photos' quality it gains less (`make bench`).
 
 
 # %%
@@ -267,11 +252,11 @@ def loaders_of(place: Path, files: list[str], rounds: int) -> dict[str, Callable
     """What gives each loader of float32 crops, its epoch `rounds` times round the images."""
     workers = {"num_workers": WORKERS, "persistent_workers": True}
     photos = Photos(place, crop_224())
-    sampler = RandomSampler(photos, num_samples=rounds * TRAIN)
+    sampler = RandomSampler(photos, num_samples=rounds * IMAGES)
     torchvision = DataLoader(photos, BATCH, sampler=sampler, **workers)
     image = [decoders.RandomResizedCropRGBImageDecoder((224, 224))]
     image += [NormalizeImage(255 * MEAN, 255 * STD, np.float32), ToTensor(), ToTorchImage()]
-    again = {"indices": np.tile(np.arange(TRAIN), rounds), "num_workers": WORKERS}
+    again = {"indices": np.tile(np.arange(IMAGES), rounds), "num_workers": WORKERS}
     ffcv = open_beton(place / f"{files[0]}.beton", image, BATCH, **again)
     of_file = {name: lambda n=name: point_at(ffcv, place / f"{n}.beton") for name in files}
     return {"DataLoader": lambda: torchvision, **of_file}
@@ -297,13 +282,9 @@ def race(loaders: dict[str, Callable], repeats: int) -> tuple[dict, dict[str, in
     return {name: times[1:] for name, times in seconds.items()}, processes
 
 
-def measure(place: Path) -> tuple[dict, dict[str, int]]:
-    return race(loaders_of(place, ["jpg", "raw"], ROUNDS), repeats=2)
-
-
 def threads_against_processes(place: Path) -> dict[str, float]:
     """A core's seconds per image through each loader, at its best."""
-    seconds, processes = on_rank_0(measure, place)
+    seconds, processes = on_rank_0(lambda: race(loaders_of(place, ["jpg", "raw"], ROUNDS), 2))
     wall, core = ({name: min(t[k] for t in seconds[name]) for name in seconds} for k in (0, 1))
     say("\n  images a second:", *(f"{name} {1 / s:,.0f}" for name, s in wall.items()))
     say("  a core's ms an image:", *(f"{name} {1e3 * s:.2f}" for name, s in core.items()))
@@ -333,72 +314,16 @@ def rank_loader(place: Path) -> "Loader":
 
 def each_sample_once(numbers: Iterable[torch.Tensor], device: torch.device) -> None:
     mine = torch.cat([n.flatten().clone() for n in numbers])  # FFCV writes over its batches
-    count = torch.bincount(mine.to(device), minlength=TRAIN)
+    count = torch.bincount(mine.to(device), minlength=IMAGES)
     dist.all_reduce(count)
     claim("samples that an epoch leaves out", 0, (count == 0).sum())
-    claim("samples that come twice: -N mod n", -TRAIN % WORLD_SIZE, (count > 1).sum())
+    claim("samples that come twice: -N mod n", -IMAGES % WORLD_SIZE, (count > 1).sum())
 
 
 def without_ffcv(device: torch.device) -> None:
-    each_sample_once([torch.tensor(list(DistributedSampler(range(TRAIN))))], device)
-    needs = "a system library: libopencv-dev, libturbojpeg0-dev, then pip install -e '.[ffcv]'"
-    for text in "where the time goes", "threads against processes", "the same training":
-        blocked(text, needs)
-
-
-# %% [markdown]
-# ## 5. The same training
-#
-# Raw pixels are PIL's own and the order is DistributedSampler's. Without random augmentation FFCV's
-# batches are therefore the DataLoader's to the bit, and so is all that DDP makes of them. (With its
-# own crops, or JPEGs encoded again, they are the same in distribution only.)
-
-
-# %%
-def train(epoch_of: Callable, test: list, device: torch.device) -> tuple[float, float, float]:
-    """Test loss and accuracy after EPOCHS; the share of time that passed waiting for batches."""
-    torch.manual_seed(SEED)
-    net = nn.Sequential(nn.AvgPool2d(25), nn.Flatten(), nn.Linear(900, 64), nn.ReLU())
-    net = net.append(nn.Linear(64, 1 + int(test[1].max()))).to(device)
-    ddp, waited = nn.parallel.DistributedDataParallel(net), 0.0
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
-    asked = start = time.perf_counter()
-    for epoch in range(EPOCHS):
-        for images, labels, _ in epoch_of(epoch):
-            waited += time.perf_counter() - asked
-            x_BCHW, y_B = images.to(device).float() / 255, labels.flatten().to(device)
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(ddp(x_BCHW), y_B).backward()
-            optimizer.step()
-            asked = time.perf_counter()
-    waited /= time.perf_counter() - start
-    with torch.no_grad():
-        logits, y_B = net(test[0].to(device).float() / 255), test[1].to(device)
-    loss = nn.functional.cross_entropy(logits, y_B).item()
-    return loss, (logits.argmax(1) == y_B).double().mean().item(), waited
-
-
-def the_same_training(loader: "Loader", place: Path, device: torch.device, level: float) -> None:
-    pixels = transforms.PILToTensor()
-    sampler = DistributedSampler(Photos(place, pixels), seed=SEED)
-    torchvision = DataLoader(sampler.dataset, loader.batch_size, sampler=sampler)
-    test = next(iter(DataLoader(Photos(place, pixels, test=True), TEST)))
-
-    def from_torchvision(epoch: int) -> Iterable:
-        sampler.set_epoch(epoch)
-        return torchvision
-
-    def from_ffcv(epoch: int) -> Iterable:
-        loader.next_epoch = epoch
-        return ((x_BHWC.permute(0, 3, 1, 2).contiguous(), *rest) for x_BHWC, *rest in loader)
-
-    pairs = zip(from_ffcv(1), from_torchvision(1), strict=True)
-    claim("pixels that differ, epoch 1", 0, sum((a[0] != b[0]).sum() for a, b in pairs))
-    ours, theirs = train(from_ffcv, test, device), train(from_torchvision, test, device)
-    say(f"  share of the time spent waiting: FFCV {ours[2]:.2f}, DataLoader {theirs[2]:.2f}")
-    claim("test loss, FFCV's minus the DataLoader's", 0, ours[0] - theirs[0])
-    claim("test accuracy, FFCV's minus the DataLoader's", 0, ours[1] - theirs[1])
-    claim("test accuracy", level, ours[1], ">=")
+    each_sample_once([torch.tensor(list(DistributedSampler(range(IMAGES))))], device)
+    for text in "where the time goes", "threads against processes":
+        blocked(text, "a system library: see --help")
 
 
 def draw(path: str, parts: dict[str, float], seconds: dict[str, float]) -> None:
@@ -408,16 +333,14 @@ def draw(path: str, parts: dict[str, float], seconds: dict[str, float]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    core = {name: 1e3 * s for name, s in seconds.items()}
-    bars = {name: 1e3 * s for name, s in parts.items()}
+    core, bars = ({name: 1e3 * s for name, s in of.items()} for of in (seconds, parts))
     bars["between processes"] = max(0.0, core["DataLoader"] - sum(bars.values()))
     figure, axes = pyplot.subplots(figsize=(9, 3), layout="constrained")
     left = 0.0
     for i, (part, ms) in enumerate(bars.items()):
         axes.barh("DataLoader", ms, left=left, color=f"C{i}", label=part)
         left += ms
-    crop = {"color": f"C{len(bars)}", "label": "crop, normalise, in place"}
-    axes.barh(["FFCV, JPEG", "FFCV, raw"], core["raw"], **crop)
+    axes.barh(["FFCV, JPEG", "FFCV, raw"], core["raw"], color="C6", label="crop and normalise")
     axes.barh("FFCV, JPEG", core["jpg"] - core["raw"], left=core["raw"], color="C1")
     axes.set_xlabel(f"ms of one core per image of 500 x 375, {WORKERS} workers")
     axes.legend(fontsize="small")
