@@ -49,6 +49,12 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler
 
 try:  # the extra [ffcv]
+    if os.environ.get("RANK", "0") == "0":  # which alone reads photos and is timed
+        from torchvision import transforms
+        from torchvision.datasets import ImageFolder, folder
+        from torchvision.transforms import functional
+    else:
+        os.environ["NUMBA_OPT"] = "0"  # compile quickly
     from ffcv.fields import IntField, RGBImageField, decoders
     from ffcv.loader import Loader, OrderOption
     from ffcv.memory_managers import OSCacheManager
@@ -56,9 +62,6 @@ try:  # the extra [ffcv]
     from ffcv.transforms import NormalizeImage, ToTensor, ToTorchImage
     from ffcv.writer import DatasetWriter
     from numba import config as numba_config
-    from torchvision import transforms
-    from torchvision.datasets import ImageFolder, folder
-    from torchvision.transforms import functional
 except ImportError:
     Loader = None
 
@@ -78,7 +81,7 @@ def main(options: argparse.Namespace) -> None:
     one_node = int(os.environ["LOCAL_WORLD_SIZE"]) == WORLD_SIZE
     require(one_node, f"needs one node, got {WORLD_SIZE} ranks on several; they share a folder")
     device = setup()
-    if Loader is None:
+    if on_rank_0(lambda: Loader is None):
         without_ffcv(device)
         finish()
     with shared_folder() as place:
@@ -163,11 +166,12 @@ def prepare(place: Path, data: str | None) -> None:
 
 
 def write(place: Path, name: str, images: "RGBImageField") -> None:
+    multiprocessing.set_start_method("fork", force=True)  # FFCV's writers inherit what they need
     fields = {"image": images, "label": IntField(), "number": IntField()}
     writer = DatasetWriter(str(place / f"{name}.beton"), fields, num_workers=1)
     writer.from_indexed_dataset(Photos(place), chunksize=16)
-    for process in multiprocessing.active_children():  # FFCV does not wait for its writers
-        process.join()
+    for process in multiprocessing.active_children():
+        process.join()  # which FFCV forgets
 
 
 # %% [markdown]
