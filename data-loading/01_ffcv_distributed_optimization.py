@@ -332,15 +332,12 @@ def without_ffcv(device: torch.device) -> None:
 
 def draw(path: str, parts: dict[str, float], seconds: dict[str, float]) -> None:
     """Milliseconds of a core per image and part; FFCV's decoding is JPEG less raw."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     core, bars = ({name: 1e3 * s for name, s in of.items()} for of in (seconds, parts))
     bars["between processes"] = max(0.0, core["DataLoader"] - sum(bars.values()))
-    figure, axes = pyplot.subplots(figsize=(9, 3), layout="constrained")
-    left = 0.0
+    figure, left = Figure(figsize=(9, 3), layout="constrained"), 0.0
+    axes = figure.subplots()
     for i, (part, ms) in enumerate(bars.items()):
         axes.barh("DataLoader", ms, left=left, color=f"C{i}", label=part)
         left += ms
