@@ -5,8 +5,8 @@
 of it does FFCV save, and does every sample still come once?
 
 **Predict.** What share of an image's time through torchvision is reading its file? What share does
-FFCV save if both decode the same JPEGs, what if its file holds raw pixels? On 7 ranks, how often
-does an epoch of 240 samples deliver one twice?
+FFCV save if its file holds JPEGs, what if it holds raw pixels? On 7 ranks, how often does an epoch
+of 240 samples deliver one twice?
 
 **Run.**
 
