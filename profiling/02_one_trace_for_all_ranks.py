@@ -19,7 +19,7 @@ events become one file and lose none; that every barrier's spans share a moment,
 clocks are 0 us apart; and that clocks set 0.5 s apart are found so from the barriers alone. Not run
 on several GPUs, nor with nsys.
 
-**Next.** README.md, for the papers and the systems to read from here.
+**Next.** data-loading/01_ffcv_distributed_optimization.py: where the batches come from.
 """
 
 import argparse
