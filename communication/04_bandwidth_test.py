@@ -17,7 +17,7 @@ is 1.44 ms if algbw, 2.53 ms if busbw; that nothing was wrong, and one planted w
 seen; that busbw still grows at 4 MiB, where the all-reduce reaches a third of the slowest link, and
 at 400 MB half of it, give or take a half: here the cores that copy are the limit, not the link.
 
-**Next.** communication/05_overlap.py hides what you have measured behind compute.
+**Next.** communication/06_hierarchical_collectives.py puts a slow link between two nodes.
 """
 
 import argparse
