@@ -404,7 +404,7 @@ def on_a_slow_link(device: torch.device) -> tuple[dict, dict]:
         claim(f"{name}: factor off on sizes held out", 2, off, "<=")
     what = "crossing, found / predicted in steps of 3x"
     if N == 2:
-        blocked(what, needs="3 ranks: of 2, a ring is best")
+        blocked(what, needs="3 ranks: of 2 a ring wins")
     else:
         cross, found = rate * alpha / a_byte, crossing(curves["ring"], curves["tree"])
         say(f"{'':10}tree and ring cross at {cross:,.0f} bytes predicted, {found:,.0f} found")

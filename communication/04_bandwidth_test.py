@@ -189,9 +189,9 @@ OPS = {
 
 
 # %%
-PLACES, DASHES = ("out of place", "in place"), f"{'-':>10} {'-':>6} {'-':>6} {'-':>6} "
-HEAD = f"{'us':>10} {'algbw':>6} {'busbw':>6} {'#wrong':>6} "
-FOUR = "{us:10,.1f} {algbw:6.2f} {busbw:6.2f} {wrong:6,} "
+PLACES, DASHES = ("out of place", "in place"), f"{'-':>9} {'-':>6} {'-':>6} {'-':>6} "
+HEAD = f"{'us':>9} {'algbw':>6} {'busbw':>6} {'#wrong':>6} "
+FOUR = "{us:9,.0f} {algbw:6.2f} {busbw:6.2f} {wrong:6,} "
 
 
 def buffers(b: Bench, op: Op, count: int, in_place: bool) -> tuple[Tensor, Tensor]:
@@ -238,7 +238,7 @@ def measure(b: Bench, name: str, count: int, in_place: bool) -> dict[str, float]
 
 def sweep(b: Bench, begin: int, end: int, factor: int) -> list[dict]:
     """Every operation at every size, out of place and in place; print nccl-tests' columns."""
-    say(f"\n{'':37}{PLACES[0]:^32}{PLACES[1]:^32}")
+    say(f"\n{'':37}{PLACES[0]:^31}{PLACES[1]:^31}")
     say(f"{'size':>10} {'count':>10}{'type':>9}{'redop':>6} {HEAD}{HEAD}")
     sizes, rows = [begin * factor**i for i in range(64) if begin * factor**i <= end], []
     for name, op in OPS.items():
