@@ -1,6 +1,6 @@
 #!/bin/sh
 # Install what packages.txt lists and this machine lacks, as root or with passwordless sudo.
-# Where neither is to be had, say exactly what to install and go on: only FFCV and disk offload need it.
+# Where neither is to be had, say exactly what to install and go on: FFCV, disk offload and the slow link need it.
 missing=""
 for package in $(grep -v '^#' packages.txt); do
   dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || missing="$missing $package"
