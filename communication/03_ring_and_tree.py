@@ -12,9 +12,9 @@ many bytes in all? And rank 0, if it collects everything and sends back the sum?
     torchrun --standalone --nproc-per-node=4 03_ring_and_tree.py    # NCCL, if there are 4 GPUs
     python 03_ring_and_tree.py --figure ring_and_tree.png           # the same; else gloo
 
-**You will have seen** (4 ranks on 2 busy cores, gloo, torch 2.15, 18 s; never run on several GPUs)
-six all-reduces, equal to `dist.all_reduce` on every number. In the ring each rank sends 6 messages
-and 1.5 S, in the naive one rank 0 sends 3 S. Two constants predict all six on sizes not fitted, the
+**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 00 s; never run on several GPUs) six
+all-reduces, equal to `dist.all_reduce` on every number. In the ring each rank sends 6 messages and
+1.5 S, in the naive one rank 0 sends 3 S. Two constants predict all six on sizes not fitted, the
 median one within 5 to 10%; tree and ring should cross at 35,613 bytes and do at 38,012.
 
 **Next.** parallelism/01_data_parallelism_ddp.py puts the all-reduce to work.

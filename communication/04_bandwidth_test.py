@@ -12,10 +12,11 @@ how long if it is busbw? Here: what share of the slowest link will an all-reduce
     torchrun --standalone --nproc-per-node=8 04_bandwidth_test.py -b 8 -e 8G -f 2   # NCCL
     python 04_bandwidth_test.py                                    # 4 KiB to 4 MiB, gloo on a CPU
 
-**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15; not run on several GPUs) that 277 GB/s
-is 1.44 ms if algbw, 2.53 ms if busbw; that nothing was wrong, and one planted wrong element is
-seen; that busbw still grows at 4 MiB, where the all-reduce reaches a third of the slowest link, and
-at 400 MB half of it, give or take a half: here the cores that copy are the limit, not the link.
+**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 00 s; not run on several GPUs) that
+277 GB/s is 1.44 ms if algbw, 2.53 ms if busbw; that nothing was wrong, and one planted wrong
+element is seen; that busbw still grows at 4 MiB, where the all-reduce reaches a third of the
+slowest link, and at 400 MB half of it, give or take a half: here the cores that copy are the limit,
+not the link.
 
 **Next.** communication/06_hierarchical_collectives.py puts a slow link between two nodes.
 """
@@ -271,10 +272,10 @@ def results_are_right(b: Bench, rows: list[dict]) -> None:
 # %% [markdown]
 # ## 4. Which link is the limit?
 #
-# A ring is as fast as its slowest link. So time each link alone, from every rank to the next, and
-# look for the slowest. To trust the answer, slow one link down on purpose: its sender sleeps three
-# times what the slowest link takes. All-reduce reaches at most 1 of the slowest link, for busbw is
-# what that link carries. (Unless NVLS lets the switch add: then less is moved than busbw assumes.)
+# A ring is as fast as its slowest link, so time each link alone, from every rank to the next. To
+# trust what comes out, slow one down on purpose: its sender sleeps three times what the slowest
+# takes. An all-reduce reaches at most 1 of the slowest link, for busbw is what that carries (unless
+# NVLS lets the switch add, and less is moved than busbw assumes).
 
 
 # %%

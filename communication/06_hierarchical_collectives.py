@@ -14,9 +14,9 @@ rank), on CPU cores, on a GPU box too. Linux, iproute2, and root or user namespa
     python 06_hierarchical_collectives.py
     python 06_hierarchical_collectives.py --ranks-per-node 4 --mbit 50
 
-**You will have seen** (2 cores busy with other jobs, gloo, torch 2.15, 14 s; not run on GPUs) that
-the two rings send 3 S and 1.5 S over the link and the hierarchy S, counted on the interface, the
-times go with them, and torch's all_reduce on gloo is the ring 0, 1, 2, 3: it knows no nodes.
+**You will have seen** (2 cores, gloo, torch 2.15, 00 s; not run on GPUs) that the two rings send 3
+S and 1.5 S over the link and the hierarchy S, counted on the interface, the times go with them, and
+torch's all_reduce on gloo is the ring 0, 1, 2, 3: it knows no nodes.
 
 **Next.** parallelism/01_data_parallelism_ddp.py
 """

@@ -13,9 +13,9 @@ three are the same.) How many micro-batches' activations does the first stage ho
     torchrun --standalone --nproc-per-node=4 05_pipeline_parallel.py   # NCCL, if there are 4 GPUs
     python 05_pipeline_parallel.py --figure gantt.png                  # the same; else gloo
 
-**You will have seen** (4 ranks on 2 busy cores, gloo, torch 2.15, 26 s; never run on several GPUs)
-75% of all slots idle without micro-batches, 27.3% under GPipe, 27.3% under 1F1B, exactly as
-predicted; on the clock 75%, 34% and 33%. GPipe's first stage holds 8 micro-batches, 1F1B's 4.
+**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 30 s; never run on several GPUs) 75%
+of all slots idle without micro-batches, 27.3% under GPipe, 27.3% under 1F1B, exactly as predicted;
+on the clock 75%, 34% and 33%. GPipe's first stage holds 8 micro-batches, 1F1B's 4.
 
 **Next.** parallelism/06_3d_parallelism.py puts data, tensor and pipeline parallelism together.
 """

@@ -14,6 +14,7 @@ import pytest
 from tests import write_readme
 from tests.lessons import FOLDERS, LESSONS, ROOT, flags_of, world_sizes_of
 from tests.write_plumbing import plumbing_of
+from tests.write_readme import section
 
 TRACKED = subprocess.run(
     ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
@@ -116,6 +117,13 @@ def test_every_path_that_is_named_exists(file: str) -> None:
 
 def test_readme_is_made_of_what_was_measured() -> None:
     assert (ROOT / "README.md").read_text() == write_readme.written(), "run: make results"
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_a_lesson_says_the_seconds_that_were_measured(lesson: str) -> None:
+    doc = section(lesson, "You will have seen")
+    assert re.match(r"\([^)]*torch[^)]*, \d+ s\b", doc)
+    assert (ROOT / lesson).read_text() == write_readme.timed(lesson), "run: make results"
 
 
 def test_readme_can_be_read_in_three_minutes() -> None:

@@ -1,4 +1,4 @@
-"""Write README's tables from the lessons' docstrings and from what was measured: `make results`.
+"""Write README's tables, and each lesson's seconds, from what was measured: `make results`.
 
 What stands between `<!-- NAME -->` and `<!-- /NAME -->` in README.md is made here from the lessons
 and from results/; nobody types a figure.
@@ -102,5 +102,14 @@ def written() -> str:
     return text
 
 
+def timed(lesson: str) -> str:
+    """The lesson's source; where its docstring says what it took, the seconds measured."""
+    seconds, source = ledger_of(lesson)["seconds"], (ROOT / lesson).read_text()
+    said = r"(\*\*You will have seen\*\* \([^)]*torch[^)]*?,\s)\d+ s"
+    return source if seconds == "?" else re.sub(said, rf"\g<1>{seconds:02.0f} s", source, count=1)
+
+
 if __name__ == "__main__":
     Path(README).write_text(written())
+    for lesson in LESSONS:
+        (ROOT / lesson).write_text(timed(lesson))
