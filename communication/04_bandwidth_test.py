@@ -280,11 +280,10 @@ def results_are_right(b: Bench, rows: list[dict]) -> None:
 
 # %%
 def link_seconds(b: Bench, x: Tensor, slowed: int = -1, sleep: float = 0.0) -> list[float]:
-    """Seconds that x takes from each rank to the next, one link at a time: the best of 5."""
     took = []
     for sender in range(WORLD_SIZE):
         times, receiver = [], (sender + 1) % WORLD_SIZE
-        for _ in range(5):
+        for _ in range(5):  # the best counts
             sync(b)
             dist.barrier()
             start = time.perf_counter()
