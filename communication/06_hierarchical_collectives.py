@@ -73,8 +73,8 @@ def main(options: argparse.Namespace) -> None:
     for way in ways():
         claim(f"{way}: numbers that are wrong", 0, max(seen[way][1] for seen in rounds))
     if why_not:
-        needs = f"root or user namespaces, and iproute2: {why_not}"
-        blocked("bytes over the link, and times", needs)
+        say(f"{'':10}{why_not:.90}")
+        blocked("bytes over the slow link, and times", needs="root or user namespaces")
     else:
         bytes_that_cross(rounds)
         times(rounds, mbit)
@@ -98,9 +98,6 @@ def main(options: argparse.Namespace) -> None:
 # nothing else. Neither gets a name: the kernel removes a namespace, and the cable with it, when the
 # last process in it ends, and each of ours has asked to be killed when its parent dies. So there is
 # nothing to clean up, whoever kills whom with whatever signal.
-#
-# TCP hands parcels of up to 64 KiB to a network card that cuts them into packets. Here is no card:
-# with `gso_max_segs 1` TCP cuts them itself, and the interface counts real packets.
 
 # %%
 libc = ctypes.CDLL(None, use_errno=True)
@@ -119,12 +116,11 @@ def die_with(parent: int) -> None:
 
 def new_network() -> int:
     """Move this process into a new network namespace; return a descriptor of it."""
-    me, group = os.geteuid(), os.getegid()
+    me, us = os.geteuid(), os.getegid()  # who shall be root in there
     if libc.unshare(NET):
         if libc.unshare(USER | NET):
             raise OSError(f"unshare: {os.strerror(ctypes.get_errno())}")
-        rows = {"setgroups": "deny", "uid_map": f"0 {me} 1", "gid_map": f"0 {group} 1"}
-        for name, row in rows.items():  # root here is who we were outside
+        for name, row in ("setgroups", "deny"), ("uid_map", f"0 {me} 1"), ("gid_map", f"0 {us} 1"):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(row)
     return os.open("/proc/self/ns/net", os.O_RDONLY)
@@ -133,19 +129,19 @@ def new_network() -> int:
 def command(line: str, keep: Sequence[int] = ()) -> None:
     done = subprocess.run(line.split(), pass_fds=keep, capture_output=True, text=True)
     if done.returncode:
-        raise OSError(f"{line}: {done.stderr.strip()}")
+        raise OSError(f"{done.stderr.strip()} ({line})")
 
 
 def two_nodes(mbit: float) -> list[int]:
     """Two network namespaces joined by a slow cable; a descriptor of each."""
     nodes = [new_network() for _ in range(NODES)]  # we are in the second now
-    other = f"/proc/self/fd/{nodes[0]}"
-    command(f"ip link add name slow type veth peer name slow netns {other}", keep=nodes)
+    command(f"ip link add name slow type veth peer name slow netns /proc/self/fd/{nodes[0]}", nodes)
     for node, network in enumerate(nodes):
         libc.setns(network, NET)
         command("ip link set lo up")
         command(f"ip address add 10.0.0.{node + 1}/24 dev slow")
-        command("ip link set slow addrgenmode none gso_max_segs 1 up")  # none: no IPv6, no chatter
+        command("ip link set slow addrgenmode none up")  # no IPv6, no chatter
+        command("ip link set slow gso_max_segs 1")  # TCP cuts packets itself, as no card does here
         command(f"tc qdisc add dev slow root tbf rate {mbit}mbit burst 16kb latency 100ms")
     return nodes
 
@@ -163,10 +159,13 @@ def two_nodes(mbit: float) -> list[int]:
 # %%
 def start_ranks(mbit: float) -> tuple[list[Connection], str]:
     """Start the ranks; a pipe to each, or why there can be no nodes. mbit 0: on the loopback."""
-    pipes, (said, tell) = [Pipe() for _ in range(NODES * L)], Pipe(duplex=False)
-    parent = os.getpid()
+    pipes, (said, tell), me = [Pipe() for _ in range(NODES * L)], Pipe(duplex=False), os.getpid()
     if os.fork() == 0:
-        be_launcher(parent, mbit, [far for _, far in pipes], tell)
+        try:
+            be_launcher(me, mbit, [far for _, far in pipes], tell)
+        except BaseException:  # of the launcher or of a rank, which must not get into `main`
+            sys.excepthook(*sys.exc_info())
+        os._exit(1)
     for far in [tell, *(far for _, far in pipes)]:
         far.close()  # so that `recv` fails when those who hold the other copies are gone
     if why_not := said.recv():
@@ -205,8 +204,7 @@ def be_rank(rank: int, meeting: socket.socket, pipe: Connection) -> NoReturn:
     RANK, (host, port) = rank, meeting.getsockname()
     served = {"is_master": True, "master_listen_fd": os.dup(meeting.fileno())} if rank == 0 else {}
     store = dist.TCPStore(host, port, wait_for_workers=False, **served)
-    about = {"rank": rank, "world_size": NODES * L, "timeout": timedelta(minutes=1)}
-    dist.init_process_group("gloo", store=store, **about)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=NODES * L)
     mesh = init_device_mesh("cpu", (NODES, L), mesh_dim_names=("across", "inside"))
     while name := pipe.recv():
         pipe.send(all_reduce(name, pipe))
@@ -216,33 +214,27 @@ def be_rank(rank: int, meeting: socket.socket, pipe: Connection) -> NoReturn:
 # %% [markdown]
 # ## 3. Flat or hierarchical
 #
-# A ring all-reduce is a reduce-scatter, then an all-gather, each of n - 1 steps in which every rank
-# sends one chunk of S/n to the next (communication/01). Over *each* edge of the ring, a slow one
-# too, go 2(n-1)/n S. The hierarchy (N nodes of L ranks) makes three steps:
+# A ring all-reduce is a reduce-scatter, then an all-gather: 2(n-1) steps, in each of which every
+# rank sends a chunk of S/n to the next. So 2(n-1)/n S go over *each* edge of the ring, and over the
+# link as often as edges cross it: once each way if the ring goes node by node, L times if it goes
+# to and fro. The hierarchy (N nodes of L ranks) has three parts; 2(N-1)/N S cross in the second:
 #
-# 1. reduce-scatter inside: rank l of each node has the node's sum of chunk l, S/L bytes;
-# 2. all-reduce across: ranks l of all nodes, L rings side by side, 2(N-1)/N S/L over the link each;
+# 1. reduce-scatter inside: each rank gets its node's sum of one chunk of S/L;
+# 2. all-reduce across: ranks with the same chunk, L rings side by side;
 # 3. all-gather inside.
-#
-# | over the link, each way | edges that cross | bytes | 2 x 2 |
-# |---|---|---|---|
-# | ring, to and fro | L | 2(n-1)/n S L | 3 S |
-# | ring, node by node | 1 | 2(n-1)/n S | 1.5 S |
-# | hierarchy | L, with S/L each | 2(N-1)/N S | S |
 
 # %%
-Seen = tuple[float, int, int]  # seconds, wrong numbers, bytes over the link
 Ring = Sequence[int]  # ranks; each sends to the next, the last to the first
 
 
 def pass_on(chunks: Sequence[torch.Tensor], ring: Ring, first: int, steps: int, adds: int) -> None:
     """Send a chunk to the next rank, then `steps` times take one from the rank before and pass it
-    on, in four pieces. Position i begins with chunk i + first; the first `adds` are added."""
+    on, in pieces. Position i begins with chunk i + first; the first `adds` are added."""
     n, i = len(ring), ring.index(RANK)
     after, before, sent = ring[(i + 1) % n], ring[i - 1], []
     for step in range(steps + 1):
         chunk = chunks[(i + first - step) % n]
-        for piece in chunk.tensor_split(min(4, len(chunk)) or 1):
+        for piece in chunk.tensor_split(min(4, len(chunk) // 12_000) or 1):
             if step > 0:
                 dist.recv(came := torch.empty_like(piece), before)
                 piece.copy_(piece + came if step <= adds else came)
@@ -253,13 +245,11 @@ def pass_on(chunks: Sequence[torch.Tensor], ring: Ring, first: int, steps: int, 
 
 
 def ring_all_reduce(x: torch.Tensor, ring: Ring) -> None:
-    n = len(ring)
-    pass_on(x.tensor_split(n), ring, first=0, steps=2 * (n - 1), adds=n - 1)
+    pass_on(x.tensor_split(len(ring)), ring, first=0, steps=2 * len(ring) - 2, adds=len(ring) - 1)
 
 
 def hierarchical(x: torch.Tensor) -> None:
-    first = RANK // L * L
-    inside, across = range(first, first + L), range(RANK % L, NODES * L, L)
+    inside, across = range(NODES * L)[RANK // L * L :][:L], range(RANK % L, NODES * L, L)
     chunks = x.tensor_split(L)
     pass_on(chunks, inside, first=0, steps=L - 1, adds=L - 1)  # reduce-scatter: now I have
     ring_all_reduce(chunks[(RANK + 1) % L], across)  # the sum of this chunk over my node, then all
@@ -290,20 +280,19 @@ def ways() -> dict[str, tuple[Callable, float]]:
 # ## 4. Bytes, counted where they cross
 #
 # The kernel counts for each interface (/proc/net/dev) the bytes that came in and that went out,
-# headers included. A full packet is 1514 bytes and carries 1448. Besides, data is acknowledged, in
-# a packet of 66 bytes unless one with data is just going that way: at most one for each received.
-# So P bytes of payload are seen as 1.0456 P at least, 1.0912 P at most. One end sees both ways.
+# headers included. A full packet of 1514 carries 1448; it is acknowledged by one of 66 or by data
+# that is just going that way. So P bytes are seen as 1.0456 P to 1.0912 P, and gloo's few a message.
 
 
 # %%
 def counted() -> int:
-    """Bytes that have come into this node over the slow link, and that have left."""
+    """Bytes that have come into this node over the slow link, and left: one end sees both ways."""
     with open("/proc/self/net/dev") as file:
         rows = [line.split() for line in file if "slow:" in line]
     return sum(int(row[1]) + int(row[9]) for row in rows)  # received, sent; no such link: 0
 
 
-def all_reduce(name: str, pipe: Connection) -> Seen:
+def all_reduce(name: str, pipe: Connection) -> tuple[float, int, int]:
     """On a rank, once all are ready: seconds, numbers unlike one process's, bytes on the link."""
     numbers = [(torch.arange(COUNT) * (rank + 1) % 97).float() for rank in range(NODES * L)]
     due, x, was = sum(numbers), numbers[RANK], counted()  # small integers: their sums are exact
@@ -316,7 +305,7 @@ def all_reduce(name: str, pipe: Connection) -> Seen:
     return seconds, int((x != due).sum()), counted() - was
 
 
-def observe(ranks: list[Connection], name: str) -> Seen:
+def observe(ranks: list[Connection], name: str) -> tuple[float, int, int]:
     """Have all ranks do it; seconds of the slowest, errors of the worst, bytes that node 0 saw."""
     for word in (name, "go"):
         for pipe in ranks:
@@ -326,7 +315,7 @@ def observe(ranks: list[Connection], name: str) -> Seen:
     return max(seconds), max(wrong), crossed[0]
 
 
-def bytes_that_cross(rounds: list[dict[str, Seen]]) -> None:
+def bytes_that_cross(rounds: list[dict[str, tuple]]) -> None:
     for name, (_, share) in ways().items():
         least, slack = 2 * share * FRAME / MSS, 2 * share * ACK / MSS / 2
         crossed = rounds[-1][name][2] / S
@@ -336,19 +325,18 @@ def bytes_that_cross(rounds: list[dict[str, Seen]]) -> None:
 # %% [markdown]
 # ## 5. Time, and when it pays
 #
-# A collective takes what its bytes take on the link: bytes each way, headers included, / bytes per
-# second. What happens inside the nodes is left out; so the hierarchy is a little late.
+# Predicted: bytes on the link each way, headers included, / bytes per second. What happens inside
+# the nodes is left out; so the hierarchy is a little late.
 #
-# With n = N L ranks a ring in a good order sends 2(n-1)/n S over each link, the hierarchy 2(N-1)/N
-# S: 1.88 and 1 for two nodes of 8, but 2.00 and 1.97 for 64. What remains then is the number of
-# steps, hence of latencies: 2(n-1) around the ring, 2(N-1) + 2(L-1) in the hierarchy, here 1022
-# and 140. NCCL knows the nodes: its rings go node by node, one ring for each network card, so that
-# all cards work; its trees are a chain inside each node, a tree across. FSDP's hybrid sharding
-# *is* the hierarchy: gradients are reduce-scattered inside a node, then all-reduced across.
+# With n = N L ranks a good ring sends 2(n-1)/n S over each link, the hierarchy 2(N-1)/N S: 1.88 and
+# 1 for two nodes of 8, but 2.00 and 1.97 for 64. What remains then is the number of steps, hence of
+# latencies: 2(n-1) around the ring, 2(N-1) + 2(L-1) in the hierarchy, here 1022 and 140. NCCL's
+# rings go node by node, one for each network card; its trees are chains inside nodes, a tree
+# across. FSDP's hybrid sharding *is* the hierarchy, less the last part.
 
 
 # %%
-def times(rounds: list[dict[str, Seen]], mbit: float) -> None:
+def times(rounds: list[dict[str, tuple]], mbit: float) -> None:
     due, seconds = {}, {}
     say(f"\n  all_reduce of {S / 1e6:g} MB, {mbit:g} Mbit/s between the nodes: seconds")
     for name, (_, share) in ways().items():
