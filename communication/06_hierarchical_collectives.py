@@ -281,7 +281,7 @@ def ways() -> dict[str, tuple[Callable, float]]:
 #
 # The kernel counts for each interface (/proc/net/dev) the bytes that came in and that went out,
 # headers included. A full packet of 1514 carries 1448; it is acknowledged by one of 66 or by data
-# that is just going that way. So P bytes are seen as 1.0456 P to 1.0912 P, and gloo's few a message.
+# that is just going that way. So P bytes are seen as 1.0456 P to 1.0912 P, and gloo's few besides.
 
 
 # %%
