@@ -163,6 +163,14 @@ UNTIMED = (
 
 
 @NEEDED
-def test_a_dropped_last_batch_is_missed() -> None:
-    played = play(FIRST, 2, *UNTIMED, ('"drop_last": False', '"drop_last": True'), deadline=120)
+def test_images_of_ones_own_and_a_dropped_last_batch(tmp_path: Path) -> None:
+    from PIL import Image
+    from sklearn.datasets import load_sample_images
+
+    for label, photograph in zip("ab", load_sample_images().images, strict=True):
+        (tmp_path / label).mkdir()
+        for name, box in ("tall.JPEG", (0, 0, 200, 427)), ("wide.png", (0, 0, 640, 100)):
+            Image.fromarray(photograph).crop(box).save(tmp_path / label / name)
+    broken, data = ('"drop_last": False', '"drop_last": True'), ("--data", str(tmp_path))
+    played = play(FIRST, 2, *UNTIMED, broken, argv=data, deadline=120)
     assert played.failed == {"samples that an epoch leaves out"}, played.output
