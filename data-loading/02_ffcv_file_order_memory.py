@@ -49,12 +49,13 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 os.environ["NUMBA_OPT"] = "0"  # compile quickly: nothing here is timed
 try:  # the extra [ffcv]
+    int(os.environ["RANK"])  # KeyError: a launcher needs none of it
     from ffcv.fields import IntField, RGBImageField, decoders
     from ffcv.loader import Loader, OrderOption
     from ffcv.transforms import ToTensor
     from ffcv.traversal_order import QuasiRandom, Random, Sequential
     from ffcv.writer import DatasetWriter
-except ImportError:
+except (ImportError, KeyError):
     Loader = None
 
 WORLD_SIZES = range(1, 65)  # what --nproc-per-node may be
