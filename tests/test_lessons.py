@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import psutil
@@ -22,7 +23,7 @@ LACKING = r"(\d+\+? )?(GPUs?|nsys|(more )?ranks)\b"  # all that a root user's CP
 def run(lesson: str, folder: Path, ranks: int) -> tuple[subprocess.CompletedProcess, dict, float]:
     """Run a copy of the lesson under torchrun, or with plain python if `ranks` is 0."""
     shutil.copy(ROOT / lesson, folder)
-    ledger = folder / "ledger.json"
+    (ledger := folder / "ledger.json").unlink(missing_ok=True)
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     started = time.monotonic()
     ran = subprocess.run(
@@ -56,13 +57,19 @@ def cases(taken: bool) -> list:
     ]
 
 
+def verdicts(told: dict) -> list[str]:
+    return [row["verdict"] for row in told.get("ledger", [])]
+
+
 @pytest.mark.parametrize(("lesson", "ranks"), cases(taken=True))
 def test_lesson_passes_alone_in_an_empty_folder(lesson: str, ranks: int, tmp_path: Path) -> None:
     ran, told, _ = run(lesson, tmp_path, ranks)
+    if "FAIL" in verdicts(told):  # another job may have disturbed a clock; hardly twice
+        warnings.warn(f"{lesson}, run once more after:\n{ran.stdout[-3000:]}", stacklevel=1)
+        ran, told, _ = run(lesson, tmp_path, ranks)
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
-    verdicts = [row["verdict"] for row in told["ledger"]]
-    assert "PASS" in verdicts
-    assert "FAIL" not in verdicts
+    assert "PASS" in verdicts(told)
+    assert "FAIL" not in verdicts(told)
     for row in told["ledger"]:
         if row["verdict"] == "BLOCKED":
             assert re.match(LACKING, row["needs"]), row
