@@ -15,9 +15,9 @@ many bytes in all? And rank 0, if it collects everything and sends back the sum?
 **You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 00 s; never run on several GPUs) six
 all-reduces, equal to `dist.all_reduce` on every number. In the ring each rank sends 6 messages and
 1.5 S, in the naive one rank 0 sends 3 S. Two constants predict all six on sizes not fitted, the
-median one within 5 to 10%; tree and ring should cross at 35,613 bytes and do at 38,012.
+worst within 11%; tree and ring should cross at 33,722 bytes and do at 38,695.
 
-**Next.** parallelism/01_data_parallelism_ddp.py puts the all-reduce to work.
+**Next.** communication/04_bandwidth_test.py measures every collective, and which link is the limit.
 """
 
 import argparse
@@ -174,7 +174,7 @@ def who_sends_what() -> None:
     """Picture of the first steps and ranks, from the schedules for a buffer of n chunks."""
     say("\n  Chunk by chunk, who sends what to whom; + where it is added on arrival")
     for name, schedule in ALL_REDUCE.items():
-        say(f"\n  {name:18}" + "".join(f"rank {r:<9}" for r in range(min(N, 5))))
+        say(f"\n  {name:18}" + "".join(f"rank {r:<9}" for r in range(min(N, 5))).rstrip())
         for t, step in enumerate(schedule(N, N, WHOLE)[:10], start=1):
             cells = defaultdict(list)
             for a, b, i, j, add in step:
@@ -323,7 +323,8 @@ def on_the_wire(device: torch.device) -> None:
 # bytes; they take equally long where (alphas saved) x alpha = (bytes added) / beta. Ranks that
 # share cores and caches have no links of their own to show that; so each rank sleeps alpha +
 # bytes/beta after each step. Two constants are then fitted to all algorithms on every other size.
-# They must predict the sizes in between, and where tree and ring cross.
+# They must predict the sizes in between, and where tree and ring cross. Halving-doubling looks best
+# of all here, but it wants a fast link from each rank to every other; the ring only to neighbours.
 
 
 # %%
