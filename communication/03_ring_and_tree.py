@@ -15,7 +15,7 @@ many bytes in all? And rank 0, if it collects everything and sends back the sum?
 **You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 00 s; never run on several GPUs) six
 all-reduces, equal to `dist.all_reduce` on every number. In the ring each rank sends 6 messages and
 1.5 S, in the naive one rank 0 sends 3 S. Two constants predict all six on sizes not fitted, the
-worst within 11%; tree and ring should cross at 33,722 bytes and do at 38,695.
+worst within 10%; tree and ring should cross at 33,282 bytes and do at 41,493.
 
 **Next.** communication/04_bandwidth_test.py measures every collective, and which link is the limit.
 """
@@ -35,7 +35,6 @@ from datetime import timedelta
 from fractions import Fraction
 from functools import cache, partial
 from itertools import pairwise, product
-from statistics import median
 from typing import NoReturn
 from unittest import mock
 
@@ -346,7 +345,7 @@ def price(schedule: Callable, alpha: float, a_byte: float) -> float:
 
 
 def measure(calls: dict, sizes: list, device: torch.device, most: int = 1) -> dict[str, Curve]:
-    """Median of three times (of up to `most` calls each) by the slowest rank's clock, in turns."""
+    """Best of three times (each of `most` calls at most) by the slowest rank's clock, in turns."""
     taken: dict = {name: {size: [] for size in sizes} for name in calls}
     for _, size, name in product(range(3), sizes, calls):
         x, repeats = torch.zeros(size // 4, device=device), max(1, min(most, 2**20 // size))
@@ -358,7 +357,7 @@ def measure(calls: dict, sizes: list, device: torch.device, most: int = 1) -> di
         seconds = torch.tensor((time.perf_counter() - start) / repeats, device=device)
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         taken[name][size].append(seconds.item())
-    return {name: {size: median(t) for size, t in curve.items()} for name, curve in taken.items()}
+    return {name: {size: min(t) for size, t in curve.items()} for name, curve in taken.items()}
 
 
 def crossing(ring: Curve, tree: Curve) -> float:
