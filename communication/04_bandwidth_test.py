@@ -18,7 +18,7 @@ element is seen; that busbw still grows at 4 MiB, where the all-reduce reaches a
 slowest link, and at 400 MB half of it, give or take a half: here the cores that copy are the limit,
 not the link.
 
-**Next.** communication/06_hierarchical_collectives.py puts a slow link between two nodes.
+**Next.** communication/05_overlap.py hides what you have measured behind compute.
 """
 
 import argparse

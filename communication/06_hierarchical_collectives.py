@@ -12,11 +12,11 @@ them, each way, (1) on a ring that visits the ranks in the order 0, 2, 1, 3 (0 a
 rank), on CPU cores, on a GPU box too. Linux, iproute2, and root or user namespaces; no trace stays.
 
     python 06_hierarchical_collectives.py
-    python 06_hierarchical_collectives.py --ranks-per-node 4 --mbit 50
+    python 06_hierarchical_collectives.py --ranks-per-node 4  # and raise --mbit until a claim fails
 
 **You will have seen** (2 cores, gloo, torch 2.15, 00 s; not run on GPUs) that the two rings send 3
-S and 1.5 S over the link and the hierarchy S, counted on the interface, the times go with them, and
-torch's all_reduce on gloo is the ring 0, 1, 2, 3: it knows no nodes.
+S and 1.5 S over the link and the hierarchy S, counted on the interface, that the times go with
+them, and that torch's all_reduce on gloo is the ring 0, 1, 2, 3.
 
 **Next.** parallelism/01_data_parallelism_ddp.py
 """
@@ -281,7 +281,7 @@ def ways() -> dict[str, tuple[Callable, float]]:
 #
 # The kernel counts for each interface (/proc/net/dev) the bytes that came in and that went out,
 # headers included. A full packet of 1514 carries 1448; it is acknowledged by one of 66 or by data
-# that is just going that way. So P bytes are seen as 1.0456 P to 1.0912 P, and gloo's few besides.
+# that is just going that way. So P bytes are seen as 1.0456 P to 1.0912 P, plus gloo's few.
 
 
 # %%

@@ -1,5 +1,6 @@
 """Two nodes in namespaces: sums, bytes on the cable, and nothing left behind, whoever ends what."""
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -174,15 +175,13 @@ def test_without_nodes_it_is_blocked_and_says_why(changes: list, why: str) -> No
 # Nothing is left
 
 
-def networks() -> set[str]:
-    """Every network namespace that some process is in."""
+def networks(pids: list[int]) -> set[str]:
+    """The network namespaces that these processes are in, ours apart."""
     found = set()
-    for pid in psutil.pids():
-        try:
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended
             found.add(os.readlink(f"/proc/{pid}/ns/net"))
-        except OSError:
-            continue
-    return found
+    return found - {os.readlink("/proc/self/ns/net")}
 
 
 def machine() -> dict:
@@ -198,7 +197,7 @@ def machine() -> dict:
 
 def start(path: Path, *launcher: str) -> tuple[subprocess.Popen, list[psutil.Process], set[str]]:
     """Start the lesson; return it, all it started, and its networks, once its ranks are there."""
-    before, env = networks(), os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     lesson = subprocess.Popen(
         [sys.executable, *launcher, path], env=env, stdout=subprocess.DEVNULL, process_group=0
     )
@@ -207,7 +206,7 @@ def start(path: Path, *launcher: str) -> tuple[subprocess.Popen, list[psutil.Pro
         time.sleep(0.05)
         started = psutil.Process(lesson.pid).children(recursive=True)
         if len(started) == wanted:
-            return lesson, started, networks() - before
+            return lesson, started, networks([process.pid for process in started])
     raise AssertionError(f"no {wanted} processes: {started}")
 
 
@@ -215,7 +214,7 @@ def gone(processes: list[psutil.Process], networks_of: set[str]) -> bool:
     psutil.wait_procs(processes, timeout=10)
     for _ in range(100):
         alive = [p for p in processes if p.is_running()]
-        if not alive and not networks() & networks_of:
+        if not alive and not networks(psutil.pids()) & networks_of:
             return True
         time.sleep(0.05)
     return False
