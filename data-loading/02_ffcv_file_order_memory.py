@@ -14,8 +14,7 @@ many copies of it are in memory? And how many if each rank keeps its own pages?
 
 **You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 00 s) that NumPy alone reads the file;
 that batches live in 5 buffers; that a random order opens all pages at once and a quasi-random one
-few; that ranks share one page cache; and that DDP on FFCV's batches reaches the DataLoader's very
-loss.
+few; that ranks share one page cache; and that DDP on FFCV's batches reaches the DataLoader's loss.
 
 FFCV needs the Debian packages of packages.txt, then `pip install -e '.[ffcv]'`. One node. Not run
 on several GPUs.
