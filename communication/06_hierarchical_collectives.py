@@ -18,7 +18,7 @@ rank), on CPU cores, on a GPU box too. Linux, iproute2, and root or user namespa
 S and 1.5 S over the link and the hierarchy S, counted on the interface, that the times go with
 them, and that torch's all_reduce on gloo is the ring 0, 1, 2, 3.
 
-**Next.** parallelism/01_data_parallelism_ddp.py
+**Next.** communication/07_gradient_compression.py sends less.
 """
 
 import argparse

@@ -1,0 +1,247 @@
+"""Compressors against their algebra, training against one process, claims against broken lines."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torchvision
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.functional import cross_entropy
+
+from exercises.ranks import run
+from tests.lessons import load, play
+
+LESSON = "communication/07_gradient_compression.py"
+SHAPES = [(12, 5), (7,), (6, 2, 3)]  # a matrix, a vector, a convolution
+N = 12 * 5 + 7 + 6 * 2 * 3
+CPU = torch.device("cpu")
+
+
+def mine(size: int = N, seed: int = 0) -> torch.Tensor:
+    """A gradient that differs from rank to rank."""
+    return torch.randn(size, generator=torch.Generator().manual_seed(100 * seed + dist.get_rank()))
+
+
+def mean_over_ranks(x: torch.Tensor) -> torch.Tensor:
+    everyone = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, x)
+    return sum(everyone) / len(everyone)
+
+
+def close(a: torch.Tensor, b: torch.Tensor, atol: float = 1e-5) -> bool:
+    return torch.allclose(a, b, rtol=0, atol=atol)
+
+
+# PowerSGD
+
+
+def low_rank(r: int) -> torch.Tensor:
+    """The same on every rank: matrices of rank r, and a vector."""
+    torch.manual_seed(3)
+    parts = [torch.randn(12, r) @ torch.randn(r, 5), torch.randn(7)]
+    parts.append(torch.randn(6, r) @ torch.randn(r, 6))
+    return torch.cat([part.flatten() for part in parts])
+
+
+def exact_on_low_rank(r: int) -> bool:
+    noise = mine()
+    x = low_rank(r) + noise - mean_over_ranks(noise)  # only the mean has rank r
+    sent, arrived = load(LESSON).PowerSGD(r, SHAPES)(x)
+    return torch.equal(sent, arrived) and close(arrived, low_rank(r), 1e-4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_powersgd_is_exact_if_the_mean_has_its_rank(ranks: int) -> None:
+    assert all(all(run(exact_on_low_rank, ranks, r)) for r in (1, 2))
+
+
+def converges_to_svd() -> bool:
+    x = mine()
+    compress = load(LESSON).PowerSGD(2, SHAPES)
+    for _ in range(300):
+        _, arrived = compress(x)
+    u, s, v = torch.linalg.svd(mean_over_ranks(x)[:60].view(12, 5), full_matrices=False)
+    best = (u[:, :2] * s[:2]) @ v[:2]
+    whole = close(arrived[60:67], mean_over_ranks(x)[60:67])
+    return whole and close(arrived[:60].view(12, 5), best, 1e-2)
+
+
+def test_powersgd_converges_to_the_best_matrix_of_its_rank_and_sends_vectors_whole() -> None:
+    assert all(run(converges_to_svd, 2))
+
+
+# Top-k, 8 bits, casts
+
+
+def top_k_is_right() -> bool:
+    lesson, x = load(LESSON, ("SHARE, H = 0.001", "SHARE, H = 0.1")), mine(1000)
+    sent, arrived = lesson.top_k(x)
+    chosen = sent != 0
+    largest = x.abs()[chosen].min() >= x.abs()[~chosen].max()
+    whole = torch.equal(sent[chosen], x[chosen])
+    return bool(chosen.sum() == 100 and largest and whole and close(arrived, mean_over_ranks(sent)))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_top_k_sends_the_largest_as_they_are_and_averages_over_all_ranks(ranks: int) -> None:
+    assert all(run(top_k_is_right, ranks))
+
+
+def eight_bits_are_right() -> list[bool]:
+    lesson, x = load(LESSON), mine(1000)
+    step, draws = x.abs().max() / 127, [lesson.eight_bits(x) for _ in range(400)]
+    bounded = all(((sent - x).abs() <= step * 1.001).all() for sent, _ in draws)
+    bias = (sum(sent for sent, _ in draws) / 400 - x).abs().max()  # 5 sigma of a step / 2 each
+    averaged = all(close(arrived, mean_over_ranks(sent)) for sent, arrived in draws[:3])
+    silent = torch.equal(lesson.eight_bits(torch.zeros(9))[1], torch.zeros(9))
+    return [bool(bounded), bool(bias < 5 * step / 2 / 20), averaged, silent]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_eight_bits_are_a_step_off_at_most_and_right_on_average(ranks: int) -> None:
+    assert run(eight_bits_are_right, ranks) == [[True] * 4] * ranks
+
+
+def casts_like_torch() -> bool:
+    lesson, x = load(LESSON), mine()
+    _, ours = lesson.cast(torch.float16)(x.clone())
+    bucket = SimpleNamespace(buffer=lambda: x)
+    theirs = fp16_compress_hook(None, bucket).wait()
+    _, whole = lesson.cast(torch.float32)(x0 := mine())
+    return torch.equal(ours, theirs) and close(whole, mean_over_ranks(x0), 1e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_float16_is_torchs_hook_to_the_bit(ranks: int) -> None:
+    assert all(run(casts_like_torch, ranks))
+
+
+# Training
+
+
+def batches(steps: int, n: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(5)
+    return [(torch.randn(n, 8, 64), torch.randint(10, (n, 8))) for _ in range(steps)]
+
+
+def float32_is_one_process() -> float:
+    lesson, n, r = load(LESSON), dist.get_world_size(), dist.get_rank()
+    ours, alone = lesson.Run(lesson.FULL, CPU), lesson.Run(lesson.FULL, CPU).model
+    sgd = torch.optim.SGD(alone.parameters(), lesson.RATE)
+    for x, y in batches(4, n):
+        ours.step(x[r], y[r], float("inf"))
+        sgd.zero_grad()
+        cross_entropy(alone(x.flatten(0, 1)), y.flatten()).backward()
+        sgd.step()
+    theirs = nn.utils.parameters_to_vector(alone.parameters())
+    return (ours.weights() - theirs).abs().max().item()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_our_hook_sending_all_trains_as_one_process_does(ranks: int) -> None:
+    assert max(run(float32_is_one_process, ranks)) < 1e-6
+
+
+def outer_step(name: str) -> float:
+    """One step, then one outer step: how far the weights are from the formula."""
+    lesson, n, r = load(LESSON, ("SHARE, H = 0.001, 10", "SHARE, H = 0.001, 1")), 3, dist.get_rank()
+    ours = lesson.Run(f"{name}, H=1", CPU)
+    start = ours.weights().clone()
+    [(x, y)] = batches(1, n)
+    ours.model.zero_grad()
+    cross_entropy(ours.model(x[r]), y[r]).backward()
+    moved = nn.utils.parameters_to_vector([p.grad for p in ours.model.parameters()]) * -lesson.RATE
+    ours.step(x[r], y[r], float("inf"))
+    rate = 1.0 if name == "local SGD" else 0.7 * (1 + 0.9)  # Nesterov's first step
+    return (ours.weights() - start - rate * mean_over_ranks(moved)).abs().max().item()
+
+
+@pytest.mark.parametrize("name", ["local SGD", "DiLoCo"])
+def test_an_outer_step_is_the_formula(name: str) -> None:
+    assert max(run(outer_step, 3, name)) < 1e-6
+
+
+def test_resnet18_is_torchvisions_with_a_small_first_convolution() -> None:
+    model = torchvision.models.resnet18(num_classes=10)
+    model.conv1 = nn.Conv2d(3, 64, 3, bias=False)
+    theirs = sorted(tuple(p.shape) for p in model.parameters())
+    assert sorted(load(LESSON).resnet18()) == theirs
+
+
+def ring_shares() -> list[tuple[int, float]]:
+    with load(LESSON).link(float("inf")) as log:
+        dist.all_reduce(torch.zeros(6))
+        dist.all_gather_into_tensor(torch.zeros(3 * 4), torch.zeros(4))
+    return log
+
+
+def test_a_ring_sends_more_in_an_all_gather() -> None:
+    assert run(ring_shares, 3) == [[(24, 24 * 4 / 3), (16, 16 * 2)]] * 3
+
+
+# The claims
+
+LOST, KEEP = ": share of gradients lost", ("top-k", "PowerSGD 1", "PowerSGD 2", "PowerSGD 4")
+POWER = {name + LOST for name in KEEP[1:]}
+SHORT = (
+    ("96, 80, 0.3", "96, 20, 0.3"),  # too few steps to learn: accuracy is not looked at
+    ("    what_it_buys(runs)\n    published(device)\n", ""),
+    ("MBIT, SLOW_STEPS, EVERY = 10, 3, 5", "MBIT, SLOW_STEPS, EVERY = 1000, 1, 5"),
+)
+BREAKS = {
+    "nothing": (("0.3  #", "0.3 #"), set()),
+    "top-k drops what it does not send": (("TOP: (top_k, True,", "TOP: (top_k, False,"), {KEEP[0]}),
+    "PowerSGD drops it": (("PowerSGD(r, SHAPES), True", "PowerSGD(r, SHAPES), False"), POWER),
+    "what is kept is not added": (
+        ("    x += run.kept  # error feedback\n", ""),
+        {name + LOST for name in KEEP},
+    ),
+    "kept is not what was not sent": (("(x - sent) *", "(x - 0.9 * sent) *"), {*POWER, KEEP[0]}),
+    "all-reduce is not divided": ((".div_(WORLD_SIZE)", ""), {"float32" + LOST}),
+    "8 bits are not divided": (
+        (").mean(0)\n\n\ndef top_k", ").sum(0)\n\n\ndef top_k"),
+        {"8 bits" + LOST},
+    ),
+    "top-k is not divided": (("total / WORLD_SIZE", "total"), {KEEP[0]}),
+    "a higher rank is sent": (
+        ("torch.randn(end, r,", "torch.randn(end, r + 1,"),
+        {f"{n}: bytes a step" for n in (*KEEP[1:], "PowerSGD 1, no feedback")},
+    ),
+    "ranks do not set out together": (
+        ("                vector_to_parameters(self.at.clone(), self.model.parameters())\n", ""),
+        {"all of them: weights, gap to rank 0's"},
+    ),
+    "top-k adds up in each rank's own order": (
+        ("total / WORLD_SIZE", "(total * (1 + 1e-7 * RANK)) / WORLD_SIZE"),
+        {"all of them: weights, gap to rank 0's"},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(what: str) -> None:
+    change, claims = BREAKS[what]
+    played = play(LESSON, 2, *SHORT, change)
+    failed = {claim for claim in played.failed if "accuracy" not in claim}
+    assert failed == {c + LOST if c == "top-k" else c for c in claims}, played.output
+
+
+def test_without_feedback_accuracy_does_not_come() -> None:
+    change = ("    x += run.kept  # error feedback\n", "")
+    played = play(LESSON, 2, *SHORT[1:], change)
+    saves = {f"{name}: accuracy that feedback saves" for name in ("top-k", "PowerSGD 1")}
+    assert saves <= played.failed, played.output
+
+
+def test_a_link_that_is_not_slow_fails_what_it_buys() -> None:
+    fast = ("        time.sleep(share * x.nbytes / speed)  # stands for the slow link\n", "")
+    played = play(LESSON, 2, SHORT[0], fast)
+    assert "slow link: float32's step, of PowerSGD 1's" in played.failed, played.output
+
+
+@pytest.mark.parametrize("ranks", [3, 5])
+def test_the_lesson_holds_where_ranks_do_not_divide(ranks: int) -> None:
+    played = play(LESSON, ranks)
+    assert (played.code, played.failed) == (0, set()), played.output
