@@ -15,8 +15,8 @@ the accuracy? And if it adds the rest to its next gradients instead?
 **You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 00 s; never run on several GPUs) that
 8 bits send what float16 sends; that top-k, with 680 bytes a step, not 340,008, comes to 92%
 accuracy, but to 62% if it drops the rest: 93% of all gradients are lost; that at 10 Mbit/s, when
-float32 has made 5 steps and is at 56%, top-k is at 92%; and that on a fast link PowerSGD only costs
-time: more small messages, more to compute.
+float32 has made 5 steps and is at 56%, top-k is at 92%; and that on the fast link PowerSGD only
+costs time: 19 ms a step, float32 11.
 
 **Next.** parallelism/01_data_parallelism_ddp.py builds what these hooks plug into.
 """
@@ -170,7 +170,7 @@ def hook(run: "Run", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tens
     run.arrived += arrived
     for p, part in zip(run.model.parameters(), arrived.split(list(map(prod, SHAPES))), strict=True):
         gradients[p].copy_(part.view_as(p))  # a part of the bucket
-    (future := torch.futures.Future()).set_result(bucket.buffer())
+    (future := torch.futures.Future(devices=[x.device] * x.is_cuda)).set_result(bucket.buffer())
     return future
 
 
@@ -266,6 +266,7 @@ def train(device: torch.device) -> dict[str, Run]:
     for step in tqdm(range(STEPS + H), "steps", leave=False, disable=RANK > 0 or None):
         torch.manual_seed(step * WORLD_SIZE + RANK)
         mine = old[torch.randint(len(old), (GLOBAL_BATCH // WORLD_SIZE,)).to(device)]
+        dist.barrier()  # else the first would wait for ranks that are late
         for run in runs.values():
             if step < STEPS + SLOW_STEPS or run.every:  # what comes every H steps needs them all
                 run.step(image_ND[mine], label_N[mine], inf if step < STEPS else MBIT * 1e6 / 8)
@@ -300,9 +301,9 @@ def nothing_is_lost(runs: dict[str, Run]) -> None:
 
 
 def table(runs: dict[str, Run]) -> None:
-    slow, soon = f"{MBIT} Mbit/s", f"{EVERY * runs[FULL].slow:.1f} s of that"
-    say(f"\n  a step: bytes handed in, sent on a ring; ms; ms at {slow}. Accuracy after")
-    say(f"{'':66}{STEPS} steps {soon:>14}")
+    head = f"{'':26} {'bytes':>9} {'on a ring':>9} {'ms':>7} {'ms slow':>8} {STEPS:>5} steps"
+    say(f"\n  Bytes and time of a step (slow: at {MBIT} Mbit/s), and accuracy after")
+    say(f"{head} {EVERY * runs[FULL].slow:7.1f} s slow")
     for name, run in runs.items():
         handed, sent = (sum(each) / len(run.seconds) for each in zip(*run.log, strict=True))
         row = f"  {name:24} {handed:9,.0f} {sent:9,.0f} {run.fast * 1e3:7.1f} {run.slow * 1e3:8.1f}"

@@ -55,7 +55,7 @@ def test_a_wrong_line_fails_its_claims(name: str) -> None:
     old, new, expected = BREAKS[name]
     played = play(WIRES, 2, *QUICK, (old, new))
     assert played.code == 1, played.output
-    assert played.failed == expected
+    assert expected <= played.failed <= expected | {PEAK}, "PEAK may suffer from other jobs"
 
 
 WHOLE = "bytes that came back wrong, all paths"
