@@ -11,7 +11,7 @@ send or receive? If rank 3 skips the first of three all-reduces, which of them r
     torchrun --standalone --nproc-per-node=4 01_nccl_collectives.py   # NCCL, if there are 4 GPUs
     python 01_nccl_collectives.py                                     # the same; else gloo
 
-**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 15 s; not run on several GPUs) that an
+**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 10 s; not run on several GPUs) that an
 all-reduce moves 1.5 S through each rank, its halves 0.75 S each, but gloo's reduce-scatter 1.5 S;
 that after a skipped call two sums are wrong by 100 and only the last call fails, by its timeout;
 that without a barrier before it, a clock bills one rank's lateness to the network in full.

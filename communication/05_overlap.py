@@ -13,7 +13,7 @@ buckets leave before the last gradient exists? (3) And (1), if the cores must co
     torchrun --standalone --nproc-per-node=4 05_overlap.py  # NCCL, if there are 4 GPUs
     python 05_overlap.py --figure timeline.png              # the same; else gloo
 
-**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 00 s; not run on GPUs) that 11 of 12
+**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 16 s; not run on GPUs) that 11 of 12
 buckets leave early; that across a slow link, behind a sleep, 87 to 91% of the all-reduces are
 hidden, as clock, trace and log agree; and -41 to 39% where the cores that compute also copy.
 

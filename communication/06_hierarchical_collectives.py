@@ -14,7 +14,7 @@ rank), on CPU cores, on a GPU box too. Linux, iproute2, and root or user namespa
     python 06_hierarchical_collectives.py
     python 06_hierarchical_collectives.py --ranks-per-node 4  # and raise --mbit until a claim fails
 
-**You will have seen** (2 cores, gloo, torch 2.15, 00 s; not run on GPUs) that the two rings send 3
+**You will have seen** (2 cores, gloo, torch 2.15, 12 s; not run on GPUs) that the two rings send 3
 S and 1.5 S over the link and the hierarchy S, counted on the interface, that the times go with
 them, and that torch's all_reduce on gloo is the ring 0, 1, 2, 3.
 

@@ -12,7 +12,7 @@ many copies of it are in memory? And how many if each rank keeps its own pages?
     torchrun --standalone --nproc-per-node=4 02_ffcv_file_order_memory.py   # GPUs, if 4
     python 02_ffcv_file_order_memory.py                    # the same; else gloo on the CPU
 
-**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 00 s) that NumPy alone reads the file;
+**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 20 s) that NumPy alone reads the file;
 that batches live in 5 buffers; that a random order opens all pages at once and a quasi-random one
 few; that ranks share one page cache; and that DDP on FFCV's batches reaches the DataLoader's loss.
 

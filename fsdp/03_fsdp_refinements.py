@@ -13,7 +13,7 @@ all-gathers remain? With 2 groups of 2 ranks, how many numbers cross between the
     torchrun --standalone --nproc-per-node=4 03_fsdp_refinements.py   # NCCL, if there are 4 GPUs
     python 03_fsdp_refinements.py                                     # the same; else gloo
 
-**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 13 s) that prefetch changes only the
+**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 10 s) that prefetch changes only the
 order of messages; that bfloat16 halves what is gathered and leaves masters and sums in float32;
 that 3 micro-batches cost 27 all-gathers but only 5 reduce-scatters; that a weight drawn under one
 seed after `to_empty` is one shard four times over; and that over 2 x 2 ranks only P/2 numbers cross

@@ -13,7 +13,7 @@ three are the same.) How many micro-batches' activations does the first stage ho
     torchrun --standalone --nproc-per-node=4 05_pipeline_parallel.py   # NCCL, if there are 4 GPUs
     python 05_pipeline_parallel.py --figure gantt.png                  # the same; else gloo
 
-**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 30 s; never run on several GPUs) 75%
+**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 16 s; never run on several GPUs) 75%
 of all slots idle without micro-batches, 27.3% under GPipe, 27.3% under 1F1B, exactly as predicted;
 on the clock 75%, 34% and 33%. GPipe's first stage holds 8 micro-batches, 1F1B's 4.
 
