@@ -177,8 +177,7 @@ def pipeline(stage: nn.Module, schedule: list[list[Action]], work: Callable = id
     def step(inputs: Sequence[torch.Tensor], loss_of: Callable) -> int:
         held, most, leaving = {}, 0, None
         for done, todo in pairwise([None, *schedule[RANK], None]):
-            arrived = torch.empty_like(inputs[0])
-            sides = {dist.isend: leaving, dist.irecv: arrived}
+            sides = {dist.isend: leaving, dist.irecv: (arrived := torch.empty_like(inputs[0]))}
             posts = messages(RANK, len(schedule), done, todo)
             ops = [dist.P2POp(verb, sides[verb], peer) for verb, peer, _ in posts]
             for handle in dist.batch_isend_irecv(ops) if ops else []:
@@ -186,14 +185,14 @@ def pipeline(stage: nn.Module, schedule: list[list[Action]], work: Callable = id
             kind, k = todo or (None, None)
             work(todo) if todo else None
             if kind == "F":
-                x = (inputs[k] if RANK == 0 else arrived).requires_grad_()
+                x = inputs[k] if RANK == 0 else arrived.requires_grad_()
                 y = stage(x) if last > RANK else loss_of(stage(x), k) / len(inputs)
                 held[k], leaving = (x, y), y.detach().contiguous()
                 most = max(most, len(held))
             elif kind == "B":
                 x, y = held.pop(k)
                 y.backward(arrived if last > RANK else None)
-                leaving = x.grad.contiguous()
+                leaving = x.grad  # None on stage 0, unless its inputs want gradients
         return most
 
     return step
@@ -238,7 +237,8 @@ class Case:
         return stage
 
     def batch(self, m: int) -> tuple:  # micro-batches, the loss of the k-th
-        return self.x.detach().chunk(m), lambda y, k: F.mse_loss(y, self.due.chunk(m)[k])
+        inputs = [x.requires_grad_() for x in self.x.detach().chunk(m)]
+        return inputs, lambda y, k: F.mse_loss(y, self.due.chunk(m)[k])
 
     def distance(self, stage: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> float:
         """How far gradients are from one process's: weights, biases, and rank 0's inputs."""
