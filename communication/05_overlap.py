@@ -57,6 +57,7 @@ def main(options: argparse.Namespace) -> None:
     order_of_events(device)
     on_this_machine(device)
     across_the_link(link, options.figure)
+    streams_and_events(device)
     finish()
 
 
@@ -347,6 +348,34 @@ def draw(path: str, seen: list[dict]) -> None:
 # **CUDA_DEVICE_MAX_CONNECTIONS** (8): hardware queues that streams share. With 1, kernels start in
 # the order of launch, whatever their streams: Megatron sets it, so that a collective starts before
 # the matrix product launched after it. With FSDP a prefetch would wait behind all compute.
+#
+# Below, the NCCL stream's part is played by a copy from the host. It is enqueued last both times:
+# if its stream waits for the event, it ends after the products; if not, long before them.
+
+
+# %%
+def streams_and_events(device: torch.device) -> None:
+    say()
+    if device.type != "cuda":
+        return blocked("a stream that waits for an event, one that does not", needs="1 GPU")
+    host, x = torch.empty(1 << 26, pin_memory=True), torch.randn(8192, 8192, device=device)
+    side = torch.cuda.Stream(priority=-1)  # before others, where both have something to do
+    begun, products, copied = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    for waits, sign in ((True, ">="), (False, "<=")):
+        torch.cuda.synchronize()
+        begun.record()
+        for _ in range(8):
+            x @ x  # 1.1 TFLOP
+        products.record()
+        if waits:
+            side.wait_event(products)
+        with torch.cuda.stream(side):
+            host.to(device, non_blocking=True)  # 0.27 GB
+            copied.record()
+        torch.cuda.synchronize()
+        end = begun.elapsed_time(copied) / begun.elapsed_time(products)
+        claim(f"copy's end / the products', waiting={waits}", 1, end, sign)
+
 
 # %% [markdown]
 # ## The plumbing, the same in every lesson; fundamentals/02_launching_processes.py explains it

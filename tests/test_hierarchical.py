@@ -205,8 +205,9 @@ def start(path: Path, *launcher: str) -> tuple[subprocess.Popen, list[psutil.Pro
     for _ in range(600):
         time.sleep(0.05)
         started = psutil.Process(lesson.pid).children(recursive=True)
-        if len(started) == wanted:
-            return lesson, started, networks([process.pid for process in started])
+        nets = networks([process.pid for process in started])
+        if (len(started), len(nets)) == (wanted, 2):
+            return lesson, started, nets
     raise AssertionError(f"no {wanted} processes: {started}")
 
 

@@ -26,6 +26,7 @@ IMPORTABLE |= {"deepspeed", "ffcv", "numba", "torchvision", "nvtx"}
 LONGER = {  # than 350 lines, plumbing apart
     "fundamentals/00_check_your_machine.py": 470,  # a tool as much as a lesson
     "communication/03_ring_and_tree.py": 450,  # six algorithms, one engine, one price list
+    "communication/05_overlap.py": 380,  # one on the CPU, one on the link, one on a GPU's streams
     "parallelism/01_data_parallelism_ddp.py": 460,  # three ways, side by side in one run
 }
 
