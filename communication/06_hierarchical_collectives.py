@@ -49,8 +49,7 @@ FLAGS: dict[str, dict] = {
     "--mbit": {"type": float, "default": 20.0, "help": "Mbit/s of the slow link; default 20"},
 }
 NODES, L = 2, 2  # L ranks in each node
-COUNT = 201_600  # float32 numbers to sum: 1 to 8 ranks share them evenly
-S = 4 * COUNT  # bytes
+S = 4 * (COUNT := 201_600)  # bytes of float32 numbers to sum: 1 to 8 ranks share them evenly
 
 
 def main(options: argparse.Namespace) -> None:
