@@ -12,7 +12,7 @@ the accuracy? And if it adds the rest to its next gradients instead?
     torchrun --standalone --nproc-per-node=4 07_gradient_compression.py  # NCCL, given 4 GPUs
     python 07_gradient_compression.py                                    # the same; gloo if not
 
-**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 26 s; never run on several GPUs) that
+**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 25 s; never run on several GPUs) that
 8 bits send what float16 sends; that top-k, with 680 bytes a step, not 340,008, comes to 92%
 accuracy, but to 62% if it drops the rest: 93% of all gradients are lost; that at 10 Mbit/s, when
 float32 has made 5 steps and is at 56%, top-k is at 92%; and that on the fast link PowerSGD only

@@ -13,7 +13,7 @@ each rank must send, and how many blocks are ever whole at once.
     torchrun --standalone --nproc-per-node=4 01_fsdp_basics.py   # NCCL, if there are 4 GPUs
     python 01_fsdp_basics.py                                     # the same; gloo if there are not
 
-**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 16 s) that with one unit for all the
+**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 17 s) that with one unit for all the
 model everything is whole at once after 1 all-gather; with a unit for each block, 37% after 9; with
 one for each linear layer, 16% after 35; that every choice ends at the weights of one process, to
 3e-14; that keeping what forward gathered saves 4 of 9 gathers for P numbers of memory; and a loss

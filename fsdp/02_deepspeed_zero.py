@@ -13,7 +13,7 @@ each gradient on one rank only: does it send less than DDP?
     python 02_deepspeed_zero.py                                     # the same; else gloo
     deepspeed --num_gpus 4 02_deepspeed_zero.py     # its own launcher; no GPU: DS_ACCELERATOR=cpu
 
-**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, DeepSpeed 0.19.8, 18 s; not run on
+**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, DeepSpeed 0.19.8, 19 s; not run on
 GPUs) that all losses are FSDP2's; that after a micro-batch a rank holds 16, 7, 5.6, 4 bytes a
 parameter; and that stage 2 sends *more* than DDP, 5P against 2P, until one key is changed: then 3P.
 

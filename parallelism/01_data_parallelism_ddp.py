@@ -12,7 +12,7 @@ of the 8 gradients are missing when the first one starts. And: memory for 7 bill
     torchrun --standalone --nproc-per-node=4 01_data_parallelism_ddp.py  # NCCL, given 4 GPUs
     python 01_data_parallelism_ddp.py                                    # the same; gloo if not
 
-**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 24 s; not run on several GPUs) that
+**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 25 s; not run on several GPUs) that
 after 150 steps all three ways are within 5e-15 of one process, at 97% on new digits. Each hands
 341,072 bytes a step to all-reduce: by hand in 8 calls once backward is over, in buckets in 3, the
 first with 4 gradients still to come (DDP's first step: 1 call, none to come). Mixed precision takes

@@ -12,7 +12,7 @@ ms, and in which ranks' traces you expect to see it.
     torchrun --standalone --nproc-per-node=4 01_distributed_profiling.py   # NCCL, if 4 GPUs
     python 01_distributed_profiling.py                                     # the same; else gloo
 
-**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 13 s) that the trace accounts for the
+**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 14 s) that the trace accounts for the
 clock to 1%; that each of six planted illnesses is named from the traces, and none in a healthy run;
 that a straggler shows as 80 ms of "network" on every rank but the one that causes it; and that
 taking an illness's share away foretells the cured step to 20%. Not run on several GPUs.
