@@ -14,9 +14,8 @@ how long if it is busbw? Here: what share of the slowest link will an all-reduce
 
 **You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 12 s; not run on several GPUs) that
 277 GB/s is 1.44 ms if algbw, 2.53 ms if busbw; that nothing was wrong, and one planted wrong
-element is seen; that busbw still grows at 4 MiB, where the all-reduce reaches a third of the
-slowest link, and at 400 MB half of it, give or take a half: here the cores that copy are the limit,
-not the link.
+element is seen; that busbw still grows at 4 MiB, where the all-reduce reaches a sixth to a quarter
+of the slowest link, and at 400 MB some 40%: here the cores that copy are the limit, not the link.
 
 **Next.** communication/05_overlap.py hides what you have measured behind compute.
 """
