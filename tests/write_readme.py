@@ -86,7 +86,7 @@ def speed() -> str:
     for row in bench["rows"]:
         times = f"{1e3 * median(row['ours']):.1f} | {1e3 * median(row['peer']):.1f}"
         ratio = f"{row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f})"
-        rows.append(f"| {row['name']} | {row['setting']} | {times} | {ratio} | {row['aim']} |")
+        rows.append(f"| {row['name']} | {row['setting']} | {times} | {ratio} | {row['aim']:.2f} |")
     return "\n".join(rows)
 
 
