@@ -12,7 +12,7 @@ its two neighbours in every step: how many bytes does a rank send a step?
     torchrun --standalone --nproc-per-node=4 02_point_to_point.py   # NCCL, if there are 4 GPUs
     python 02_point_to_point.py                                     # the same; else gloo
 
-**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 09 s; never run on several GPUs)
+**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 9 s; never run on several GPUs)
 that gloo's sends wait for their receives, be it for one byte, where a TCP socket takes 4 MB; four
 ranks, all in `send`, until a timeout frees them; three ways out; and that a rank in the middle of
 the rod sends 16 bytes a step. As one message, 64 small ones were 54 times as fast.

@@ -14,8 +14,8 @@ of 240 samples deliver one twice?
     python 01_ffcv_distributed_optimization.py             # the same; else gloo on the CPU
 
 **You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 23 s) that reading is 2% of an image's
-time; that the same crop costs a core 2.3 times less through FFCV's JPEGs and 5 times less through
-its raw pixels, or more; and that all ranks together deliver each sample once.
+time; that the same crop costs a core a little less than half through FFCV's JPEGs and a fifth
+through its raw pixels; and that all ranks together deliver each sample once.
 
 FFCV needs the Debian packages of packages.txt, then `pip install -e '.[ffcv]'`. One node. Not run
 on several GPUs.

@@ -11,7 +11,7 @@ large is the shared memory, and who needs it? Two causes of `The client socket h
     python 00_check_your_machine.py
     python 00_check_your_machine.py --log train.log  # and name what killed the job that wrote it
 
-**You will have seen** (2 cores, torch 2.15, 09 s) that gloo listens where the host name points,
+**You will have seen** (2 cores, torch 2.15, 9 s) that gloo listens where the host name points,
 foretold, then observed; that shared memory holds what it claims, by filling it; and five failures
 at init, recognised by their last words. An unknown host and an absent rank 0 die of the *same*
 words: only looking up the name in them tells which. Not run on GPUs.

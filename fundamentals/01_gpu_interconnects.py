@@ -16,7 +16,7 @@ does that matter more than how fast it computes?
     torchrun --standalone --nproc-per-node=8 01_gpu_interconnects.py   # a rank for each GPU
     python 01_gpu_interconnects.py --figure interconnects.png          # CPU
 
-**You will have seen** (rank 0 of 4 on 2 cores, gloo, torch 2.15, 07 s; not yet run on GPUs) that
+**You will have seen** (rank 0 of 4 on 2 cores, gloo, torch 2.15, 7 s; not yet run on GPUs) that
 NVLink 4 is 7.1 times PCIe 5.0, not 14; that with the ridge near 3 FLOP/byte a matrix-vector product
 leaves most FLOPs unused and a matrix product 98% of the memory bandwidth; and that a copy in cache
 is about twice as fast as one in DRAM, or more.

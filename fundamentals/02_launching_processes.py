@@ -14,7 +14,7 @@ ranks when something goes wrong?
     torchrun --standalone --nproc-per-node=4 02_launching_processes.py   # NCCL, if there are 4 GPUs
     python 02_launching_processes.py                                     # the same; gloo if not
 
-**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 09 s; not run on several GPUs) that a
+**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 9 s; not run on several GPUs) that a
 rank needs its number and one address; `torchrun` sets 19 variables, `mp.spawn` none; a forked child
 never gets the lock; two spawned ones take 2.5 s, mostly `import torch`; a killed `torchrun` leaves
 both ranks, and none if they ran one line of the plumbing.

@@ -17,7 +17,7 @@ must it be before a bandwidth means anything?
 
 Everything here runs on CPU cores, on a GPU box too.
 
-**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 06 s) 15 to 20 us one way through
+**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 6 s) 15 to 20 us one way through
 shared memory or a Unix socket, 20 to 30 through TCP, 60 to 900 through gloo, by load; 7 to 9, 4 to
 5, 2 to 3 and 1 to 3 GB/s for large messages; and half of the best from some 140, 90 and 70 kB on,
 within a factor of three of where alpha + n/beta put it.

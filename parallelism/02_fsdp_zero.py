@@ -13,7 +13,7 @@ it send in a step?
     torchrun --standalone --nproc-per-node=4 02_fsdp_zero.py   # NCCL, if there are 4 GPUs
     python 02_fsdp_zero.py                                     # the same; else gloo
 
-**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 07 s) that data parallelism holds 16
+**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 7 s) that data parallelism holds 16
 bytes a parameter, so 7B need 112 GB on every rank, in bfloat16 as in float32. ZeRO-1 holds 7 and
 10: 4 + 12/n and 8 + 8/n. Both send 1.5 numbers a parameter, 2(n-1)/n, for an all-reduce is a
 reduce-scatter and an all-gather. Weights and the gradient's norm follow one process to 1e-8, as

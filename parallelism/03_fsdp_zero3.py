@@ -9,7 +9,7 @@ numbers a parameter must it send in a step? In stage 3, how many units' weights 
 
 **Run.** `torchrun --standalone --nproc-per-node=4 03_fsdp_zero3.py`, or `python 03_fsdp_zero3.py`.
 
-**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 07 s) 5.5 bytes in stage 2, that is 2
+**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 7 s) 5.5 bytes in stage 2, that is 2
 + 14/n, and 4, or 16/n, in stage 3; 1.5 and 2.25 numbers, 2(n-1)/n and 3(n-1)/n; two units whole at
 once; weights as on one process. tests/test_fsdp_zero.py trains odder modules: tied, frozen, unused
 parameters, mixed dtypes, nested units. Not run on several GPUs.

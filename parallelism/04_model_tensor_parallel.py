@@ -13,7 +13,7 @@ block? How many more bytes are sent with a reduce-scatter and an all-gather for 
     torchrun --standalone --nproc-per-node=4 04_model_tensor_parallel.py   # NCCL with 4 GPUs
     python 04_model_tensor_parallel.py                                     # the same; else gloo
 
-**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 09 s; not run on GPUs) one sum forward
+**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 9 s; not run on GPUs) one sum forward
 and one backward for a pair of layers cut by columns, then by rows: two of each for a block, where
 DTensor puts them too. Cutting the tokens as well sends not one byte more and spares the norms
 (n-1)/n of what they keep. All results equal one process's to 2e-15.

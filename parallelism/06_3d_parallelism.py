@@ -14,7 +14,7 @@ GPUs, how many are tensor, how many pipeline, how many data parallelism's?
     torchrun --standalone --nproc-per-node=4 06_3d_parallelism.py   # NCCL, if there are 4 GPUs
     python 06_3d_parallelism.py                                     # the same; else gloo
 
-**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 07 s; not run on GPUs) that FLOPs per
+**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 7 s; not run on GPUs) that FLOPs per
 gathered byte, 2W/((n-1)s), know no batch: at W = 1024 in bfloat16 four H100s compute 13% of the
 time on NVLink, 0.1% on 25 Gb/s Ethernet. On a mesh of (dp, pp, tp), bytes counted per axis equal
 their formulas, by which a 145.6B GPT's GPU sends 338 GB a step for tensor, 10 for pipeline, 9 for

@@ -14,7 +14,7 @@ one of them do to it?
     python 02_one_trace_for_all_ranks.py                                    # the same; else gloo
     python 02_one_trace_for_all_ranks.py --trace all.json   # then open it in ui.perfetto.dev
 
-**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 06 s) that 4 traces of some 860 events
+**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 6 s) that 4 traces of some 860 events
 become one file and lose none; that every barrier's spans share a moment, so that this host's clocks
 are 0 us apart; and that clocks set 0.5 s apart are found so from the barriers alone. Not run on
 several GPUs, nor with nsys.

@@ -106,7 +106,7 @@ def timed(lesson: str) -> str:
     """The lesson's source; where its docstring says what it took, the seconds measured."""
     seconds, source = ledger_of(lesson)["seconds"], (ROOT / lesson).read_text()
     said = r"(\*\*You will have seen\*\* \([^)]*torch[^)]*?,\s)\d+ s"
-    return source if seconds == "?" else re.sub(said, rf"\g<1>{seconds:02.0f} s", source, count=1)
+    return source if seconds == "?" else re.sub(said, rf"\g<1>{seconds:.0f} s", source, count=1)
 
 
 if __name__ == "__main__":
