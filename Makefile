@@ -14,7 +14,7 @@ start: .venv/core
 	$(BIN)/python parallelism/01_data_parallelism_ddp.py
 
 test: .venv/all
-	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=10
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations=10
 
 lessons: .venv/core
 	$(BIN)/python -m tests.run_lessons

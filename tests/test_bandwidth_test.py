@@ -83,7 +83,8 @@ def test_one_corrupted_element_is_found(name: str) -> None:
     expected = {f"{name}: wrong elements"}
     if name == "all_reduce":
         expected.add("400 MB all-reduce: wrong elements")
-    assert (played.code, played.failed) == (1, expected)
+    assert {claim for claim in played.failed if "wrong" in claim} == expected
+    assert played.code == 1
 
 
 BREAKS = {
@@ -96,14 +97,14 @@ BREAKS = {
 
 @pytest.mark.parametrize("claim", BREAKS)
 def test_a_broken_line_fails_its_claim(claim: str) -> None:
-    played = play(LESSON, 3, BREAKS[claim], *SMALL, argv=(*QUICK, "-o", "max"))
+    played = play(LESSON, 3, BREAKS[claim], *SMALL, argv=(*QUICK, "-o", "max"), due={claim})
     assert played.failed == {claim}, played.code
 
 
 def test_fewer_ranks_take_part_and_rows_are_saved(tmp_path: Path) -> None:
     saved = tmp_path / "rows.json", tmp_path / "busbw.png"
     argv = (*QUICK, "-g", "2", "-d", "int32", "--json", str(saved[0]), "--figure", str(saved[1]))
-    played = play(LESSON, 3, *SMALL, argv=argv)
+    played = play(LESSON, 3, *SMALL, argv=argv, due=set())
     assert (played.code, played.failed) == (0, set()), played.output
     assert played.output.startswith("2 ranks, gloo")
     table = json.loads(saved[0].read_text())

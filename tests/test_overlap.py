@@ -1,7 +1,6 @@
 """Overlap: spans against counting, order and values at any world size, breaks, nothing left."""
 
 import functools
-import os
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.lessons import ROOT, Played, load, play
-from tests.test_hierarchical import gone, machine, networks
+from tests.test_hierarchical import MARKED, gone, machine, networks
 
 LESSON = "communication/05_overlap.py"
 NO_LINK = [("    across_the_link(link, options.figure)\n", "")]
@@ -110,14 +109,14 @@ ON_THE_LINK = {
 }
 
 
-def across(*changes: tuple[str, str]) -> Played:
-    return play(LESSON, 2, *NO_HERE, *ONE_STEP, ("HOWS * 3", "HOWS"), *changes)
+def across(*changes: tuple[str, str], due: set[str]) -> Played:
+    return play(LESSON, 2, *NO_HERE, *ONE_STEP, ("HOWS * 3", "HOWS"), *changes, due=due)
 
 
 @pytest.mark.parametrize("what", ON_THE_LINK)
 def test_across_the_link(what: str) -> None:
     old, new, claims = ON_THE_LINK[what]
-    played = across(*[(old, new)] * bool(old))
+    played = across(*[(old, new)] * bool(old), due=claims)
     assert {row["claim"] for row in played.ledger} >= {CLOCK, TRACE, LOG}, played.output
     assert played.failed == claims, played.output
 
@@ -136,7 +135,7 @@ def test_the_timeline_shows_who_does_what_when() -> None:
 
 
 def test_without_a_slow_network_it_is_blocked_and_says_why() -> None:
-    played = across(("tc qdisc add dev lo", "no-such-tc qdisc add dev lo"))
+    played = across(("tc qdisc add dev lo", "no-such-tc qdisc add dev lo"), due=set())
     assert played.code == 0, played.output
     assert "no-such-tc" in played.output
     needs = [row["needs"] for row in played.ledger if row["verdict"] == "BLOCKED"]
@@ -148,8 +147,7 @@ def test_a_signal_leaves_nothing(end: str) -> None:
     was = machine()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node=2", str(ROOT / LESSON)]
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    torchrun = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, process_group=0)
+    torchrun = subprocess.Popen(command, env=MARKED, stdout=subprocess.DEVNULL, process_group=0)
     for _ in range(600):
         time.sleep(0.05)
         started = psutil.Process(torchrun.pid).children(recursive=True)
@@ -159,5 +157,5 @@ def test_a_signal_leaves_nothing(end: str) -> None:
     assert (len(started), len(nets)) == (4, 1)
     torchrun.send_signal(getattr(signal, end))
     assert torchrun.wait(40) != 0
-    assert gone(started, nets)
+    assert gone()
     assert machine() == was
