@@ -36,6 +36,7 @@ from multiprocessing import connection, forkserver, get_context
 from pathlib import Path
 
 import cloudpickle
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -44,11 +45,14 @@ OUTPUT_LIMIT = 20_000_000  # bytes one rank may print
 PRELOAD = ["torch.distributed." + name for name in ("fsdp", "tensor.parallel", "pipelining")]
 PRELOAD += ["torch.distributed.checkpoint", "torch._dynamo", "sklearn.datasets", "cloudpickle"]
 PRELOAD += ["pytest"]  # it may be the main program, which every rank loads again
+PRELOAD += ["exercises.subreaper"]
 
 LIBRARY = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), __file__, "<")
+LIBRARY += (str(Path(__file__).with_name("grading.py")),)  # neither sent to ranks nor named
 
 server = get_context("forkserver")
 server.set_forkserver_preload(PRELOAD)
+alive: set[int] = set()  # the numbers of all ranks that run just now
 
 
 @dataclass
@@ -96,9 +100,15 @@ def run(
 
 
 def attempt(
-    function: Callable, world_size: int, *args: object, deadline: float = 30, group: bool = True
+    function: Callable,
+    world_size: int,
+    *args: object,
+    deadline: float = 30,
+    group: bool = True,
+    stay: bool = False,
 ) -> list[Outcome]:
-    """Like `run`, but return every rank's Outcome and raise nothing."""
+    """Like `run`, but return every rank's Outcome and raise nothing. With `stay`, a rank that is
+    done keeps its connections until all are: who still waits for it hangs, and gets no error."""
     module = sys.modules[function.__module__]
     if not getattr(module, "__file__", __file__).startswith(LIBRARY):
         cloudpickle.register_pickle_by_value(module)  # ranks need not import what a test imports
@@ -109,15 +119,17 @@ def attempt(
         try:
             for rank in range(world_size):
                 inbox, outbox = server.Pipe(duplex=False)
-                place = (rank, world_size, store.port, folder, deadline, group)
+                place = (rank, world_size, store.port, folder, deadline, group, stay)
                 process = server.Process(target=_be_rank, args=(place, work, outbox), daemon=False)
                 process.start()
+                alive.add(process.pid)
                 outbox.close()
                 ranks.append((process, inbox))
             _watch(ranks, outcomes, folder, deadline)
         finally:
             for process, _ in ranks:
                 _end(process)
+            _end_what_ranks_started()
         for o in outcomes:
             o.output = _read(folder, f"{o.rank}.out")
     return outcomes
@@ -169,7 +181,17 @@ def _end(process) -> None:
         with contextlib.suppress(ProcessLookupError):
             kill(process.pid, signal.SIGKILL)
     process.join()
+    alive.discard(process.pid)
     process.close()
+
+
+def _end_what_ranks_started() -> None:
+    """Kill what dead ranks had started: the server has inherited it (exercises/subreaper.py)."""
+    for child in psutil.Process(forkserver._forkserver._forkserver_pid).children():
+        if child.pid not in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for process in [child, *child.children(recursive=True)]:
+                    process.kill()
 
 
 def _size(folder: str, name: str) -> int:
@@ -203,7 +225,7 @@ def where(stack: str) -> str:
 
 def _be_rank(place: tuple, work: bytes, outbox: connection.Connection) -> None:
     """Become one rank: own session, own output, one thread; send (kind, value, text); leave."""
-    rank, world_size, port, folder, deadline, group = place
+    rank, world_size, port, folder, deadline, group, stay = place
     if sys.platform == "linux":  # PR_SET_PDEATHSIG: the server goes with the parent, we with it
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     os.close(forkserver._forkserver._forkserver_alive_fd)  # held open, it would keep the server up
@@ -226,7 +248,7 @@ def _be_rank(place: tuple, work: bytes, outbox: connection.Connection) -> None:
             dist.init_process_group("gloo", timeout=timedelta(seconds=2 * deadline + 60))
             _meet(world_size)
         word = "returned", function(*args), ""
-        if dist.is_initialized():
+        if dist.is_initialized() and not stay:
             dist.destroy_process_group()
         word = pickle.dumps((*word, time.monotonic()))
     except SystemExit as error:
@@ -237,6 +259,8 @@ def _be_rank(place: tuple, work: bytes, outbox: connection.Connection) -> None:
         word = pickle.dumps(("raised", None, text, time.monotonic()))
     outbox.send_bytes(word)
     sys.stdout.flush()
+    while stay:
+        time.sleep(1)  # until the parent ends us
     os._exit(0)  # no farewell: peers may be stuck, threads may run on
 
 

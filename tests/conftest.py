@@ -1,4 +1,4 @@
-"""Files go whole to one process; the lessons, which are the longest file, one by one."""
+"""Files go whole to one process; lessons and exercises, the longest files, one by one."""
 
 import pytest
 
@@ -6,6 +6,18 @@ import pytest
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        lesson = getattr(item, "callspec", None) and item.callspec.params.get("lesson")
-        name = f"{item.path.name} {lesson}" if item.path.stem == "test_lessons" else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(name))
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        part = params.get("lesson") or getattr(params.get("exercise"), "name", "")
+        item.add_marker(pytest.mark.xdist_group(f"{item.path.name} {part}"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many solutions the graders accepted, and how many wrong answers they told apart."""
+    reports = [(r, way) for way in ("passed", "failed") for r in terminalreporter.getreports(way)]
+    for test, what in {
+        "test_the_solution_passes": "exercises whose solution passes",
+        "test_a_wrong_answer_is_told_what_is_wrong": "wrong answers rejected for their own reason",
+    }.items():
+        ways = [way for r, way in reports if f"test_exercises.py::{test}[" in r.nodeid]
+        if ways:
+            terminalreporter.write_line(f"{what}: {ways.count('passed')} of {len(ways)}")

@@ -1,0 +1,107 @@
+"""Every stub is empty, every solution passes, every wrong answer is told what is wrong with it."""
+
+import ast
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from exercises.book import Exercise, exercises
+from tests.lessons import ROOT
+
+BOOK = exercises()
+WRONG = ROOT / "tests" / "wrong_answers"
+PARTS = "**Task.**", "**Why.**", "**Given.**", "**Cost target.**", "**The hole.**"
+
+
+each = pytest.mark.parametrize("exercise", BOOK, ids=lambda e: e.name)
+
+
+@each
+def test_the_exercise_is_the_solution_with_holes(exercise: Exercise) -> None:
+    assert exercise.mine.read_text() == exercise.stub()
+    assert exercise.holes
+
+
+@each
+def test_the_readme_says_all_a_learner_needs(exercise: Exercise) -> None:
+    assert [exercise.readme.count(part) for part in PARTS] == [1] * len(PARTS)
+    assert f"**The hole.** {sum(exercise.holes)} lines" in exercise.readme
+    assert f"python -m exercises check {exercise.number}\n" in exercise.readme
+    assert len(exercise.hints) >= 2
+    assert exercise.readme.count("<details>") == exercise.readme.count("</details>")
+    assert len(exercise.title) <= 80
+
+
+@each
+def test_the_stub_fails_by_being_empty_and_nothing_else(exercise: Exercise, tmp_path: Path) -> None:
+    (stub := tmp_path / "exercise.py").write_text(exercise.stub())
+    report = exercise.check(stub)
+    assert (report.passed, report.accepted) == ([], False)
+    assert report.message.startswith("not written yet: exercise.py, line ")
+
+
+@each
+def test_the_solution_passes(exercise: Exercise) -> None:
+    started = time.monotonic()
+    report = exercise.check(exercise.solution)
+    assert report.accepted, f"{report.failed}\n{report.message}"
+    for reason in report.blocked:
+        assert re.search(r"needs (\d\+? )?GPUs|needs nsys", reason), reason
+    assert time.monotonic() - started < 60, "20 s is the aim, on a quiet machine"
+
+
+WRONGS = [
+    pytest.param(exercise, path, id=f"{exercise.name}-{path.stem}")
+    for exercise in BOOK
+    for path in sorted((WRONG / exercise.name).glob("*.py"))
+]
+
+
+@pytest.mark.parametrize(("exercise", "path"), WRONGS)
+def test_a_wrong_answer_is_told_what_is_wrong(exercise: Exercise, path: Path) -> None:
+    first = path.read_text().splitlines()[0]
+    due = first.removeprefix("# The grader says: ")
+    assert due != first
+    report = exercise.check(path)
+    assert not report.accepted
+    assert due in " ".join(f"{report.failed}: {report.message}".split())
+
+
+def test_there_are_wrong_answers_enough() -> None:
+    assert {path.name for path in WRONG.iterdir()} == {exercise.name for exercise in BOOK}
+    for exercise in BOOK:
+        assert len([*(WRONG / exercise.name).glob("*.py")]) >= 4, exercise.name
+    assert len(WRONGS) >= 60
+    assert len(BOOK) >= 14
+
+
+class Lazy(ast.NodeTransformer):
+    """Fills every hole with the same cheap thing."""
+
+    def __init__(self, how: str) -> None:
+        self.how, self.first = how, "None"
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        names = [argument.arg for argument in node.args.args if argument.arg != "self"]
+        outer, self.first = self.first, (names or ["None"])[0]
+        self.generic_visit(node)
+        self.first = outer
+        return node
+
+    def visit_Raise(self, node: ast.Raise) -> list[ast.stmt] | ast.Raise:
+        if ast.unparse(node.exc) != "NotImplementedError":
+            return node
+        return ast.parse(self.how.replace("FIRST", self.first)).body
+
+
+@pytest.mark.parametrize("how", ["pass", "return FIRST", "print('All checks passed.')"])
+@each
+def test_doing_nothing_does_not_pass(exercise: Exercise, how: str, tmp_path: Path) -> None:
+    filled = Lazy(how).visit(ast.parse(exercise.stub()))
+    (lazy := tmp_path / "lazy.py").write_text(ast.unparse(filled))
+    assert "NotImplementedError" not in lazy.read_text()
+    report = exercise.check(lazy)
+    assert not report.accepted
+    assert "the grader itself failed" not in report.message
