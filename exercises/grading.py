@@ -214,7 +214,7 @@ def _told(outcomes: list[Outcome], answer: Path, deadline: float) -> str:
     """Why the ranks failed: the first cause, or if there is none, who waits for whom."""
     causes = [o for o in outcomes if o.kind not in ("returned", "hung")]
     if causes:
-        first = min(causes, key=lambda o: o.when or float("inf"))
+        first = min(causes, key=lambda o: o.when)  # 0 for a rank that died: errors follow it
         said = _cause(first)
         same_everywhere = said.startswith("not written yet")
         return (said if same_everywhere else f"rank {first.rank}: {said}") + _printed(first)
