@@ -99,7 +99,9 @@ def check(exercise: Exercise) -> bool:
             print(where_to_go(find(None)))
     else:
         print(f"  {paint('✗', 'red')} {report.failed}")
-        print(textwrap.indent(report.message, "    "))
+        for line in report.message.splitlines():
+            room = " " * (4 + len(line) - len(line.lstrip()))
+            print(textwrap.fill(line.strip(), 99, initial_indent=room, subsequent_indent=room))
         if len(exercise.hints) > progress()["hints"].get(exercise.name, 0):
             print(f"\nA hint: python -m exercises hint {exercise.number}")
     return report.accepted

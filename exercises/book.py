@@ -70,7 +70,9 @@ class Exercise:
         for plugin in ("terminal", "cacheprovider", "logging", "xdist"):
             argv += ["-p", f"no:{plugin}"]
         with patch.dict(os.environ, {"ANSWER": str(answer or self.mine)}):
-            pytest.main(argv, plugins=[_Listener(report)])
+            ended = pytest.main(argv, plugins=[_Listener(report)])
+        if ended == pytest.ExitCode.INTERRUPTED and not report.failed:
+            raise KeyboardInterrupt
         return report
 
 

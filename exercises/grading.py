@@ -155,7 +155,8 @@ def _on_a_rank(path: Path, task: Callable, forbid: tuple[str, ...], args: tuple)
     except Wrong as wrong:
         raise Wrong(f"{TELLS}{wrong}") from None
     except NotImplementedError as error:
-        raise Wrong(f"{TELLS}not written yet: {_lines(error, path)[-1]}") from None
+        hole = _lines(error, path)[-1].partition(": ")[0]
+        raise Wrong(f"{TELLS}not written yet: {hole}") from None
     except Exception as error:
         where = "".join(f"\n  {line}" for line in _lines(error, path))
         said = traceback.format_exception_only(error)[-1].strip()

@@ -37,7 +37,7 @@ def test_a_right_answer_gives_its_values(tmp_path: Path) -> None:
 
 
 WAYS = {
-    "not written": ("raise NotImplementedError", ["not written yet: answer.py, line 5, in f: "]),
+    "not written": ("raise NotImplementedError", ["not written yet: answer.py, line 5, in f"]),
     "raises on one rank": (
         "return [0, 1][r + 1] if r else dist.barrier()",
         ["rank 1: IndexError: list index out of range\n  answer.py, line 5, in f: return [0, 1]"],
