@@ -1,6 +1,7 @@
 """Every stub is empty, every solution passes, every wrong answer is told what is wrong with it."""
 
 import ast
+import json
 import re
 import time
 from pathlib import Path
@@ -105,3 +106,16 @@ def test_doing_nothing_does_not_pass(exercise: Exercise, how: str, tmp_path: Pat
     report = exercise.check(lazy)
     assert not report.accepted
     assert "the grader itself failed" not in report.message
+
+
+def test_every_interview_answer_points_at_a_claim_that_passed() -> None:
+    text = (ROOT / "exercises" / "interview_topics.md").read_text()
+    asked = re.findall(r"^\*\*(\d+)\. ", text, re.M)
+    assert asked == [str(number) for number in range(1, len(asked) + 1)]
+    proofs = re.findall(r"^Proof: `(.+)`: \"(.+)\"$", text, re.M)
+    assert len(proofs) == len(asked) >= 26
+    for lesson, claim in proofs:
+        name = lesson.replace("/", "_").replace(".py", ".json")
+        told = json.loads((ROOT / "results" / "lessons" / name).read_text())
+        verdicts = {row["claim"]: row["verdict"] for row in told["ledger"]}
+        assert verdicts.get(claim) == "PASS", f"{lesson}: {claim}"
