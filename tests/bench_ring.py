@@ -12,8 +12,8 @@ from tests.lessons import load
 
 CASES = (  # bytes, algorithm, calls a measurement, aim
     (4_000, "tree", 50, 0.7),
-    (16_000_000, "ring", 1, 1.1),
-    (64_000_000, "ring", 1, 1.1),
+    (16_000_000, "ring", 4, 1.1),
+    (64_000_000, "ring", 2, 1.1),
 )
 
 

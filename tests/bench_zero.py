@@ -5,56 +5,29 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 from exercises.ranks import run
 from tests.lessons import load
 
-WIDTH, HEADS, DEPTH, TOKENS, VOCABULARY = 512, 8, 6, 64, 512  # 19.5 million parameters
+TOKENS, VOCABULARY = 64, 512
 ADAM = partial(torch.optim.Adam, lr=1e-4)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        heads = self.qkv(self.norm1(x_BTD)).unflatten(-1, (3 * HEADS, -1)).transpose(1, 2)
-        q, k, v = heads.chunk(3, dim=1)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x_BTD = x_BTD + self.out(mixed.transpose(1, 2).flatten(2))
-        return x_BTD + self.down(F.gelu(self.up(self.norm2(x_BTD))))
-
-
-class GPT(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.position = nn.Embedding(TOKENS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        x_BTD = self.embed(tokens_BT) + self.position(torch.arange(TOKENS))
-        for block in self.blocks:
-            x_BTD = block(x_BTD)
-        return F.cross_entropy(self.head(self.norm(x_BTD)).flatten(0, 1), tokens_BT.flatten())
+def gpt() -> nn.Module:
+    torch.manual_seed(0)
+    return load("fsdp/01_fsdp_basics.py").GPT(L=6, D=512, T=TOKENS, V=VOCABULARY)
 
 
 def zero1_by_hand():
-    zero = load("parallelism/02_fsdp_zero.py").ZeRO1(GPT(), ADAM)
+    zero = load("parallelism/02_fsdp_zero.py").ZeRO1(gpt(), ADAM)
     return zero.module, lambda: None, zero.step
 
 
 def zero1_of_torch():
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    model = nn.parallel.DistributedDataParallel(GPT())
+    model = nn.parallel.DistributedDataParallel(gpt())
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), torch.optim.Adam, parameters_as_bucket_view=True, lr=1e-4
     )
@@ -62,7 +35,7 @@ def zero1_of_torch():
 
 
 def zero3_by_hand():
-    model = GPT()
+    model = gpt()
     zero = load("parallelism/03_fsdp_zero3.py").FSDP(model, ADAM, [*model.blocks])
     return model, lambda: None, zero.step
 
@@ -70,7 +43,7 @@ def zero3_by_hand():
 def zero3_of_torch():
     from torch.distributed.fsdp import fully_shard
 
-    model = GPT()
+    model = gpt()
     for block in model.blocks:
         fully_shard(block)
     optimizer = ADAM(fully_shard(model).parameters())
@@ -79,7 +52,7 @@ def zero3_of_torch():
 
 def race(ours, peer, repeats: int, steps: int = 2) -> tuple[list[float], list[float]]:
     """Seconds a step: the two take turns to go first; one repeat to warm up is not counted."""
-    tokens_BT = torch.randint(VOCABULARY, (4, TOKENS))
+    tokens_BT = torch.randint(VOCABULARY, (4, TOKENS + 1))
     runners, times = [ours(), peer()], ([], [])
     for repeat in range(-1, repeats):
         for which in (0, 1) if repeat % 2 else (1, 0):

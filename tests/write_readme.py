@@ -12,6 +12,7 @@ from io import StringIO
 from pathlib import Path
 from statistics import median
 
+from exercises.book import exercises as book
 from tests import plumbing
 from tests.lessons import LESSONS, ROOT
 
@@ -63,6 +64,16 @@ def lessons() -> str:
     return "\n".join(rows)
 
 
+def exercises() -> str:
+    """Each exercise, the lines of its hole, and how many mistakes its grader is known to tell."""
+    rows = ["| Exercise | Lines to write | Wrong answers told apart |", "|---|--:|--:|"]
+    for one in book():
+        wrong = len([*(ROOT / "tests/wrong_answers" / one.name).glob("*.py")])
+        link = f"[{one.number:02d}]({one.name}) {one.title}"
+        rows.append(f"| {link} | {sum(one.holes)} | {wrong} |")
+    return "\n".join(rows)
+
+
 def results() -> str:
     """One row a lesson: how many claims held, and one of them as the lesson's headline."""
     rows = [
@@ -90,10 +101,10 @@ def speed() -> str:
     return "\n".join(rows)
 
 
-def written() -> str:
-    """README with every table made anew."""
-    text = README.read_text()
-    for table in (sample, lessons, results, speed):
+def written(readme: Path = README) -> str:
+    """A README with every table made anew."""
+    text = readme.read_text()
+    for table in (sample, lessons, exercises, results, speed):
         name = table.__name__
         between = f"<!-- {name} -->\n{table()}\n<!-- /{name} -->"
         text = re.sub(
@@ -110,6 +121,7 @@ def timed(lesson: str) -> str:
 
 
 if __name__ == "__main__":
-    Path(README).write_text(written())
+    for readme in (README, ROOT / "exercises/README.md"):
+        readme.write_text(written(readme))
     for lesson in LESSONS:
         (ROOT / lesson).write_text(timed(lesson))
