@@ -17,7 +17,8 @@ that gloo's sends wait for their receives, be it for one byte, where a TCP socke
 ranks, all in `send`, until a timeout frees them; three ways out; and that a rank in the middle of
 the rod sends 16 bytes a step. As one message, 64 small ones were 54 times as fast.
 
-**Next.** communication/03_ring_and_tree.py builds all-reduce from send and receive.
+**Next.** exercises/03_ring_shift and exercises/14_five_hangs; then
+communication/03_ring_and_tree.py builds all-reduce from send and receive.
 """
 
 import argparse

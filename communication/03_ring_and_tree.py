@@ -17,7 +17,8 @@ all-reduces, equal to `dist.all_reduce` on every number. In the ring each rank s
 1.5 S, in the naive one rank 0 sends 3 S. Two constants predict all six on sizes not fitted, the
 worst within 10%; tree and ring should cross at 33,282 bytes and do at 41,493.
 
-**Next.** communication/04_bandwidth_test.py measures every collective, and which link is the limit.
+**Next.** exercises/04_ring_all_reduce; then communication/04_bandwidth_test.py measures every
+collective, and which link is the limit.
 """
 
 import argparse

@@ -19,7 +19,7 @@ few; that ranks share one page cache; and that DDP on FFCV's batches reaches the
 FFCV needs the Debian packages of packages.txt, then `pip install -e '.[ffcv]'`. One node. Not run
 on several GPUs.
 
-**Next.** README.md, for the papers and the systems to read from here.
+**Next.** exercises/12_beton; then README.md, for the papers and the systems to read from here.
 """
 
 import argparse

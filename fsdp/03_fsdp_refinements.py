@@ -19,7 +19,7 @@ that 3 micro-batches cost 27 all-gathers but only 5 reduce-scatters; that a weig
 seed after `to_empty` is one shard four times over; and that over 2 x 2 ranks only P/2 numbers cross
 between the groups. Every gradient is one process's, to 1e-16. Not run on several GPUs.
 
-**Next.** profiling/01_distributed_profiling.py
+**Next.** exercises/09_hybrid_sharding; then profiling/01_distributed_profiling.py
 """
 
 import argparse

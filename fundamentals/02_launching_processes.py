@@ -19,7 +19,7 @@ rank needs its number and one address; `torchrun` sets 19 variables, `mp.spawn` 
 never gets the lock; two spawned ones take 2.5 s, mostly `import torch`; a killed `torchrun` leaves
 both ranks, and none if they ran one line of the plumbing.
 
-**Next.** communication/01_nccl_collectives.py
+**Next.** exercises/01_hello_ranks; then communication/01_nccl_collectives.py
 """
 
 import argparse

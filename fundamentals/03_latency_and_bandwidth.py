@@ -22,7 +22,8 @@ shared memory or a Unix socket, 20 to 30 through TCP, 60 to 900 through gloo, by
 5, 2 to 3 and 1 to 3 GB/s for large messages; and half of the best from some 140, 90 and 70 kB on,
 within a factor of three of where alpha + n/beta put it.
 
-**Next.** `communication/01_nccl_collectives.py`: what many ranks say to each other at once.
+**Next.** exercises/02_measure_a_link; then `communication/01_nccl_collectives.py`: what many
+ranks say to each other at once.
 """
 
 import argparse

@@ -18,7 +18,9 @@ after 150 steps all three ways are within 5e-15 of one process, at 97% on new di
 first with 4 gradients still to come (DDP's first step: 1 call, none to come). Mixed precision takes
 16 bytes a parameter, 18 in DDP as it comes: 7 billion parameters, 112 GB on every rank.
 
-**Next.** parallelism/02_fsdp_zero.py: why should every rank hold all of that?
+**Next.** exercises/05_data_parallel_hooks, exercises/06_gradient_accumulation and
+exercises/07_distributed_sampler; then parallelism/02_fsdp_zero.py: why should every rank hold all
+of that?
 """
 
 import argparse

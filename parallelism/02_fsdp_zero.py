@@ -20,7 +20,8 @@ reduce-scatter and an all-gather. Weights and the gradient's norm follow one pro
 torch's DDP does. The paper's Table 1 comes out in all 54 cells. tests/test_fsdp_zero.py trains
 odder modules: tied, frozen, unused parameters, mixed dtypes. Not run on several GPUs.
 
-**Next.** parallelism/03_fsdp_zero3.py cuts up gradients, then parameters: stages 2 and 3, FSDP.
+**Next.** exercises/08_zero1; then parallelism/03_fsdp_zero3.py cuts up gradients, then
+parameters: stages 2 and 3, FSDP.
 """
 
 import argparse

@@ -19,7 +19,8 @@ become one file and lose none; that every barrier's spans share a moment, so tha
 are 0 us apart; and that clocks set 0.5 s apart are found so from the barriers alone. Not run on
 several GPUs, nor with nsys.
 
-**Next.** data-loading/01_ffcv_distributed_optimization.py: where the batches come from.
+**Next.** exercises/13_profile_all_reduce; then data-loading/01_ffcv_distributed_optimization.py:
+where the batches come from.
 """
 
 import argparse

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from exercises.book import Exercise, exercises
-from tests.lessons import ROOT
+from tests.lessons import LESSONS, ROOT
+from tests.write_readme import exercises_after
 
 BOOK = exercises()
 WRONG = ROOT / "tests" / "wrong_answers"
@@ -119,3 +120,11 @@ def test_every_interview_answer_points_at_a_claim_that_passed() -> None:
         told = json.loads((ROOT / "results" / "lessons" / name).read_text())
         verdicts = {row["claim"]: row["verdict"] for row in told["ledger"]}
         assert verdicts.get(claim) == "PASS", f"{lesson}: {claim}"
+
+
+def test_each_exercise_follows_from_a_lesson_that_it_names() -> None:
+    follow = {path: lesson for lesson in LESSONS for path in exercises_after(lesson)}
+    assert sorted(follow) == [f"exercises/{exercise.name}" for exercise in BOOK]
+    for exercise in BOOK:
+        given = exercise.readme.partition("**Given.**")[2].partition("**Cost target.**")[0]
+        assert follow[f"exercises/{exercise.name}"] in given, exercise.name

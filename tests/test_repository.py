@@ -27,6 +27,7 @@ LONGER = {  # than 350 lines, plumbing apart
     "fundamentals/00_check_your_machine.py": 470,  # a tool as much as a lesson
     "communication/03_ring_and_tree.py": 450,  # six algorithms, one engine, one price list
     "communication/05_overlap.py": 380,  # one on the CPU, one on the link, one on a GPU's streams
+    "communication/07_gradient_compression.py": 470,  # twelve ways to train, and two real links
     "parallelism/01_data_parallelism_ddp.py": 460,  # three ways, side by side in one run
 }
 

@@ -37,9 +37,12 @@ def needs(lesson: str) -> str:
     return f"no; {gpu} more claim{'s' * (gpu > 1)} with GPUs" if gpu else "no"
 
 
+def exercises_after(lesson: str) -> list[str]:
+    return re.findall(r"exercises/\w+", section(lesson, "Next"))
+
+
 def exercise(lesson: str) -> str:
-    found = re.findall(r"exercises/\w+", section(lesson, "Next"))
-    return ", ".join(f"[{path.split('/')[1]}]({path})" for path in found) or "to come"
+    return ", ".join(f"[{path[10:12]}]({path})" for path in exercises_after(lesson))
 
 
 def sample(lesson: str = "parallelism/01_data_parallelism_ddp.py", most: int = 8) -> str:

@@ -1,0 +1,137 @@
+"""Grader of 03: who gets whose tensor, what it costs, and that nobody's message waits."""
+
+import time
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from exercises.grading import Event, Wrong, expect, grade, same
+
+SHIFTS = 1, -1, 2, -2, 3, 4, 5, -7, 0
+DTYPES = torch.int32, torch.int64, torch.float64, torch.bfloat16, torch.bool
+LAYOUTS = "", "transposed", "every other column", "one number", "no elements"
+Case = tuple[int, torch.dtype, str]  # shift, dtype, memory layout
+
+
+def held(rank: int, dtype: torch.dtype = torch.float32, layout: str = "") -> torch.Tensor:
+    """Other numbers on every rank and in every place; too fine for a detour by float32."""
+    x = torch.arange(12).reshape(3, 4) + 20 * rank + 7
+    fine = dict.fromkeys((torch.int32, torch.int64), x + 2**24) | {torch.float64: x / 11}
+    x = (fine | {torch.bool: x * x % 5 < 2 + rank % 2}).get(dtype, x).to(dtype)
+    views = {"transposed": x.t(), "every other column": x[:, ::2], "one number": x[1, 2]}
+    return {**views, "no elements": x[:0]}.get(layout, x)
+
+
+def call(answer, wire, cases: list[Case]) -> list[list[Event]]:
+    """Judge what comes in each case; return the messages. Rank 0 comes late to the first one."""
+    rank, n, store = dist.get_rank(), dist.get_world_size(), _get_default_store()
+    messages = []
+    for number, (shift, dtype, layout) in enumerate(cases):
+        x, behind = held(rank, dtype, layout), (rank - shift) % n
+        if rank == 0 and number == 0:
+            for other in range(1, n):
+                store.wait([f"0, rank {other}"])
+            time.sleep(0.1)
+        store.add(f"{number}, rank {rank}", 1)  # unlike set, returns when it is there
+        told = f"shift {shift}, {layout or 'contiguous'} {str(dtype)[6:]}"
+        try:
+            y = answer.ring_shift(x, shift)
+        except RuntimeError:
+            if any(e.peer == rank for e in wire.calls("send")):
+                raise Wrong(f"{told}: it sends to itself; gloo has no such connection") from None
+            raise
+        if isinstance(y, torch.Tensor) and not store.check([f"{number}, rank {behind}"]):
+            raise Wrong(f"{told}: came back before anything can have come: wait for the work")
+        if not torch.equal(x, held(rank, dtype, layout)):
+            raise Wrong(f"{told}: x was changed; it is the caller's, and is still on its way out")
+        due = held(behind, dtype, layout)
+        for other in set(range(n)) - {behind}:
+            wrong = held(other, dtype, layout)
+            if isinstance(y, torch.Tensor) and torch.equal(y, wrong) and not torch.equal(y, due):
+                raise Wrong(f"{told}: expected the tensor of rank {behind}, got rank {other}'s")
+        same(y, due, f"{told}: what comes from rank {behind}")
+        if y.numel() and y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
+            raise Wrong(f"{told}: what it returns shares x's memory; it is to have its own")
+        if not y.is_contiguous():
+            raise Wrong(f"{told}: what it returns is not contiguous")
+        wire.only("send", "recv")
+        messages.append(wire.calls())
+        wire.events.clear()
+    return messages
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 1])
+def test_values(answer: Path, n: int) -> None:
+    """What comes, by any shift, on {n} ranks"""
+    grade(answer, call, n, [(shift, torch.float32, "") for shift in SHIFTS])
+
+
+def test_tensors(answer: Path) -> None:
+    """What comes, of any dtype and memory layout"""
+    grade(answer, call, 3, [*product((1, -1, 0), DTYPES, LAYOUTS)])
+
+
+@pytest.mark.parametrize("n", [3, 4, 1])
+def test_cost(answer: Path, n: int) -> None:
+    """One message out and one in, whatever the shift, on {n} ranks"""
+    cases = [(shift, torch.float32, "") for shift in SHIFTS]
+    for rank, messages in enumerate(grade(answer, call, n, cases)):
+        for (shift, *_), calls in zip(cases, messages, strict=True):
+            told = f"rank {rank} of {n}, shift {shift}"
+            sent, received = ([e for e in calls if e.op == op] for op in ("send", "recv"))
+            to = [] if shift % n == 0 else [(rank + shift) % n]
+            expect([e.peer for e in sent], to, f"{told}: sends to ranks")
+            expect(sum(e.nbytes for e in sent), 48 * len(to), f"{told}: bytes sent")
+            expect(len(received), len(to), f"{told}: messages received")
+
+
+class Told(list):
+    """Events, each of which the other ranks hear of as it is made."""
+
+    def __init__(self, late: int) -> None:
+        super().__init__()
+        self.late = late
+
+    def append(self, event: Event) -> None:
+        super().append(event)
+        key = f"rank {dist.get_rank()} starts its {event.op}, rank {self.late} late"
+        _get_default_store().add(key, 1)
+
+
+def each_late(answer, wire) -> list[torch.Tensor]:
+    """Each rank in turn comes late: when all others have started their send and their receive.
+    That they wait for its message is their right, but not before they have sent their own."""
+    rank, n, store = dist.get_rank(), dist.get_world_size(), _get_default_store()
+    came = []
+    for late in range(n):
+        wire.events = Told(late)
+        x = held(rank)
+        if rank == late:
+            stop = (
+                time.monotonic() + 8
+            )  # a right answer waits for nobody here; a wrong one for ever
+            for other, op in product(set(range(n)) - {late}, ("send", "recv")):
+                while not store.check([f"rank {other} starts its {op}, rank {late} late"]):
+                    if time.monotonic() > stop:
+                        why = f"rank {other} has not started its {op} while rank {late} is away"
+                        raise Wrong(f"{why}: start both, then wait")
+                    time.sleep(0.01)
+            time.sleep(0.1)  # who does not wait for its send overwrites x meanwhile
+        came.append(answer.ring_shift(x))
+        x.fill_(-1)  # as the next step would
+    return came
+
+
+@pytest.mark.parametrize("n", [3, 4, 2])
+def test_all_at_once(answer: Path, n: int) -> None:
+    """All have sent before anything has come: each of {n} ranks is late once"""
+    for rank, came in enumerate(grade(answer, each_late, n)):
+        for late, y in enumerate(came):
+            behind = (rank - 1) % n
+            if isinstance(y, torch.Tensor) and (y == -1).any():
+                raise Wrong(f"rank {behind} came back while its x was still being sent: wait")
+            same(y, held(behind), f"rank {rank}, rank {late} late: what came")

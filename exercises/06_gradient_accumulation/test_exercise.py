@@ -1,0 +1,202 @@
+"""Grader of 06: steps, order of events, bytes, gradients, the same bits on all ranks."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from exercises.grading import Wrong, expect, grade, same
+
+# Samples in each micro-batch, by rank: in each group of three, all ranks hold equally many
+SIZES = [1, 4, 2, 3, 3, 1, 5], [2, 2, 3, 1, 1, 5, 5], [3, 1, 3, 2, 4, 1, 5], [1, 1, 5, 5, 1, 1, 5]
+EPOCHS = 2
+
+
+def net(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+
+
+P = sum(p.nbytes for p in net(0).parameters())
+
+
+def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().sum(1).mean()
+
+
+def data(rank: int, sizes: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Other samples on every rank and in every place."""
+    random = torch.Generator().manual_seed(rank)
+    draw = torch.randn(sum(sizes), 5, dtype=torch.float64, generator=random) * (rank + 1)
+    return [(rows[:, :3], rows[:, 3:]) for rows in draw.split(sizes)]
+
+
+def groups(batches: list, k: int) -> list[list]:
+    return [batches[i : i + k] for i in range(0, len(batches), k)]
+
+
+def train(answer, wire, sizes: list[list[int]], k: int) -> tuple:
+    """Return the events, the gradients that each step found, and the weights at the end."""
+    rank, found = dist.get_rank(), []
+    model = DistributedDataParallel(module := net(rank))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def note(what: str) -> None:
+        wire.note(what + " alone" * (not model.require_backward_grad_sync))
+
+    def before_step(*_: object) -> None:
+        params = module.named_parameters()
+        found.append({s: None if p.grad is None else p.grad.clone() for s, p in params})
+
+    module.register_forward_pre_hook(lambda _, given: note(f"forward {len(given[0])}"))
+    first = next(module.parameters())  # its gradient comes last
+    first.register_post_accumulate_grad_hook(lambda p: note("backward"))
+    sgd.register_step_pre_hook(before_step)
+    sgd.register_step_post_hook(lambda *_: wire.note("step"))
+    wire.events.clear()
+    for _ in range(EPOCHS):
+        answer.train_epoch(model, sgd, loss_fn, data(rank, sizes[rank]), k)
+    return wire.events, found, module.state_dict()
+
+
+def by_step(events: list) -> list[list]:
+    """The events of each step; what follows the last one counts as a step that never came."""
+    steps = [[]]
+    for event in events:
+        if event.text == "step":
+            steps.append([])
+        else:
+            steps[-1].append(event)
+    return steps if steps[-1] else steps[:-1]
+
+
+@pytest.mark.parametrize("k", [3, 10])
+def test_steps(answer: Path, k: int) -> None:
+    """A step for every {k} of 7 micro-batches, and for what is left; one at a time"""
+    sizes = SIZES[:2] if k == 3 else SIZES[:1] * 2
+    for rank, (events, _, _) in enumerate(grade(answer, train, 2, sizes, k)):
+        notes = [[e.text for e in step if e.op == "note"] for step in by_step(events)]
+        seen = [[int(s.split()[1]) for s in step if "forward" in s] for step in notes]
+        due = groups(sizes[rank], k) * EPOCHS
+        expect(seen, due, f"rank {rank}: samples in each forward, step by step, {EPOCHS} epochs")
+        if not events[-1].text == "step":
+            raise Wrong(f"rank {rank}: no step after the last backward")
+        for number, step in enumerate(notes):
+            ways = [s.split()[0] for s in step]
+            if ways != ["forward", "backward"] * (len(ways) // 2):
+                told = "each micro-batch goes forward, then backward, before the next: otherwise"
+                raise Wrong(f"rank {rank}, step {number}: {told} {k} graphs are alive at once")
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_bytes(answer: Path, n: int) -> None:
+    """One all-reduce of the gradients per step, on {n} ranks"""
+    for rank, (events, _, _) in enumerate(grade(answer, train, n, SIZES[:n], 3)):
+        for number, step in enumerate(by_step(events)):
+            told = f"rank {rank}, step {number}"
+            ways = [e.text.split() for e in step if e.op == "note"]
+            pairs = zip(ways[::2], ways[1::2], strict=False)
+            if any("alone" in b and "alone" not in f for f, b in pairs):
+                raise Wrong(f"{told}: backward is inside no_sync(), its forward is not: DDP syncs")
+            if other := {e.op for e in step} - {"note", "all_reduce", "broadcast"}:
+                raise Wrong(
+                    f"{told}: calls {', '.join(sorted(other))}; DDP does all that is needed"
+                )
+            sent = sum(e.nbytes for e in step if e.op == "all_reduce")
+            expect(sent, P, f"{told}, micro-batches: {len(ways) // 2}: bytes all-reduced")
+            ops = ["forward" if "forward" in e.text else e.op for e in step]
+            if "forward" in ops[ops.index("all_reduce") :]:
+                raise Wrong(f"{told}: it all-reduces before the last micro-batch has had its turn")
+
+
+Gradients = dict[str, torch.Tensor]
+
+
+def one_process(n: int, sizes: list[list[int]], k: int) -> list[tuple[Gradients, list[dict]]]:
+    """Each step's gradients: of one large batch; and by rank, those of known mistakes."""
+    model, log = net(0), []
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    split = [groups(data(rank, sizes[rank]), k) for rank in range(n)]
+    for _ in range(EPOCHS):
+        for parts in zip(*split, strict=True):
+            due = gradients(model, [batch for group in parts for batch in group])
+            known = mistakes(model, parts)
+            if log:
+                before = log[-1][0]
+                both = {name: due[name] + before[name] for name in due}
+                known["this step's and the one before's together"] = both
+            own = "that of this rank's samples alone"
+            log.append((due, [known | {own: gradients(model, group)} for group in parts]))
+            for name, p in model.named_parameters():
+                p.grad = due[name]
+            sgd.step()
+    return log
+
+
+def gradients(model: nn.Module, batches: list) -> Gradients:
+    """Of the mean over all samples of these micro-batches."""
+    x, y = (torch.cat(part) for part in zip(*batches, strict=True))
+    names, params = zip(*model.named_parameters(), strict=True)
+    return dict(zip(names, torch.autograd.grad(loss_fn(model(x), y), params), strict=True))
+
+
+def mistakes(model: nn.Module, parts: tuple[list, ...]) -> dict[str, Gradients]:
+    """What the ranks' groups would make if micro-batches were put together wrongly."""
+
+    def weighed(weights: list[list[float]]) -> Gradients:
+        total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+        for group, row in zip(parts, weights, strict=True):
+            for batch, weight in zip(group, row, strict=True):
+                for name, grad in gradients(model, [batch]).items():
+                    total[name] += weight * grad / len(parts)
+        return total
+
+    m = len(parts[0])
+    ends = [len(group[-1][0]) / sum(len(x) for x, _ in group) for group in parts]
+    return {
+        "the mean of micro-batches' means; their sizes differ": weighed([[1 / m] * m] * len(parts)),
+        "the sum of micro-batches' means; their sizes differ": weighed([[1] * m] * len(parts)),
+        "that of the last micro-batch alone": weighed([[0] * (m - 1) + [end] for end in ends]),
+    }
+
+
+def compare(results: list, sizes: list[list[int]], k: int) -> None:
+    # each gradient sums fewer than 100 terms, none above 100, in some order; 6 steps on
+    atol = 1000 * 100 * 2**-53
+    for number, (due, by_rank) in enumerate(one_process(len(results), sizes, k)):
+        for rank, (_, found, _) in enumerate(results):
+            told = f"rank {rank}, step {number}"
+            expect(len(found) > number, True, f"{told}: was there a step")
+            for name, grad in found[number].items():
+                for mistake, known in by_rank[rank].items():
+                    apart = (known[name] - due[name]).abs().max() > 10 * atol
+                    if apart and grad is not None and torch.allclose(grad, known[name], 0, atol):
+                        raise Wrong(f"{told}, gradient of {name}: it is {mistake}")
+                same(grad, due[name], f"{told}, gradient of {name}{times(grad, due[name])}", atol)
+    for rank, (_, _, end) in enumerate(results):
+        for name, t in end.items():
+            same(t, results[0][2][name], f"at the end, {name} of rank {rank} beside rank 0's")
+
+
+def times(got: torch.Tensor | None, due: torch.Tensor) -> str:
+    """Say so if all is right up to one factor."""
+    if got is None:
+        return ""
+    factor = float((got * due).sum() / (due * due).sum())
+    near = torch.allclose(got, factor * due, 1e-9, 0) and abs(factor - 1) > 1e-6
+    return f" ({factor:.6g} times what is due)" if near else ""
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 1])
+def test_gradients(answer: Path, n: int) -> None:
+    """Gradients of one large batch, the same weights everywhere, on {n} ranks"""
+    compare(grade(answer, train, n, SIZES[:n], 3), SIZES, 3)
+
+
+@pytest.mark.parametrize("k", [1, 7])
+def test_other_groups(answer: Path, k: int) -> None:
+    """The same with 7 micro-batches in groups of {k}"""
+    compare(grade(answer, train, 2, SIZES[:1] * 2, k), SIZES[:1] * 2, k)

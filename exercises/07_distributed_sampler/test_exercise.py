@@ -1,0 +1,195 @@
+"""Grader of 07: who gets what, in many cases; fairness, orders, drop_last; a real DataLoader."""
+
+from collections import Counter
+from functools import partial
+from itertools import chain, pairwise, product
+from math import ceil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from exercises.grading import Wrong, expect, grade
+
+LENGTHS, EPOCHS = (13, 7, 12, 5, 3, 2, 1, 0, 101), range(6)
+Case = tuple[int, bool, int]  # length, shuffle, epoch
+
+run = partial(grade, forbid=("torch.utils.data.DistributedSampler.__init__",))
+
+
+def sampler(answer, length: int, **how):
+    made = answer.FairSampler(length, dist.get_world_size(), dist.get_rank(), **how)
+    if isinstance(made, DistributedSampler):
+        raise Wrong("the answer is a DistributedSampler, which it is to do without")
+    return made
+
+
+def draw(answer, wire, drop_last: bool) -> dict[Case, list[int]]:
+    """What this rank gets in each case."""
+    torch.manual_seed(dist.get_rank())  # as a training script may: no two ranks draw alike
+    drawn = {}
+    for length in LENGTHS:
+        for shuffle in (False, True):
+            it = sampler(answer, length, shuffle=shuffle, drop_last=drop_last)
+            for epoch in EPOCHS:
+                it.set_epoch(epoch)
+                mine = drawn[length, shuffle, epoch] = [int(i) for i in it]
+                if len(it) != len(mine):
+                    says = f"it yields {len(mine)} samples, but len(sampler) is {len(it)}"
+                    raise Wrong(f"{told((length, shuffle, epoch))}: {says}")
+    wire.only()
+    return drawn
+
+
+def told(case: Case) -> str:
+    length, shuffle, epoch = case
+    return f"length {length}, {'shuffled' if shuffle else 'in order'}, epoch {epoch}"
+
+
+def few(samples: set[int]) -> str:
+    return ", ".join(map(str, sorted(samples)[:5])) + (", ..." if len(samples) > 5 else "")
+
+
+def unfair(times: Counter, length: int) -> str:
+    """How two samples differ by more than one, if any do."""
+    most, least = (pick(range(length), key=lambda i: times[i]) for pick in (max, min))
+    if times[most] - times[least] <= 1:
+        return ""
+    return f"sample {most} came {times[most]}x, sample {least} {times[least]}x"
+
+
+@pytest.mark.parametrize("n", [3, 2, 4, 7, 1])
+def test_each_epoch(answer: Path, n: int) -> None:
+    """No sample is lost, and every rank gets as many, on {n} ranks"""
+    ranks = run(answer, draw, n, False)
+    for case in ranks[0]:
+        length, shuffle, _ = case
+        got = [len(drawn[case]) for drawn in ranks]
+        if min(got) < max(got):
+            raise Wrong(f"{told(case)}: ranks get {got} samples: who has more waits for the others")
+        expect(got[0], ceil(length / n), f"{told(case)}: samples on each rank")
+        times = Counter(chain(*(drawn[case] for drawn in ranks)))
+        if strange := set(times) - set(range(length)):
+            raise Wrong(f"{told(case)}: there is no sample {few(strange)}")
+        if lost := set(range(length)) - set(times):
+            why = "; do all ranks draw the same order?" if shuffle else ""
+            raise Wrong(f"{told(case)}: no rank gets sample {few(lost)}{why}")
+        if length and (how := unfair(times, length)):
+            raise Wrong(f"{told(case)}: the padding is to come from different samples: {how}")
+
+
+def orders(answer, wire) -> dict[str, list[int]]:
+    torch.manual_seed(dist.get_rank())
+    before, drawn = torch.get_rng_state(), {}
+    it = sampler(answer, 101, seed=0)
+    for epoch in EPOCHS:
+        it.set_epoch(epoch)
+        drawn[f"epoch {epoch}"] = [int(i) for i in it]
+    drawn["epoch 5 again"] = [int(i) for i in it]
+    after = sampler(answer, 101, seed=0)
+    after.set_epoch(5)
+    drawn["epoch 5 after a restart"] = [int(i) for i in after]
+    drawn["seed 7"] = [int(i) for i in sampler(answer, 101, seed=7)]
+    if not torch.equal(torch.get_rng_state(), before):
+        raise Wrong("torch's global random numbers have moved: draw from a Generator of your own")
+    return drawn
+
+
+def test_orders(answer: Path) -> None:
+    """Shuffled anew by epoch and seed, by nothing else"""
+    ranks = run(answer, orders, 3)
+    for rank, drawn in enumerate(ranks):
+        first, second = drawn["epoch 0"], drawn["epoch 1"]
+        if first == second:
+            raise Wrong(f"rank {rank} has the same order in epochs 0 and 1: does epoch count?")
+        if set(first) == set(second):
+            raise Wrong(f"rank {rank} has the same samples in each epoch: shuffle, then deal")
+        if drawn["seed 7"] == first:
+            raise Wrong(f"rank {rank} has the same order with seed 0 and 7: does seed count?")
+        for when in ("again", "after a restart"):
+            if drawn[f"epoch 5 {when}"] != drawn["epoch 5"]:
+                why = "only seed and epoch are to decide it"
+                raise Wrong(f"rank {rank} has another order in epoch 5 {when}: {why}")
+
+    pairs = {"the dataset": {*pairwise(range(101))}}
+    for epoch in EPOCHS:
+        # of 100 pairs a new shuffle keeps 1 on average, and more than 10 once in 10**8 times
+        order = chain(*zip(*(drawn[f"epoch {epoch}"] for drawn in ranks), strict=True))
+        now = {*pairwise(order)}
+        for when, before in pairs.items():
+            if (kept := len(now & before)) > 10:
+                same = f"{kept} of 100 pairs of neighbours are the same as in"
+                raise Wrong(f"epoch {epoch} is not shuffled anew: {same} {when}")
+        pairs[f"epoch {epoch}"] = now
+
+
+def test_places(answer: Path) -> None:
+    """Rank r gets places r, r + n, r + 2n of the order; the padding stands behind it"""
+    ranks = run(answer, draw, 3, False)
+    for case in ranks[0]:
+        length, shuffle, _ = case
+        order = list(chain(*zip(*(drawn[case] for drawn in ranks), strict=True)))[:length]
+        if not shuffle:
+            expect(order, [*range(length)], f"{told(case)}: the order put together again")
+        elif len(set(order)) < length:
+            raise Wrong(f"{told(case)}: samples come again before all have come: {order[:20]}")
+
+
+@pytest.mark.parametrize("n", [3, 4])
+def test_over_epochs(answer: Path, n: int) -> None:
+    """Each epoch repeats others, until all have had their turn, on {n} ranks"""
+    ranks = run(answer, draw, n, False)
+    for length, shuffle in product(filter(None, LENGTHS), (False, True)):
+        times, before = Counter(), None
+        for epoch in EPOCHS:
+            case = length, shuffle, epoch
+            now = Counter(chain(*(drawn[case] for drawn in ranks)))
+            times += now
+            twice = {i for i in now if now[i] > min(now.values())}
+            if how := unfair(times, length):
+                if twice == before:
+                    how = f"the same as in epoch {epoch - 1} are repeated: {few(twice)}"
+                raise Wrong(f"{told(case)}: in sum over epochs 0 to {epoch}: {how}")
+            before = twice
+
+
+@pytest.mark.parametrize("n", [3, 4])
+def test_drop_last(answer: Path, n: int) -> None:
+    """drop_last: length // n each, none twice, on {n} ranks"""
+    ranks = run(answer, draw, n, True)
+    for case in ranks[0]:
+        length, shuffle, _ = case
+        for rank, drawn in enumerate(ranks):
+            expect(len(drawn[case]), length // n, f"{told(case)}: samples on rank {rank}")
+        order = list(chain(*zip(*(drawn[case] for drawn in ranks), strict=True)))
+        if twice := {i for i, times in Counter(order).items() if times > 1}:
+            raise Wrong(f"{told(case)}: with drop_last none comes twice, but {few(twice)} did")
+        if not shuffle:
+            due = [*range(length // n * n)]
+            expect(order, due, f"{told(case)}: the order put together again")
+
+
+def train(answer, wire, length: int) -> tuple[list[int], int]:
+    """The samples that all ranks saw in epoch 3, through loaders; and this rank's steps."""
+    loader = DataLoader(
+        TensorDataset(torch.arange(length)), batch_size=3, sampler=sampler(answer, length)
+    )
+    loader.sampler.set_epoch(3)
+    seen, steps = torch.zeros(length, dtype=torch.int64), 0
+    for (batch,) in loader:
+        step = torch.bincount(batch, minlength=length)
+        dist.all_reduce(step)  # every step has a collective, as in training
+        seen, steps = seen + step, steps + 1
+    return seen.tolist(), steps
+
+
+@pytest.mark.parametrize(("n", "length"), [(2, 25), (3, 20), (4, 2)])
+def test_loader(answer: Path, n: int, length: int) -> None:
+    """A real DataLoader, a collective in each step: {length} samples on {n} ranks"""
+    for rank, (seen, steps) in enumerate(run(answer, train, n, length)):
+        share = ceil(length / n)
+        expect(steps, ceil(share / 3), f"rank {rank}: steps")
+        expect(sum(seen), share * n, f"rank {rank}: samples that all ranks saw")
+        expect(min(seen), share * n // length, f"rank {rank}: times that the rarest was seen")

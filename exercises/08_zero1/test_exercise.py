@@ -1,0 +1,225 @@
+"""Grader of 08: who owns what, weights to the bit, live bytes of state, bytes sent."""
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from torch.optim import SGD, Adagrad, AdamW
+from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from exercises.grading import Wrong, expect, grade, same
+
+ZERO = ("torch.distributed.optim.ZeroRedundancyOptimizer.__init__",)
+SHAPES = {"bias": (5,), "embedding": (11, 6), "gain": (1,), "frozen": (9, 9), "up": (6, 7)}
+SHAPES |= {"shift": (7,), "down": (7, 5)}
+P = sum(4 * torch.Size(shape).numel() for name, shape in SHAPES.items() if name != "frozen")
+LARGEST, STEPS = 4 * 66, 4
+DECAYED = "embedding", "up", "down", "frozen"
+HOW = {
+    "SGD": (SGD, {"lr": 0.1, "momentum": 0.9}),
+    "AdamW": (AdamW, {"lr": 0.1, "betas": (0.8, 0.9)}),
+    "Adagrad": (Adagrad, {"lr": 0.1}),
+}
+
+
+def parameters(few: bool = False) -> dict[str, torch.nn.Parameter]:
+    random = torch.Generator().manual_seed(1)
+    every = {
+        name: torch.nn.Parameter(torch.randn(shape, generator=random), name != "frozen")
+        for name, shape in SHAPES.items()
+    }
+    return {name: every[name] for name in ("embedding", "bias", "frozen")} if few else every
+
+
+def gradients(step: int) -> dict[str, torch.Tensor | None]:
+    """The same on all ranks, as averaged ones are; none for one weight in step 1."""
+    random = torch.Generator().manual_seed(100 + step)
+    grads = {name: torch.randn(shape, generator=random) for name, shape in SHAPES.items()}
+    return grads | {"frozen": None} | ({"up": None} if step == 1 else {})
+
+
+def in_groups(params: dict[str, torch.nn.Parameter]) -> list[dict]:
+    """Two groups, each with settings of its own."""
+    decayed = [p for name, p in params.items() if name in DECAYED]
+    others = [p for name, p in params.items() if name not in DECAYED]
+    return [{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 0.01}]
+
+
+def train(build, params: dict, changed: tuple[str, ...], seen) -> None:
+    """Four steps; after each, `seen(step)`, and settings that are to be `changed` change."""
+    optimizer = build(in_groups(params))
+    schedule = LambdaLR(optimizer, lambda step: 1 / (1 + step)) if "lr" in changed else None
+    for step in range(STEPS):
+        grads = gradients(step)
+        for name, p in params.items():
+            p.grad = grads[name]
+        optimizer.step()
+        seen(step)
+        optimizer.zero_grad()
+        if any(p.grad is not None for p in params.values()):
+            raise Wrong(f"step {step}: zero_grad left gradients")
+        if schedule:
+            schedule.step()
+        if "weight_decay" in changed:
+            optimizer.param_groups[0]["weight_decay"] *= 2
+
+
+def on_ranks(answer, wire, how: str, changed: tuple[str, ...], few: bool) -> list:
+    """Each step's weights and calls."""
+    optimizer_class, defaults = HOW[how]
+    params, log = parameters(few), []
+
+    def seen(step: int) -> None:
+        log.append(({name: p.detach().clone() for name, p in params.items()}, wire.calls()))
+        wire.events.clear()
+
+    def build(groups: list[dict]) -> torch.optim.Optimizer:
+        zero = answer.ZeRO1(groups, optimizer_class, **defaults)
+        wire.events.clear()
+        return zero
+
+    train(build, params, changed, seen)
+    return log
+
+
+def plain(how: str, changed: tuple[str, ...], few: bool) -> list[dict[str, torch.Tensor]]:
+    """The plain optimizer's weights, after each step; last of all those at the start."""
+    optimizer_class, defaults = HOW[how]
+    params, log = parameters(few), []
+    start = {name: p.detach().clone() for name, p in params.items()}
+
+    def seen(step: int) -> None:
+        log.append({name: p.detach().clone() for name, p in params.items()})
+
+    train(lambda groups: optimizer_class(groups, **defaults), params, changed, seen)
+    return [*log, start]
+
+
+def compare(results: list, how: str, changed: tuple[str, ...] = (), few: bool = False) -> None:
+    """All ranks' weights, after each step, with the plain optimizer's."""
+    due = plain(how, changed, few)
+    missed = {c: plain(how, tuple({*changed} - {*c}), few) for c in (changed, *zip(changed))}
+    for step in range(STEPS):
+        for rank, log in enumerate(results):
+            for what, other in missed.items():
+                if unlike(due[step], other[step]) and not unlike(log[step][0], other[step]):
+                    told = f"{' and '.join(what)} had not changed in param_groups"
+                    raise Wrong(f"after step {step}, weights on rank {rank} are as if {told}")
+        for name, after in due[step].items():
+            came = [log[step][0][name] for log in results]
+            before = due[step - 1][name]
+            stale = [r for r, w in enumerate(came) if torch.equal(w, before)]
+            if stale and not torch.equal(before, after):
+                told = f"after step {step}, {name} is what it was before on ranks {stale}"
+                if len(stale) == len(came):
+                    raise Wrong(f"{told}: its owner has not updated it, or a stale copy was sent")
+                raise Wrong(f"{told}: its owner has to send it to all")
+            for rank, got in enumerate(came):
+                unused = " (it has no gradient in this step)" * (gradients(step)[name] is None)
+                same(got, after, f"after step {step}, {name} on rank {rank}{unused}")
+
+
+def unlike(ours: dict, theirs: dict) -> bool:
+    return not all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+DEALT = [100, 1] * 6, [9] * 3 + [1] * 9, [*range(1, 13)], [7], [50, 3, 3, 2, 40, 2]
+
+
+def deal(answer, wire, n: int) -> list:
+    return [answer.partition([*sizes], n) for sizes in DEALT]
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_partition(answer: Path, n: int) -> None:
+    """Parameters are dealt out evenly, to {n} ranks"""
+    (dealt,) = grade(answer, deal, 1, n, group=False)
+    for sizes, owners in zip(DEALT, dealt, strict=True):
+        told = f"partition({sizes}, {n})"
+        whole = isinstance(owners, list) and len(owners) == len(sizes)
+        if not (whole and all(owner in range(n) for owner in owners)):
+            raise Wrong(f"{told}: expected {len(sizes)} ranks from 0 to {n - 1}, got {owners}")
+        held = [sum(s for s, o in zip(sizes, owners, strict=True) if o == r) for r in range(n)]
+        if max(held) > (bound := sum(sizes) / n + max(sizes)):
+            told += f": no rank may hold over {bound:g} elements"
+            raise Wrong(f"{told}; by rank they hold {held}")
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_bytes(answer: Path, n: int) -> None:
+    """A step sends updated parameters, each at most once, on {n} ranks"""
+    for rank, log in enumerate(grade(answer, on_ranks, n, "SGD", (), False, forbid=ZERO)):
+        for step, (_, calls) in enumerate(log):
+            told = f"rank {rank}, step {step}"
+            ops = {e.op for e in calls}
+            if ops & {"all_reduce", "reduce_scatter", "reduce"}:
+                raise Wrong(f"{told}: calls {', '.join(sorted(ops))}; gradients come averaged")
+            if ops - {"broadcast"}:
+                raise Wrong(f"{told}: calls {', '.join(sorted(ops))}; use broadcast")
+            sent = sum(e.nbytes for e in calls)
+            if sent > P:
+                raise Wrong(f"{told}: expected {P:,} B of broadcasts at most, got {sent:,} B")
+
+
+@pytest.mark.parametrize(("n", "how"), [(2, "SGD"), (3, "AdamW"), (4, "AdamW"), (2, "Adagrad")])
+def test_weights(answer: Path, n: int, how: str) -> None:
+    """The plain optimizer's weights, to the bit: {how}, {n} ranks"""
+    compare(grade(answer, on_ranks, n, how, (), False, forbid=ZERO), how)
+
+
+def storages(tensors: list[torch.Tensor]) -> dict[int, int]:
+    """Bytes at each address; single numbers, as Adam's count of steps, are left out."""
+    return {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors if t.dim())}
+
+
+def hold(answer, wire) -> tuple[int, int]:
+    """Bytes of tensors, weights and gradients apart: the most when any optimizer has just stepped,
+    and those at the end."""
+    params, grads, alive = parameters(), gradients(0), []
+    given = storages([*params.values(), *(g for g in grads.values() if g is not None)])
+    gc.freeze()  # what there is already need not be searched for tensors
+
+    def live() -> int:
+        gc.collect()
+        found = storages([t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)])
+        return sum(nbytes for at, nbytes in found.items() if at not in given)
+
+    register_optimizer_step_post_hook(lambda *_: alive.append(live()))
+    optimizer_class, defaults = HOW["AdamW"]
+    zero = answer.ZeRO1(in_groups(params), optimizer_class, **defaults)
+    for _ in range(2):
+        for name, p in params.items():
+            p.grad = grads[name]
+        zero.step()
+        zero.zero_grad()
+    return max(alive), live()
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 1])
+def test_state(answer: Path, n: int) -> None:
+    """Bytes of AdamW's state: one copy over {n} ranks, evenly"""
+    held = grade(answer, hold, n, forbid=ZERO)
+    if n > 1 and min(end for _, end in held) >= 2 * P:
+        raise Wrong(f"this optimizer shards nothing: every rank holds {2 * P:,} B, a whole copy")
+    for rank, (most, end) in enumerate(held):
+        bound = 2 * (P // n + LARGEST)
+        if most > end and most > bound:
+            raise Wrong(f"rank {rank} holds {most:,} B of state in a step, {end:,} B after it: "
+                        "state of others is made, then thrown away")  # fmt: skip
+        if end > bound:
+            raise Wrong(f"rank {rank} holds {end:,} B of state; no more than {bound:,} B are due")
+    expect(sum(end for _, end in held), 2 * P, "bytes of state on all ranks together")
+
+
+@pytest.mark.parametrize("how", ["AdamW", "SGD"])
+def test_settings_change(answer: Path, how: str) -> None:
+    """A scheduler changes lr, the caller weight_decay: {how}, 3 ranks"""
+    changed = "lr", "weight_decay"
+    compare(grade(answer, on_ranks, 3, how, changed, False, forbid=ZERO), how, changed)
+
+
+def test_few_parameters(answer: Path) -> None:
+    """Two parameters for 4 ranks: some own nothing"""
+    compare(grade(answer, on_ranks, 4, "AdamW", (), True, forbid=ZERO), "AdamW", few=True)

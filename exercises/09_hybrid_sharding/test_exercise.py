@@ -1,0 +1,189 @@
+"""Grader of 09: shards, one process's gradients, what is whole when, bytes on each axis."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from exercises.grading import Wrong, expect, grade, same
+
+D, HIDDEN = 12, [24, 48, 12]  # rows that 1, 2, 3 and 4 ranks share evenly
+SHAPES = [(2, 2), (1, 4), (1, 3), (2, 1)]  # (nodes, ranks per node)
+# Float64, numbers below 10: sums of up to 48 terms, there and back through 8 layers, and over 4
+# ranks, in another order than one process's.
+ATOL = 2 * 8 * 48 * 10 * 2**-53
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(D, hidden), nn.Linear(hidden, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Model(nn.Module):
+    """Takes down, in the middle of every block, how many bytes of parameters are whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(D, D), nn.Linear(D, 2 * D)
+        self.blocks = nn.ModuleList(Block(hidden) for hidden in HIDDEN)
+        self.double()
+        self.whole: list[int] = []
+        for block in self.blocks:
+            block.down.register_forward_pre_hook(self.look)
+
+    def look(self, *_: object) -> None:
+        self.whole.append(sum(p.nbytes for p in self.parameters() if not isinstance(p, DTensor)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x).square().mean()
+
+
+def batch(rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(3, D, generator=generator, dtype=torch.float64) + rank
+
+
+def sizes() -> tuple[int, int, list[int]]:
+    """Bytes: of all parameters, of those outside the blocks, of each block."""
+    model = Model()
+    blocks = [sum(p.nbytes for p in block.parameters()) for block in model.blocks]
+    total = sum(p.nbytes for p in model.parameters())
+    return total, total - sum(blocks), blocks
+
+
+def local(p: torch.Tensor | None) -> tuple | None:
+    """What this rank holds, and how: (tensor, the mesh's ranks, placements)."""
+    if isinstance(p, DTensor):
+        return p.to_local().detach().clone(), p.device_mesh.mesh.tolist(), str(p.placements)
+    return None if p is None else (p.detach().clone(), None, "")
+
+
+def build(answer, wire, per_node: int) -> dict[str, tuple]:
+    """Of each parameter, what this rank holds."""
+    model = answer.hybrid(Model(), per_node)
+    if not isinstance(model, nn.Module):
+        raise Wrong(f"hybrid: expected a module, got {model!r}")
+    return {name.removeprefix("module."): local(p) for name, p in model.named_parameters()}
+
+
+def step(answer, wire, per_node: int) -> tuple:
+    """One step; returns gradients, what was whole when, what was sent, and what was predicted."""
+    model = Model()
+    predicted = answer.predict(model, dist.get_world_size() // per_node, per_node)
+    sharded = answer.hybrid(model, per_node)
+    before = len(wire.events)
+    sharded(batch(dist.get_rank())).backward()
+    grads = {name.removeprefix("module."): local(p.grad) for name, p in sharded.named_parameters()}
+    return grads, model.whole, wire.calls()[before:], predicted
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), SHAPES)
+def test_shards(answer: Path, nodes: int, per_node: int) -> None:
+    """Who holds which shard, {nodes} node(s) of {per_node}"""
+    whole = dict(Model().named_parameters())
+    got = grade(answer, build, nodes * per_node, per_node)
+    check_shards(got, {name: p.detach() for name, p in whole.items()}, per_node, "")
+
+
+def check_shards(got: list[dict], whole: dict, per_node: int, of: str, atol: float = 0.0) -> None:
+    """Every rank holds the rows that belong to its place in its node."""
+    for rank, mine in enumerate(got):
+        expect(sorted(mine), sorted(whole), f"rank {rank}: names of the parameters")
+        for name, due in whole.items():
+            what = f"rank {rank}: {of}{name}"
+            if mine[name] is None:
+                raise Wrong(f"{what}: expected a tensor, got None")
+            shard, mesh, placements = mine[name]
+            if all(m is not None and m[1] is None for m in mine.values()):
+                raise Wrong(
+                    f"rank {rank}: nothing is sharded: every rank holds every parameter whole"
+                )
+            if mesh is None:
+                raise Wrong(f"{what} is no DTensor: it is in no unit, every rank holds it whole")
+            what += f" (over mesh {mesh}, {placements})"
+            expect(shard.nbytes, due.nbytes // per_node, f"{what}: bytes of the shard")
+            place, chunks = rank % per_node, due.chunk(per_node)
+            for other, chunk in enumerate(chunks):
+                if other != place and shard.shape == chunk.shape and shard.equal(chunk):
+                    told = f"part {other} of {per_node}, which belongs to another rank of the node"
+                    raise Wrong(f"{what}: expected part {place}, got {told}")
+            same(shard, chunks[place], what, atol)
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (1, 3), (2, 1)])
+def test_gradients(answer: Path, nodes: int, per_node: int) -> None:
+    """One process's gradients, {nodes} node(s) of {per_node}"""
+    n, model = nodes * per_node, Model()
+    sum(model(batch(rank)) / n for rank in range(n)).backward()
+    due = {name: p.grad for name, p in model.named_parameters()}
+    got = [grads for grads, *_ in grade(answer, step, n, per_node)]
+    check_shards(got, due, per_node, "gradient of ", ATOL)
+
+
+def test_memory(answer: Path) -> None:
+    """One block is whole at a time, 2 nodes of 2"""
+    total, outside, blocks = sizes()
+    for rank, (_, whole, *_) in enumerate(grade(answer, step, 4, 2)):
+        for k, (bytes_whole, block) in enumerate(zip(whole, blocks, strict=True)):
+            if bytes_whole > outside + block:
+                told = f"rank {rank}: bytes of parameters that are whole while block {k} works"
+                every = " (all there are)" * (bytes_whole == total)
+                raise Wrong(f"{told}: expected {outside + block:,}, got {bytes_whole:,}{every}")
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (1, 4), (2, 1)])
+def test_bytes(answer: Path, nodes: int, per_node: int) -> None:
+    """Bytes inside and across, {nodes} node(s) of {per_node}"""
+    _, outside, blocks = sizes()
+    gathers = [outside, *blocks, *reversed(blocks)]  # forward, then backward
+    scatters = [*reversed(blocks), outside]
+    for rank, (_, _, calls, predicted) in enumerate(
+        grade(answer, step, nodes * per_node, per_node)
+    ):
+        first = rank - rank % per_node
+        inside = tuple(range(first, first + per_node))
+        across = tuple(range(rank % per_node, nodes * per_node, per_node))
+        calls = [e for e in calls if len(e.ranks) > 1]  # alone there is nothing to send
+        sent = {inside: 0, across: 0}
+        for e in calls:
+            if e.ranks not in sent or (e.op == "all_reduce") != (e.ranks == across):
+                raise Wrong(f"rank {rank}: {e.op} among ranks {list(e.ranks)}: no way for it")
+            once = e.nbytes * (len(e.ranks) - 1) // len(e.ranks)
+            sent[e.ranks] += once * (1 + (e.op == "all_reduce"))
+        due = {
+            "all_gather": gathers * (per_node > 1),
+            "reduce_scatter": scatters * (per_node > 1),
+            "all_reduce": [size // per_node for size in scatters] * (nodes > 1),
+        }
+        for op, each in due.items():
+            mine = [e.nbytes for e in calls if e.op == op]
+            expect(len(mine), len(each), f"rank {rank}: {op}s")
+            expect(sorted(mine), sorted(each), f"rank {rank}: bytes in each {op}")
+        expect(predicted, (sent[inside], sent[across]), f"rank {rank}: bytes predicted")
+
+
+def ask(answer, wire, shapes: list[tuple[int, int]]) -> list:
+    return [answer.predict(Model(), *shape) for shape in shapes]
+
+
+def test_predict(answer: Path) -> None:
+    """Bytes predicted, for clusters that are not here"""
+    total, _, blocks = sizes()
+    shapes = [(8, 4), (128, 12), (1, 1)]
+    for shape, got in zip(shapes, grade(answer, ask, 1, shapes)[0], strict=True):
+        nodes, per_node = shape
+        inside = (2 * total + sum(blocks)) * (per_node - 1) // per_node
+        across = 2 * (total // per_node) * (nodes - 1) // nodes
+        told = f"{nodes} node(s) of {per_node}: bytes that each rank sends (inside, across)"
+        expect(got, (inside, across), told)

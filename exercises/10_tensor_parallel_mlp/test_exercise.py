@@ -1,0 +1,155 @@
+"""Grader of 10: output and gradients of one process, two all-reduces, an n-th of the weights."""
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from exercises.grading import Wrong, expect, grade, same
+
+B, T, D = 2, 3, 5
+NAMES = {"w1": 0, "b1": 0, "w2": 1, "b2": None}  # cut along which dimension
+FORBIDDEN = [f"torch.distributed.tensor.parallel{m}.parallelize_module" for m in ("", ".api")]
+# Float64, numbers below 10. A result is two sums in a row, of at most 20 terms each, and one
+# backward, all in another order than one process's: 3 x 20 additions of sums below 200.
+ATOL = 3 * 20 * 200 * 2**-53
+
+
+def whole(H: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    """w1, b1, w2, b2, x, y's gradient: the same on every rank."""
+    torch.manual_seed(H)
+    shapes = (H, D), (H,), (D, H), (D,), (B, T, D), (B, T, D)
+    return [torch.randn(shape, dtype=dtype) for shape in shapes]
+
+
+def oracle(H: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """y, and the gradients of w1, b1, w2, b2, x, from one process."""
+    *given, grad = whole(H)
+    w1, b1, w2, b2, x = (t.requires_grad_() for t in given)
+    y = F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2)
+    return y.detach(), list(torch.autograd.grad(y, given, grad))
+
+
+def parts(tensor: torch.Tensor, dim: int | None, n: int) -> list[torch.Tensor]:
+    return [tensor] * n if dim is None else list(tensor.tensor_split(n, dim))
+
+
+def step(answer, wire, H: int, dtype: torch.dtype = torch.float64, asks: bool = True) -> tuple:
+    """One step; returns y, x's gradient, the parameters' gradients, and what was sent when."""
+    *weights, x, grad = given = whole(H, dtype)
+    model = answer.ParallelMLP(*weights)
+    wire.note("forward")
+    y = model(x.requires_grad_(asks))
+    if not isinstance(y, torch.Tensor) or not y.requires_grad:
+        raise Wrong(f"forward: expected a tensor with a way back to the weights, got {y!r}"[:200])
+    y_seen = y.detach().clone()
+    wire.note("backward")
+    y.backward(grad)
+    wire.only("all_reduce")
+    changed = [not a.equal(b) for a, b in zip(given, whole(H, dtype), strict=True)]
+    if any(changed):
+        names = [*NAMES, "x", "y's gradient"]
+        raise Wrong(f"{names[changed.index(True)]} was changed; it is the caller's")
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return y_seen, x.grad, grads, wire.events
+
+
+def build(answer, wire, sizes: list[int]) -> list[tuple]:
+    """For each H: the parameters, which are views of more, bytes alive with the whole ones gone."""
+    found = []
+    for H in sizes:
+        gc.collect()
+        gc.freeze()  # from here on, get_objects() lists what is new
+        model = answer.ParallelMLP(*whole(H)[:4])
+        gc.collect()
+        tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+        storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}
+        mine = dict(model.named_parameters())
+        views = [name for name, p in mine.items() if p.untyped_storage().nbytes() > p.nbytes]
+        found.append(({name: p.detach() for name, p in mine.items()}, views, storages))
+    return found
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_parts(answer: Path, n: int) -> None:
+    """A rank keeps its n-th of the weights and no more, on {n} ranks"""
+    sizes = [12, 10, 2]
+    for rank, found in enumerate(grade(answer, build, n, sizes, forbid=FORBIDDEN)):
+        for H, (mine, views, storages) in zip(sizes, found, strict=True):
+            where = f"H = {H}, rank {rank}"
+            expect(sorted(mine), sorted(NAMES), f"{where}: names of the parameters")
+            for (name, dim), tensor in zip(NAMES.items(), whole(H), strict=False):
+                same(mine[name], parts(tensor, dim, n)[rank], f"{where}: {name}")
+            if views:
+                raise Wrong(f"{where}: {views[0]} is a view, which keeps the whole tensor alive")
+            due = sum(tensor.nbytes for tensor in mine.values())
+            expect(sum(storages.values()), due, f"{where}: bytes kept for w1, b1, w2 and b2")
+
+
+def steps(answer, wire, sizes: list[int]) -> list[tuple]:
+    return [step(answer, wire, H) for H in sizes]
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 1])
+def test_values(answer: Path, n: int) -> None:
+    """One process's output and gradients, {n} rank(s), any H"""
+    sizes = [12, 10, 2]
+    for H, *got in zip(sizes, *grade(answer, steps, n, sizes, forbid=FORBIDDEN), strict=True):
+        check_values(n, H, got)
+
+
+def check_values(n: int, H: int, got: list[tuple]) -> None:
+    y, (*grads, x_grad) = oracle(H)
+    for rank, (y_got, *_) in enumerate(got):
+        added, where = y + (n - 1) * whole(H)[3], f"H = {H}, rank {rank}"
+        refuse(y_got, added, y, f"{where}: y has b2 in it {n} times: it is added before the sum")
+        same(y_got, y, f"{where}: y", ATOL)
+    for rank, (_, _, mine, _) in enumerate(got):
+        for (name, dim), grad in zip(NAMES.items(), grads, strict=True):
+            due, what = parts(grad, dim, n)[rank], f"H = {H}, rank {rank}: gradient of {name}"
+            told = f"{what} is {n} times too large: Leave has nothing to sum backward"
+            refuse(mine[name], n * due, due, told)
+            refuse(mine[name], due / n, due, f"{what} is an n-th of what it is to be")
+            same(mine[name], due, what, ATOL)
+    summands = [x_got for _, x_got, *_ in got]
+    for rank, x_got in enumerate(summands):
+        told = f"H = {H}, rank {rank}: x's gradient is this rank's summand alone, not the sum"
+        if all(isinstance(x, torch.Tensor) for x in summands):
+            refuse(sum(summands), x_grad, x_grad * n, told)
+        same(x_got, x_grad, f"H = {H}, rank {rank}: gradient of x", ATOL)
+
+
+def refuse(got: object, mistaken: torch.Tensor, due: torch.Tensor, told: str) -> None:
+    """Name a mistake that can be recognised by what it leads to."""
+    alike = isinstance(got, torch.Tensor) and (got.shape, got.dtype) == (due.shape, due.dtype)
+    if alike and torch.allclose(got, mistaken) and not torch.allclose(mistaken, due):
+        raise Wrong(told)
+
+
+def check_cost(answer: Path, n: int, asks: bool) -> None:
+    size = 4 * B * T * D
+    due = {"building": [], "forward": [size], "backward": [size] * asks}
+    got = grade(answer, step, n, 12, torch.float32, asks, forbid=FORBIDDEN)
+    for rank, (_, _, _, events) in enumerate(got):
+        sent, phase = {phase: [] for phase in due}, "building"
+        for event in events:
+            if event.op == "note":
+                phase = event.text
+            else:
+                sent[phase].append(event.nbytes)
+        for phase, sizes in due.items():
+            expect(len(sent[phase]), len(sizes), f"rank {rank}: all-reduces, {phase}")
+            expect(sent[phase], sizes, f"rank {rank}: bytes in the all-reduce, {phase}")
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_cost(answer: Path, n: int) -> None:
+    """One all-reduce forward and one backward, on {n} ranks"""
+    check_cost(answer, n, True)
+
+
+def test_x_wants_no_gradient(answer: Path) -> None:
+    """If x wants no gradient, nothing is sent backward"""
+    check_cost(answer, 3, False)

@@ -1,0 +1,244 @@
+"""Grader of 13: shares of traces made by hand, tick by tick; then a trace of a real loop."""
+
+import importlib.util
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.profiler import record_function
+
+from exercises.grading import Wrong, expect, grade
+
+T0 = 4_426_345_170_000.0  # microseconds; a trace's clock began long ago
+NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+Spans = list[tuple[float, float]]  # microseconds after T0, in halves: sums are exact
+
+
+def event(name: str, cat: str, start: float, end: float, pid: int = 1, ph: str = "X") -> dict:
+    return {"ph": ph, "name": name, "cat": cat, "pid": pid, "tid": 7, "ts": T0 + start,
+            "dur": end - start, "args": {}}  # fmt: skip
+
+
+def trace(steps: Spans, wire: Spans, busy: Spans, gpu: bool = False, pid: int = 1) -> list[dict]:
+    """The events of one rank, as torch's profiler names them."""
+    events = [event("step", "user_annotation", *s, pid) for s in steps]
+    events += [event(f"ProfilerStep#{i}", "user_annotation", *s, pid) for i, s in enumerate(steps)]
+    sent, done = ((NCCL, "kernel"), ("ampere_sgemm_128x64_tn", "kernel"))
+    if not gpu:
+        sent, done = ("gloo:all_reduce", "user_annotation"), ("aten::mm", "cpu_op")
+    return events + [event(*sent, *s, pid) for s in wire] + [event(*done, *s, pid) for s in busy]
+
+
+ONE = [(0, 100)]
+HALF = [(20, 60)], [(0, 30), (50, 70)]  # of 40 us, 20 are exposed
+CASES = {  # title: steps, communication, compute, on a GPU, events that must not count
+    "compute hides nothing": (ONE, [(60, 90)], [(0, 60)], False, []),
+    "compute hides a part": (ONE, *HALF, False, []),
+    "all-reduces that overlap": (ONE, [(10, 50), (30, 70), (40, 45)], [(0, 20)], False, []),
+    "compute that nests and overlaps": (ONE, [(0, 80)], [(10, 50), (12, 48), (40, 60)], False, []),
+    "three steps, and what lies between them": (
+        [(0, 100), (150, 200.5), (300, 310)],
+        [(20, 60), (110, 140), (160, 190.5)],
+        [(30, 40), (100, 150), (170, 180)],
+        *(False, []),
+    ),
+    "an all-reduce that runs over the ends of steps": (
+        [(0, 100), (150, 200)],
+        [(-20, 30), (90, 160), (190, 230)],
+        [(-10, 10), (95, 155)],
+        *(False, []),
+    ),
+    "no communication": (ONE, [], [(0, 60)], False, []),
+    "other ranks' events": (
+        *(ONE, *HALF, False),
+        trace([(0, 300)], [(0, 90)], [(20, 90)], pid=0) + trace(ONE, [(5, 95)], [], True, pid=2),
+    ),
+    "a GPU": (ONE, *HALF, True, []),
+    "a GPU: what the CPU does is not compute": (
+        *(ONE, *HALF, True),
+        [event("aten::mm", "cpu_op", 0, 90), event("cudaLaunchKernel", "cuda_runtime", 25, 55)],
+    ),
+    "a GPU: launches and annotations are not communication": (
+        *(ONE, *HALF, True),
+        [
+            event("c10d::allreduce_", "cpu_op", 72, 80),
+            event("nccl:all_reduce", "user_annotation", 72, 90),
+            event("nccl:all_reduce", "gpu_user_annotation", 72, 90),
+            event("step", "gpu_user_annotation", 10, 95),
+        ],
+    ),
+    "launches and ranges on the CPU are neither": (
+        *(ONE, *HALF, False),
+        [
+            event("c10d::allreduce_", "cpu_op", 15, 90),
+            event("forward", "user_annotation", 0, 50),
+            event("aten::mm", "python_function", 0, 90),
+        ],
+    ),
+    "events without a duration": (
+        *(ONE, *HALF, False),
+        [
+            {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "rank 1"}},
+            {"ph": "i", "s": "g", "name": "gloo:all_reduce", "pid": 1, "tid": 7, "ts": T0 + 5},
+            {"ph": "s", "id": 3, "name": "aten::mm", "cat": "ac2g", "pid": 1, "ts": T0 + 5},
+        ],
+    ),
+}
+
+
+def due_of(steps: Spans, wire: Spans, busy: Spans) -> tuple[float, float, float]:
+    """By counting: every half microsecond is in a set, or is not."""
+
+    def ticks(spans: Spans) -> set[int]:
+        return {tick for start, end in spans for tick in range(int(2 * start), int(2 * end))}
+
+    inside = ticks(steps)
+    sent = ticks(wire) & inside
+    exposed = sent - ticks(busy)
+    return len(sent) / 2, len(exposed) / 2, len(exposed) / len(inside)
+
+
+def shares_of(answer, wire, traces: list) -> list[tuple]:
+    given = json.dumps(traces)
+    shares = [tuple(answer.share(events, 1)) for events in traces]
+    wire.only()
+    if json.dumps(traces) != given:
+        raise Wrong("the events were changed; they are the caller's")
+    return shares
+
+
+def check(answer: Path, cases: list[tuple]) -> None:
+    traces = []
+    for steps, wire, busy, gpu, others in cases:
+        events = trace(steps, wire, busy, gpu) + others
+        random.Random(0).shuffle(events)
+        traces.append(events)
+    (shares,) = grade(answer, shares_of, 1, traces, group=False)
+    for got, (steps, wire, busy, *_) in zip(shares, cases, strict=True):
+        due = due_of(steps, wire, busy)
+        names = ["us of communication", "us exposed", "of the step"]
+        expect(len(got), 3, "numbers in the Share")
+        for name, is_, ought in zip(names, got, due, strict=True):
+            if not abs(is_ - ought) <= 1e-9 * max(1, ought):  # sums are exact, a quotient is not
+                given = f"steps {steps}, communication {wire}, compute {busy}, in us"
+                raise Wrong(f"{name}: expected {ought:.6g}, got {is_:.6g}\n{given}")
+
+
+def covers(answer, wire, cases: list[tuple]) -> list[float]:
+    return [answer.covered(list(spans), start, end) for spans, start, end in cases]
+
+
+def test_covered(answer: Path) -> None:
+    """What spans cover: overlapping, nested, beyond both ends"""
+    rng = random.Random(5)
+    cases: list[tuple] = [([(0, 3), (2, 5), (4, 4.5), (9, 20)], 1, 10), ([], 0, 7)]
+    cases += [([(0, 9), (2, 4), (6, 7)], 0, 10), ([(8, 9), (0, 30)], 3, 20), ([(0, 2)], 4, 6)]
+    for _ in range(100):
+        starts = [rng.randint(0, 80) / 2 for _ in range(rng.randint(1, 9))]
+        cases.append(([(s, s + rng.randint(0, 20) / 2) for s in starts], 10, 30))
+    (got,) = grade(answer, covers, 1, cases, group=False)
+    for length, (spans, start, end) in zip(got, cases, strict=True):
+        due, *_ = due_of([(start, end)], spans, [])
+        expect(length, due, f"covered({spans}, {start}, {end})")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_share(answer: Path, case: str) -> None:
+    """The share: {case}"""
+    check(answer, [CASES[case]])
+
+
+def test_many(answer: Path) -> None:
+    """The share: 60 traces drawn by lot"""
+    rng, cases = random.Random(13), []
+    for i in range(60):
+        ends = sorted(rng.sample(range(400), 2 * rng.randint(1, 4)))
+        steps = list(zip(ends[::2], ends[1::2], strict=True))
+
+        def spans() -> Spans:
+            starts = [rng.randint(-20, 780) / 2 for _ in range(rng.randint(0, 12))]
+            return [(s, s + rng.randint(0, 120) / 2) for s in starts]
+
+        others = trace([(0, 400)], spans(), spans(), bool(i % 2), pid=0)
+        cases.append((steps, spans(), spans(), bool(i % 2), others))
+    check(answer, cases)
+
+
+# A trace of a real loop
+
+
+def loop(answer, wire, folder: str, count: int, warmup: int) -> tuple[list[int], list[dict], list]:
+    """Which batches `step` saw, the trace's events, and the calls."""
+    rank, seen = dist.get_rank(), []
+    os.environ["KINETO_LOG_LEVEL"] = "99"  # else the profiler tells when it starts and stops
+
+    def step(batch: torch.Tensor) -> None:
+        seen.append(int(batch[0]))
+        with record_function(f"batch {int(batch[0])}"):
+            work = dist.all_reduce(batch.clone(), async_op=True)
+            torch.ones(64, 64) @ torch.ones(64, 64)
+            work.wait()
+
+    path = Path(folder, f"rank_{rank}.json")
+    batches = [torch.full((1000,), float(i)) for i in range(count)]
+    answer.record(step, batches, str(path), warmup)
+    if not path.exists():
+        raise Wrong(f"there is no trace at {path.name}")
+    try:
+        events = json.loads(path.read_text())["traceEvents"]
+    except (ValueError, TypeError, KeyError):
+        raise Wrong(f"{path.name} is no Chrome trace") from None
+    return seen, [e for e in events if e["ph"] == "X"], wire.calls()
+
+
+def spans_of(events: list[dict], name: str) -> list[tuple]:
+    found = [e for e in events if e["name"].startswith(name)]
+    return sorted((e["ts"], e["ts"] + e["dur"], e["name"]) for e in found)
+
+
+@pytest.mark.parametrize(("n", "count", "warmup"), [(2, 5, 2), (3, 4, 1)])
+def test_record(answer: Path, n: int, count: int, warmup: int, tmp_path: Path) -> None:
+    """A trace of a loop on {n} ranks: {count} steps, the first {warmup} left out"""
+    outcomes = grade(answer, loop, n, str(tmp_path), count, warmup)
+    for rank, (seen, events, calls) in enumerate(outcomes):
+        expect(seen, list(range(count)), f"rank {rank}: batches that step was called with")
+        expect([e.op for e in calls], ["all_reduce"] * count, f"rank {rank}: its calls")
+        marks, calls = spans_of(events, "batch "), spans_of(events, "c10d::allreduce_")
+        due = [f"batch {i}" for i in range(warmup, count)]
+        expect([name for *_, name in marks], due, f"rank {rank}: steps that its trace has seen")
+        ranges = spans_of([e for e in events if e.get("cat") == "user_annotation"], "step")
+        expect(len(ranges), count - warmup, f'rank {rank}: ranges named "step" in its trace')
+        for (start, end, _), mark in zip(ranges, marks, strict=True):
+            if not start <= mark[0] <= mark[1] <= end:
+                raise Wrong(f'rank {rank}: the range "step" does not hold its step, {mark[2]}')
+            if not any(start <= first <= last <= end for first, last, _ in calls):
+                raise Wrong(f"rank {rank}: {mark[2]}'s range holds no all-reduce")
+
+
+def test_nsys(answer: Path, tmp_path: Path) -> None:
+    """Nsight Systems sees the ranges"""
+    if shutil.which("nsys") is None or importlib.util.find_spec("nvtx") is None:
+        pytest.skip("needs nsys, and the nvtx package")
+    code = (
+        "import runpy, sys, torch\n"
+        "record = runpy.run_path(sys.argv[1], run_name='answer')['record']\n"
+        "record(lambda x: x + 1, [torch.ones(2)] * 3, sys.argv[2], 1)\n"
+    )
+    report = str(tmp_path / "report.nsys-rep")
+    profiled = ["nsys", "profile", "-t", "nvtx", "-o", report, sys.executable, "-c", code]
+    profiled += [str(answer), str(tmp_path / "trace.json")]
+    try:
+        subprocess.run(profiled, check=True, capture_output=True, timeout=60)
+        stats = ["nsys", "stats", "-r", "nvtx_pushpop_sum", report]
+        told = subprocess.run(stats, capture_output=True, text=True, timeout=60).stdout
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        raise Wrong(f"nsys could not run record: {error}") from None
+    if "step" not in told:
+        raise Wrong('the report has no range named "step": use span')

@@ -1,0 +1,152 @@
+"""Grader of 14: each job ends, is right, makes the calls it is meant to, and is still itself."""
+
+import ast
+import difflib
+import itertools
+import runpy
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from exercises.grading import Wrong, expect, grade, same
+
+JOBS = Path(__file__).with_name("jobs.py")
+LINES = {1: 3, 2: 9, 3: 5, 4: 3, 5: 4}  # that may be changed; ours changes 2, 4, 3, 1, 2
+
+
+def call(answer, wire, job: int, given: list[tuple]) -> tuple:
+    """What this rank's job returned or left in its argument, and its calls."""
+    mine = given[dist.get_rank()]
+    returned = getattr(answer, f"job_{job}")(*mine)
+    if isinstance(returned, Tensor):
+        returned = returned.detach()
+    return mine[0] if job == 4 else returned, wire.calls()
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("job", [1, 2, 3, 4, 5])
+def test_job(answer: Path, job: int, n: int) -> None:
+    """Job {job} ends, is right and does its work, on {n} ranks"""
+    if job == 3 and "wait" not in (used := names_in(answer, job)) and used & {"isend", "irecv"}:
+        raise Wrong("isend and irecv return at once; wait for what they return")
+    given = runpy.run_path(str(JOBS))["given"](job, n)
+    got = grade(answer, call, n, job, given)
+    values, calls = [value for value, _ in got], [calls for _, calls in got]
+    (right_1, right_2, right_3, right_4, right_5)[job - 1](values, given)
+    for rank in range(n):
+        check_calls(job, n, given, rank, calls[rank])
+
+
+def right_1(values: list, given: list) -> None:
+    right = [int(((x @ w).argmax(1) == y).sum()) for x, y, w in given]
+    alone = f"{right[0]} of {len(given[0][1])} right"
+    if values[0] == alone:
+        raise Wrong(f'rank 0: "{alone}" counts rank 0\'s own samples alone')
+    due = f"{sum(right)} of {sum(len(y) for _, y, _ in given)} right"
+    for rank, value in enumerate(values):
+        expect(value, None if rank else due, f"rank {rank}: what job_1 returns")
+
+
+def sgd(given: list, steps: int, bad: str = "") -> Tensor:
+    """w after `steps`; what to do with a gradient that is not finite: skip the step, or drop it."""
+    w = given[0][1]
+    for step in range(steps):
+        batches = [batches[step] for batches, _ in given if step < len(batches)]
+        grads = [x.T @ (x @ w - y) for x, y in batches]
+        finite = [grad for grad in grads if grad.isfinite().all()]
+        if bad == "drop" or len(finite) == len(grads):
+            w = w - sum(finite) / 64  # exact: whole numbers over powers of two
+    return w
+
+
+def right_2(values: list, given: list) -> None:
+    counts = [len(batches) for batches, _ in given]
+    for rank, w in enumerate(values):
+        if isinstance(w, Tensor) and torch.equal(w, sgd(given, min(counts))):
+            told = f"w after {min(counts)} of {max(counts)} steps: batches were left out"
+            raise Wrong(f"rank {rank}: {told}, for all stopped when the first rank had no more")
+        same(w, sgd(given, max(counts)), f"rank {rank}: w after {max(counts)} steps")
+
+
+def right_3(values: list, given: list) -> None:
+    due = [w for (w,) in given]
+    for first in 0, 1:
+        for r in range(first, len(due) - 1, 2):
+            due[r] = due[r + 1] = (due[r] + due[r + 1]) / 2
+    for rank, w in enumerate(values):
+        same(w, due[rank], f"rank {rank}: w")
+
+
+def right_4(values: list, given: list) -> None:
+    n, states = len(given), [state for (state,) in given]
+    floats = [name for name in states[0] if states[0][name].is_floating_point()]
+    for rank, state in enumerate(values):
+        for name in set(states[0]) - set(floats):
+            same(state[name], states[0][name], f"rank {rank}: {name}")
+        for name in floats:
+            for mixed in itertools.product(floats, repeat=n):
+                mean = sum(states[r][mixed[r]] for r in range(n)) / n
+                if len(set(mixed)) > 1 and torch.equal(state[name], mean):
+                    met = ", ".join(f"rank {r}'s {other}" for r, other in enumerate(mixed))
+                    raise Wrong(f"rank {rank}: {name} became the mean of {met}")
+            due = sum(state[name] for state in states) / n
+            same(state[name], due, f"rank {rank}: {name}")
+
+
+def right_5(values: list, given: list) -> None:
+    steps = len(given[0][0])
+    for rank, w in enumerate(values):
+        if isinstance(w, Tensor) and not w.isfinite().all():
+            raise Wrong(f"rank {rank}: w is not finite; a bad step was taken")
+        if isinstance(w, Tensor) and torch.equal(w, sgd(given, steps, "drop")):
+            raise Wrong(f"rank {rank}: bad gradients were left out, the others' of that step taken")
+        same(w, sgd(given, steps), f"rank {rank}: w after {steps} steps, the bad ones left out")
+
+
+def check_calls(job: int, n: int, given: list, rank: int, calls: list) -> None:
+    """The calls that the job is meant to make; in job 2, one more to agree on the steps."""
+    agree = next((e for e in calls if job == 2 and e.nbytes <= 8 * n), None)
+    partners = [p for p in (rank - 1, rank + 1) if 0 <= p < n]
+    due = {
+        1: {"all_reduce of 16 B": 1},
+        2: {"all_reduce of 48 B": max(len(batches) for batches, *_ in given)},
+        3: {f"{op} of 40 B, rank {p}": 1 for op in ("send", "recv") for p in partners},
+        4: {"all_reduce of 40 B": 2, "broadcast of 8 B": 1},
+        5: {"all_reduce of 48 B": len(given[0][0])},
+    }[job]
+    made = Counter(
+        f"{e.op} of {e.nbytes} B" + (f", rank {e.peer}" if e.op in ("send", "recv") else "")
+        for e in calls
+        if e is not agree
+    )
+    expect(dict(sorted(made.items())), dict(sorted(due.items())), f"rank {rank}: its calls")
+
+
+# The change is a small one
+
+
+def body_of(path: Path, job: int) -> ast.Module:
+    """The statements of a job, its docstring left out."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef) and node.name == f"job_{job}":
+            return ast.Module(node.body[1:] if ast.get_docstring(node) else node.body, [])
+    raise Wrong(f"job_{job} is not there")
+
+
+def names_in(path: Path, job: int) -> set[str]:
+    return {n.attr for n in ast.walk(body_of(path, job)) if isinstance(n, ast.Attribute)}
+
+
+@pytest.mark.parametrize("job", [1, 2, 3, 4, 5])
+def test_the_change_is_small(answer: Path, job: int) -> None:
+    """Job {job} is mended, not written anew"""
+    lines = [ast.unparse(body_of(path, job)).split("\n") for path in (JOBS, answer)]
+    before, after = ([line.strip() for line in body] for body in lines)
+    changes = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
+    changed = sum(max(a1 - a0, b1 - b0) for op, a0, a1, b0, b1 in changes if op != "equal")
+    if changed > LINES[job]:
+        raise Wrong(f"{changed} lines differ from the job in jobs.py; {LINES[job]} are enough")
