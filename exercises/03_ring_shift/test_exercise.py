@@ -48,11 +48,12 @@ def call(answer, wire, cases: list[Case]) -> list[list[Event]]:
             raise Wrong(f"{told}: came back before anything can have come: wait for the work")
         if not torch.equal(x, held(rank, dtype, layout)):
             raise Wrong(f"{told}: x was changed; it is the caller's, and is still on its way out")
-        due = held(behind, dtype, layout)
-        for other in set(range(n)) - {behind}:
-            wrong = held(other, dtype, layout)
-            if isinstance(y, torch.Tensor) and torch.equal(y, wrong) and not torch.equal(y, due):
-                raise Wrong(f"{told}: expected the tensor of rank {behind}, got rank {other}'s")
+        due, tensor = held(behind, dtype, layout), isinstance(y, torch.Tensor)
+        if tensor and not torch.equal(y, due):
+            for other in range(n):
+                if torch.equal(y, held(other, dtype, layout)):
+                    whose = f"expected the tensor of rank {behind}, got rank {other}'s"
+                    raise Wrong(f"{told}: {whose}")
         same(y, due, f"{told}: what comes from rank {behind}")
         if y.numel() and y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
             raise Wrong(f"{told}: what it returns shares x's memory; it is to have its own")

@@ -86,7 +86,9 @@ def train(answer, wire, uses: list) -> tuple:
         cross_entropy(wrapped(token_B, uses[rank]), next_B).backward()
         wrapped.finish()
         if not all(map(torch.equal, before, model.parameters())):
-            raise Wrong(f"step {step}: backward changed the weights: they are averaged. {HANDED}")
+            raise Wrong(
+                f"step {step}: backward changed the weights, as averaging them does. {HANDED}"
+            )
         grads = {s: None if p.grad is None else p.grad.clone() for s, p in trained.items()}
         log.append((grads, list(wire.events)))
         sgd.step()
@@ -130,13 +132,15 @@ def late(answer, wire) -> None:
         looks = (time.sleep(0.01) or store.check(["backward"]) for _ in range(500))
         if not any(looks):
             raise Wrong("rank 0's backward waits for rank 1's: start the all-reduce and go on")
-        time.sleep(0.3)
+        time.sleep(0.5)
         if store.check(["finish"]):
             raise Wrong("finish() came back on rank 0 before rank 1 had sent anything: wait!")
     loss.backward()
-    store.set("backward", "") if rank == 0 else None
+    if rank == 0:
+        store.set("backward", "")
     wrapped.finish()
-    store.set("finish", "") if rank == 0 else None
+    if rank == 0:
+        store.set("finish", "")
 
 
 def test_waiting(answer: Path) -> None:

@@ -12,7 +12,7 @@ def partition(sizes: list[int], n: int) -> list[int]:
     No rank gets more elements than an even share plus the largest parameter: sum(sizes) / n +
     max(sizes). Every rank computes this alone and must come to the same answer.
 
-    partition([2, 9, 4, 6, 1], 2) may return [1, 0, 1, 1, 0]: 10 and 12 elements.
+    partition([2, 9, 4, 6, 1], 2) may return [0, 0, 1, 1, 1]: 11 elements each.
     """
     raise NotImplementedError  # 5 lines in the solution
 

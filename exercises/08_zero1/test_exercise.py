@@ -100,7 +100,8 @@ def plain(how: str, changed: tuple[str, ...], few: bool) -> list[dict[str, torch
 def compare(results: list, how: str, changed: tuple[str, ...] = (), few: bool = False) -> None:
     """All ranks' weights, after each step, with the plain optimizer's."""
     due = plain(how, changed, few)
-    missed = {c: plain(how, tuple({*changed} - {*c}), few) for c in (changed, *zip(changed))}
+    each = [(setting,) for setting in changed]
+    missed = {m: plain(how, tuple({*changed} - {*m}), few) for m in (changed, *each)}
     for step in range(STEPS):
         for rank, log in enumerate(results):
             for what, other in missed.items():

@@ -1,4 +1,4 @@
-# The grader says: they are averaged. A post_accumulate_grad hook is handed the parameter
+# The grader says: backward changed the weights, as averaging them does. A post_accumulate_grad hook is handed the parameter
 from collections import deque
 
 import torch

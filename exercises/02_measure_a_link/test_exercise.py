@@ -1,0 +1,163 @@
+"""Grader of 02: the method, on links whose alpha and beta are known, and each of whose difficulties
+comes alone before they come together. No real time passes."""
+
+import random
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from exercises.grading import Wrong, expect, grade
+
+ALPHA, BETA, LAUNCH = 5e-6, 50.0, 1e-6  # seconds, GB/s, seconds that starting a ping takes
+WIDE = [4**k for k in range(3, 14)]  # from where only alpha counts to where only beta does
+LARGE = [64, 1024, 4096, *(4**k for k in range(11, 16))]  # most take far longer than alpha
+NARROW = [64_000, 1_000, 250_000, 4_000, 500_000, 16_000]  # alpha x beta, or n_1/2, is 250,000
+NAMED = {  # by which factors alpha and beta are off, and whence
+    (2, 0.5): "a ping is two messages, there and back",
+    (1, 2): "that is both ways summed; one way is asked for",
+    (1, 0.5): "alpha is one way, but beta that of there and back",
+    (1, 1e9 / 2**30): "that is GiB/s; 1 GB is 1e9 bytes",
+    (1, 1e9): "that is bytes/s; asked for are GB/s",
+    (1, 8): "those are gigabits",
+    (1e6, 1): "those are microseconds; asked for are seconds",
+}
+
+
+def make(alpha: float, beta: float, warm: int, outliers: bool, noise: float, seed: int):
+    """A link, and what was done with it. Its state is out of reach: there is only the clock."""
+    now, idle_at, chance = (
+        0.0,
+        1e-3,
+        random.Random(seed),
+    )  # at first it still carries somebody else's
+    done = SimpleNamespace(pings=Counter(), read=0, early=0)
+
+    def ping(nbytes: int) -> None:
+        nonlocal now, idle_at
+        done.pings[nbytes] += 1
+        seconds = 2 * (alpha + nbytes / beta / 1e9) * (1 + chance.uniform(-noise, noise))
+        if done.pings[nbytes] <= warm or (outliers and done.pings[nbytes] % 8 == 5):
+            seconds *= 20
+        idle_at = max(now, idle_at) + seconds
+        now += LAUNCH
+
+    def synchronize() -> None:
+        nonlocal now
+        now = max(now, idle_at)
+
+    def clock() -> float:
+        done.read += 1
+        done.early += bool(done.pings) and now < idle_at
+        return now
+
+    return SimpleNamespace(ping=ping, synchronize=synchronize, clock=clock), done
+
+
+def call(answer, wire, sizes: list[int], link: tuple) -> tuple:
+    made, done = make(*link)
+    given = list(sizes)
+    got = answer.measure(made, given)
+    if given != sizes:
+        raise Wrong("the list of sizes was changed; it is the caller's")
+    try:
+        alpha, beta = map(float, got)
+    except (TypeError, ValueError):
+        raise Wrong(f"expected two numbers, alpha and beta, got {got!r}") from None
+    return alpha, beta, done
+
+
+def judge(answer: Path, sizes: list[int], within: float, why: str = "", **link) -> SimpleNamespace:
+    """Compare alpha and beta; `why` is what to think of if they are off. Returns what was done."""
+    link = dict(alpha=ALPHA, beta=BETA, warm=0, outliers=False, noise=0.0, seed=0) | link
+    alpha, beta, done = grade(answer, call, 1, sizes, tuple(link.values()), group=False)[0]
+    off = alpha / link["alpha"], beta / link["beta"]
+    if all(abs(factor - 1) <= within for factor in off):
+        return done
+    for factors, mistake in NAMED.items():
+        if all(abs(a / b - 1) < 0.03 for a, b in zip(off, factors, strict=True)):
+            why = mistake
+    if done.early:
+        why = f"the clock was read {done.early} times with a ping still under way"
+    if not done.read:
+        why = "link.clock() was never read"
+    due = f"alpha {link['alpha'] * 1e6:.4g} us, beta {link['beta']:.4g} GB/s"
+    got = f"alpha {alpha * 1e6:.4g} us, beta {beta:.4g} GB/s"
+    raise Wrong(f"expected {due} (within {within:.0%}), got {got}{why and ': ' + why}")
+
+
+def test_quiet(answer: Path) -> None:
+    """A quiet link, 64 B to 64 MiB"""
+    judge(answer, WIDE, 0.01)
+
+
+def test_narrow(answer: Path) -> None:
+    """A quiet link, sizes all about the middle and in any order"""
+    why = "in no message here does alpha or n / beta count alone: fit both"
+    judge(answer, NARROW, 0.01, why)
+
+
+def test_two_sizes(answer: Path) -> None:
+    """A quiet link, only two sizes"""
+    judge(answer, [500_000, 100_000], 0.01, alpha=20e-6, beta=12.5)
+
+
+def test_warm_up(answer: Path) -> None:
+    """A link whose first three pings of each size are slow"""
+    judge(answer, WIDE, 0.01, "do the slow first pings count?", warm=3)
+
+
+def test_outliers(answer: Path) -> None:
+    """A link where every eighth ping takes twenty times as long"""
+    judge(answer, WIDE, 0.01, "do a few slow pings count that much?", outliers=True)
+
+
+# Each time is within 2%, so each median is. With sizes from far below n_1/2 to far above it, a fit
+# that weighs them alike is then within about 2%, a line through two of the times within 3%.
+NOISY = {"noise": 0.02, "within": 0.05}
+
+
+def test_noise(answer: Path) -> None:
+    """Links whose times vary by 2%"""
+    why = "2% of the longest time is more than alpha: count errors relative to the time"
+    for seed in range(4):
+        judge(answer, LARGE, why=why, seed=seed, **NOISY)
+
+
+@pytest.mark.parametrize(
+    ("name", "alpha", "beta"), [("NVLink 4", 2e-6, 450), ("PCIe 5.0", 4e-6, 63), ("TCP", 3e-5, 1.8)]
+)
+def test_all_together(answer: Path, name: str, alpha: float, beta: float) -> None:
+    """All difficulties together, on a link like {name}"""
+    half = int(alpha * beta * 1e9)
+    sizes = [half // 100, half * 10, half // 10, half // 3, half * 3, half]
+    judge(answer, sizes, alpha=alpha, beta=beta, warm=3, outliers=True, **NOISY)
+
+
+def test_cost(answer: Path) -> None:
+    """At most 50 pings of each size, and none of another"""
+    pings = judge(answer, WIDE, 0.01).pings
+    if other := set(pings) - set(WIDE):
+        raise Wrong(f"pings of sizes that were not asked for: {sorted(other)}")
+    worst = max(pings, key=pings.get)
+    if pings[worst] > 50:
+        raise Wrong(f"{worst:,} B: expected at most 50 pings, got {pings[worst]:,}")
+
+
+def speeds(answer, wire) -> dict[str, float]:
+    cases = {"all_reduce": (4, 15.0), "all_gather": (4, 7.5), "reduce_scatter": (8, 8.75)}
+    cases |= {"all_to_all": (8, 8.75), "broadcast": (8, 10.0), "reduce": (3, 10.0)}
+    for name, (n, due) in cases.items():
+        got = answer.busbw(name, 10**9, 0.1, n)
+        if not (isinstance(got, int | float) and abs(got / due - 1) < 1e-9):
+            raise Wrong(
+                f"{name} of 1e9 bytes on {n} ranks in 0.1 s: expected {due} GB/s, got {got}"
+            )
+    return answer.busbw("all_reduce", 10**9, 0.1, 1)
+
+
+def test_busbw(answer: Path) -> None:
+    """busbw of six collectives"""
+    (alone,) = grade(answer, speeds, 1, group=False)
+    expect(alone, 0, "all_reduce on one rank: GB/s")
