@@ -18,8 +18,7 @@ and one backward for a pair of layers cut by columns, then by rows: two of each 
 DTensor puts them too. Cutting the tokens as well sends not one byte more and spares the norms
 (n-1)/n of what they keep. All results equal one process's to 2e-15.
 
-**Next.** exercises/10_tensor_parallel_mlp; then parallelism/05_pipeline_parallel.py cuts between
-layers instead.
+**Next.** exercises/10_tensor_parallel_mlp; then parallelism/05_pipeline_parallel.py
 """
 
 import argparse

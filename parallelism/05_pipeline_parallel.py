@@ -17,8 +17,7 @@ three are the same.) How many micro-batches' activations does the first stage ho
 of all slots idle without micro-batches, 27.3% under GPipe, 27.3% under 1F1B, exactly as predicted;
 on the clock 75%, 34% and 33%. GPipe's first stage holds 8 micro-batches, 1F1B's 4.
 
-**Next.** exercises/11_pipeline_micro_batches; then parallelism/06_3d_parallelism.py puts data,
-tensor and pipeline parallelism together.
+**Next.** exercises/11_pipeline_micro_batches; then parallelism/06_3d_parallelism.py
 """
 
 import argparse
