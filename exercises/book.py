@@ -92,7 +92,7 @@ class _Listener:
         report = yield
         title = (item.obj.__doc__ or item.name).strip()
         if hasattr(item, "callspec"):
-            title = title.format(**item.callspec.params)
+            title = title.format(**item.callspec.params).replace(" 1 ranks", " 1 rank")
         if report.skipped:
             self.report.blocked.append(f"{title}: {report.longrepr[2].removeprefix('Skipped: ')}")
         elif report.failed:

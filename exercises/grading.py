@@ -217,6 +217,7 @@ def _told(outcomes: list[Outcome], answer: Path, deadline: float) -> str:
     if causes:
         first = min(causes, key=lambda o: o.when)  # 0 for a rank that died: errors follow it
         said = _cause(first)
+        first = next(o for o in causes if _cause(o) == said)  # of several, always the same rank
         same_everywhere = said.startswith("not written yet")
         return (said if same_everywhere else f"rank {first.rank}: {said}") + _printed(first)
     lines = [f"after {deadline:g} s not every rank has come back:"]

@@ -21,3 +21,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         ways = [way for r, way in reports if f"test_exercises.py::{test}[" in r.nodeid]
         if ways:
             terminalreporter.write_line(f"{what}: {ways.count('passed')} of {len(ways)}")
+    checks = [r for r, _ in reports if "::test_the_solution_passes[" in r.nodeid]
+    if checks:
+        slowest = max(checks, key=lambda r: r.duration)
+        name = slowest.nodeid.partition("[")[2].partition("]")[0]
+        terminalreporter.write_line(f"slowest of their checks: {slowest.duration:.0f} s, {name}")

@@ -3,7 +3,6 @@
 import ast
 import json
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -46,12 +45,10 @@ def test_the_stub_fails_by_being_empty_and_nothing_else(exercise: Exercise, tmp_
 
 @each
 def test_the_solution_passes(exercise: Exercise) -> None:
-    started = time.monotonic()
     report = exercise.check(exercise.solution)
     assert report.accepted, f"{report.failed}\n{report.message}"
     for reason in report.blocked:
         assert re.search(r"needs (\d\+? )?GPUs|needs nsys", reason), reason
-    assert time.monotonic() - started < 60, "20 s is the aim, on a quiet machine"
 
 
 WRONGS = [

@@ -94,7 +94,7 @@ def steps(answer, wire, sizes: list[int]) -> list[tuple]:
 
 @pytest.mark.parametrize("n", [2, 3, 4, 1])
 def test_values(answer: Path, n: int) -> None:
-    """One process's output and gradients, {n} rank(s), any H"""
+    """One process's output and gradients, {n} ranks, any H"""
     sizes = [12, 10, 2]
     for H, *got in zip(sizes, *grade(answer, steps, n, sizes, forbid=FORBIDDEN), strict=True):
         check_values(n, H, got)

@@ -1,4 +1,4 @@
-# The grader says: Greeting and checksum, on 1 ranks: rank 0: checksum: expected 3,000,000,003, got 3,000,000,000
+# The grader says: Greeting and checksum, on 1 rank: rank 0: checksum: expected 3,000,000,003, got 3,000,000,000
 import torch
 import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-# The grader says: Greeting and checksum, on 1 ranks: rank 0: checksum: expected
+# The grader says: Greeting and checksum, on 1 rank: rank 0: checksum: expected
 import torch
 import torch.distributed as dist
 
