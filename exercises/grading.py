@@ -226,6 +226,8 @@ def _told(outcomes: list[Outcome], answer: Path, deadline: float) -> str:
         said = f"; its last call: {last[-1]}" if last and o.kind == "hung" else ""
         text = o.text.replace(f"{answer.parent}{os.sep}", "")
         lines.append(f"  rank {o.rank} {text if o.kind == 'hung' else 'came back'}{said}")
+        if at := re.search(rf"{re.escape(answer.name)}:(\d+)", text):
+            lines.append(f"      {linecache.getline(str(answer), int(at[1])).strip()}")
     return "\n".join(lines)
 
 
@@ -258,5 +260,6 @@ def same(got: object, due: torch.Tensor, what: str, atol: float = 0.0) -> None:
     if not bool((off <= atol).all()):
         worst = int((off.nan_to_num(float("inf"))).argmax())
         pair = [t.detach().flatten()[worst].item() for t in (due, got)]
+        show = [f"{v:.9g}" if isinstance(v, float) else str(v) for v in pair]
         beyond = f" (at most {atol:.3g} off)" * bool(atol)
-        raise Wrong(f"{what}: element {worst}: expected {pair[0]:.9g}{beyond}, got {pair[1]:.9g}")
+        raise Wrong(f"{what}: element {worst}: expected {show[0]}{beyond}, got {show[1]}")

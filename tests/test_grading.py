@@ -63,7 +63,8 @@ WAYS = {
         "return r or dist.all_reduce(x)",
         [
             "rank 0 waits in all_reduce, called from answer.py:5, in f; "
-            "its last call: all_reduce, 12 B, among [0, 1]\n  rank 1 came back"
+            "its last call: all_reduce, 12 B, among [0, 1]\n      return r or dist.all_reduce(x)\n"
+            "  rank 1 came back"
         ],
     ),
     "waits for the other, and the other for it": (

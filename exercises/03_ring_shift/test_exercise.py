@@ -35,7 +35,7 @@ def call(answer, wire, cases: list[Case]) -> list[list[Event]]:
         if rank == 0 and number == 0:
             for other in range(1, n):
                 store.wait([f"0, rank {other}"])
-            time.sleep(0.1)
+            time.sleep(0.05)
         store.add(f"{number}, rank {rank}", 1)  # unlike set, returns when it is there
         told = f"shift {shift}, {layout or 'contiguous'} {str(dtype)[6:]}"
         try:
@@ -76,7 +76,7 @@ def test_tensors(answer: Path) -> None:
     grade(answer, call, 3, [*product((1, -1, 0), DTYPES, LAYOUTS)])
 
 
-@pytest.mark.parametrize("n", [3, 4, 1])
+@pytest.mark.parametrize("n", [3, 4])
 def test_cost(answer: Path, n: int) -> None:
     """One message out and one in, whatever the shift, on {n} ranks"""
     cases = [(shift, torch.float32, "") for shift in SHIFTS]
@@ -127,7 +127,7 @@ def each_late(answer, wire) -> list[torch.Tensor]:
     return came
 
 
-@pytest.mark.parametrize("n", [3, 4, 2])
+@pytest.mark.parametrize("n", [3, 4])
 def test_all_at_once(answer: Path, n: int) -> None:
     """All have sent before anything has come: each of {n} ranks is late once"""
     for rank, came in enumerate(grade(answer, each_late, n)):
