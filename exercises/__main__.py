@@ -97,6 +97,8 @@ def check(exercise: Exercise) -> bool:
         print(f"Compare: python -m exercises solution {exercise.number}")
         if any(e.name not in progress()["done"] for e in exercises()):
             print(where_to_go(find(None)))
+    elif not report.failed:
+        print(paint("\nNothing could be checked on this machine.", "yellow"))
     else:
         print(f"  {paint('✗', 'red')} {report.failed}")
         for line in report.message.splitlines():
