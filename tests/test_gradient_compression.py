@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from exercises.ranks import attempt, run
 from tests import lessons
 from tests.lessons import ROOT, Played, load, play
-from tests.test_hierarchical import gone, machine, networks
+from tests.test_hierarchical import MARKED, gone, machine, networks
 
 LESSON = "communication/07_gradient_compression.py"
 SHAPES = [(12, 5), (7,), (6, 2, 3)]  # a matrix, a vector, a convolution
@@ -357,19 +357,18 @@ def start(folder: Path, *changes: tuple[str, str]) -> subprocess.Popen:
     (path := folder / "lesson.py").write_text(source)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node=2", str(path)]
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     into = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=env, process_group=0, **into)
+    return subprocess.Popen(command, env=MARKED | {"OMP_NUM_THREADS": "1"}, process_group=0, **into)
 
 
-def on_the_link(torchrun: subprocess.Popen) -> tuple[list[psutil.Process], set[str]]:
-    """All that it has started, and its networks, once two ranks are across the link."""
+def on_the_link(torchrun: subprocess.Popen) -> list[psutil.Process]:
+    """All that it has started, once two ranks are across the link."""
     for _ in range(600):
         time.sleep(0.05)
         started = psutil.Process(torchrun.pid).children(recursive=True)
         nets = networks([process.pid for process in started])
         if (len(started), len(nets)) == (4, 2):
-            return started, nets
+            return started
     raise AssertionError(f"no 4 processes in 2 networks: {started}")
 
 
@@ -384,7 +383,7 @@ def test_nothing_is_left(end: str, tmp_path: Path) -> None:
     was = machine()
     changes = {"an exception": [SLOW, RAISES], "the end": []}.get(end, [SLOW])
     torchrun = start(tmp_path, *changes)
-    started, nets = on_the_link(torchrun)
+    started = on_the_link(torchrun)
     if end.startswith("SIG"):
         name, _, rank_0 = end.partition(" to ")
         ranks = [p for p in started if p.ppid() == torchrun.pid]
@@ -393,5 +392,5 @@ def test_nothing_is_left(end: str, tmp_path: Path) -> None:
     _, said = torchrun.communicate(timeout=60)
     assert torchrun.returncode != 0  # after so few steps accuracy is not what it should be
     assert ("ZeroDivisionError" in said) == (end == "an exception"), said
-    assert gone(started, nets)
+    assert gone()
     assert machine() == was
