@@ -12,7 +12,7 @@ how long if it is busbw? Here: what share of the slowest link will an all-reduce
     torchrun --standalone --nproc-per-node=8 04_bandwidth_test.py -b 8 -e 8G -f 2   # NCCL
     python 04_bandwidth_test.py                                    # 4 KiB to 4 MiB, gloo on a CPU
 
-**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 12 s; not run on several GPUs) that
+**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 10 s; not run on several GPUs) that
 277 GB/s is 1.44 ms if algbw, 2.53 ms if busbw; that nothing was wrong, and one planted wrong
 element is seen; that busbw still grows at 4 MiB, where the all-reduce reaches a sixth to a quarter
 of the slowest link, and at 400 MB some 40%: here the cores that copy are the limit, not the link.

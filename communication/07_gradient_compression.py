@@ -14,7 +14,7 @@ the accuracy? And if it adds the rest to its next gradients instead?
 
 For the slow link that rank 0 makes: Linux, iproute2, and root or user namespaces.
 
-**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 25 s; never run on several GPUs) that
+**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 23 s; never run on several GPUs) that
 8 bits send what float16 sends; that top-k, with 680 bytes a step, not 340,008, comes to 90%
 accuracy, but to 61% if it drops the rest: 93% of all gradients are lost; that across a cable of
 20 Mbit/s a step of float32 takes 0.2 s, of bfloat16 half, of PowerSGD 1 10 to 21 ms, and when
