@@ -1,6 +1,17 @@
 """Files go whole to one process; lessons and exercises, the longest files, one by one."""
 
+import os
+from collections.abc import Iterator
+from unittest.mock import patch
+
 import pytest
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """What a lesson sets when it is imported must not reach the next test."""
+    with patch.dict(os.environ):
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -44,7 +44,7 @@ BREAKS = {  # what each wrong line must make FAIL, and nothing else
     "vector as peak": (
         '["add"], ran["matmul"]',
         '["add"], ran["matrix x vector"]',
-        {PRODUCT, PEAK, MEMORY},
+        {PRODUCT, PEAK},
     ),
     "roof without intensity": ("intensity * bandwidth)", "bandwidth / 20)", {ROOF}),
 }
@@ -55,7 +55,8 @@ def test_a_wrong_line_fails_its_claims(name: str) -> None:
     old, new, expected = BREAKS[name]
     played = play(WIRES, 2, *QUICK, (old, new))
     assert played.code == 1, played.output
-    assert expected <= played.failed <= expected | {PEAK}, "PEAK may suffer from other jobs"
+    disturbed = {PEAK, MEMORY}  # they are timed, and other jobs may run
+    assert expected <= played.failed <= expected | disturbed
 
 
 WHOLE = "bytes that came back wrong, all paths"
