@@ -38,7 +38,11 @@ def ratios(repeats: int) -> list[dict]:
     rows = []
     for ranks in 2, 4:
         for size, name, calls, aim in CASES:
-            times = run(race, ranks, size, name, calls, repeats, deadline=60 + 10 * repeats)[0]
+            times: tuple[list[float], list[float]] = ([], [])
+            for _ in range(-(-repeats // 2)):  # new ranks lie elsewhere in memory: it shows
+                ours, peer = run(race, ranks, size, name, calls, 2)[0]
+                times[0].extend(ours)
+                times[1].extend(peer)
             unit = f"{size // 1000} kB" if size < 1e6 else f"{size // 10**6} MB"
             row = {"name": f"all-reduce by {name}, {unit}, {ranks} ranks: dist.all_reduce"}
             row |= {"setting": f"float32 sum, {ranks} ranks, gloo", "aim": aim}
