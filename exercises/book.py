@@ -67,7 +67,7 @@ class Exercise:
         report = Report()
         argv = [str(self.folder / "test_exercise.py"), "-x", "--import-mode=importlib"]
         argv += [f"--rootdir={ROOT}", "-o", "addopts="]
-        for plugin in ("terminal", "cacheprovider", "logging", "xdist"):
+        for plugin in ("terminal", "cacheprovider", "logging", "xdist", "rerunfailures"):
             argv += ["-p", f"no:{plugin}"]
         with patch.dict(os.environ, {"ANSWER": str(answer or self.mine)}):
             ended = pytest.main(argv, plugins=[_Listener(report)])

@@ -3,7 +3,6 @@
 import ast
 import sys
 import types
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,21 +68,8 @@ def play(
     *changes: tuple[str, str],
     argv: tuple[str, ...] = (),
     deadline: float = 90,
-    due: set[str] | None = None,
 ) -> Played:
-    """Run a lesson's `main` on so many ranks, with `argv` as its command line. `due` says which
-    claims should FAIL: if others do besides, it is run once more, for another job may have
-    disturbed a clock, hardly twice."""
-    played = _once(path, world_size, changes, argv, deadline)
-    if due is not None and played.failed > due:
-        warnings.warn(f"{path}, played once more after:\n{played.output[-3000:]}", stacklevel=2)
-        played = _once(path, world_size, changes, argv, deadline)
-    return played
-
-
-def _once(
-    path: str, world_size: int, changes: tuple, argv: tuple[str, ...], deadline: float
-) -> Played:
+    """Run a lesson's `main` on so many ranks, with `argv` as its command line."""
     outcomes = attempt(_play, world_size, path, changes, argv, deadline=deadline, group=False)
     first = outcomes[0]
     if any(o.kind != "returned" for o in outcomes):

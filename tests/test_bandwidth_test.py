@@ -97,14 +97,14 @@ BREAKS = {
 
 @pytest.mark.parametrize("claim", BREAKS)
 def test_a_broken_line_fails_its_claim(claim: str) -> None:
-    played = play(LESSON, 3, BREAKS[claim], *SMALL, argv=(*QUICK, "-o", "max"), due={claim})
+    played = play(LESSON, 3, BREAKS[claim], *SMALL, argv=(*QUICK, "-o", "max"))
     assert played.failed == {claim}, played.code
 
 
 def test_fewer_ranks_take_part_and_rows_are_saved(tmp_path: Path) -> None:
     saved = tmp_path / "rows.json", tmp_path / "busbw.png"
     argv = (*QUICK, "-g", "2", "-d", "int32", "--json", str(saved[0]), "--figure", str(saved[1]))
-    played = play(LESSON, 3, *SMALL, argv=argv, due=set())
+    played = play(LESSON, 3, *SMALL, argv=argv)
     assert (played.code, played.failed) == (0, set()), played.output
     assert played.output.startswith("2 ranks, gloo")
     table = json.loads(saved[0].read_text())

@@ -282,13 +282,13 @@ BREAKS = {  # what is broken, at two ranks: section, (old, new), the claims to F
 def test_a_broken_line_fails_its_claims_and_no_other(broken: str) -> None:
     section, change, failing = BREAKS[broken]
     every = ", ".join((MOVES, WAITS, SKIPS, CLOCK))
-    played = play(LESSON, 2, (f"in {every}:", f"in [{section}]:"), change, due=failing)
+    played = play(LESSON, 2, (f"in {every}:", f"in [{section}]:"), change)
     assert played.failed == failing, played.output
     assert played.code == 1
 
 
 def test_the_unbroken_lesson_passes_at_three_ranks() -> None:
-    played = play(LESSON, 3, due=set())
+    played = play(LESSON, 3)
     assert played.failed == set()
     assert played.code == 0, played.output
     assert "rank 0 got [103.0, 403.0], then: " in played.output

@@ -109,14 +109,14 @@ ON_THE_LINK = {
 }
 
 
-def across(*changes: tuple[str, str], due: set[str]) -> Played:
-    return play(LESSON, 2, *NO_HERE, *ONE_STEP, ("HOWS * 3", "HOWS"), *changes, due=due)
+def across(*changes: tuple[str, str]) -> Played:
+    return play(LESSON, 2, *NO_HERE, *ONE_STEP, ("HOWS * 3", "HOWS"), *changes)
 
 
 @pytest.mark.parametrize("what", ON_THE_LINK)
 def test_across_the_link(what: str) -> None:
     old, new, claims = ON_THE_LINK[what]
-    played = across(*[(old, new)] * bool(old), due=claims)
+    played = across(*[(old, new)] * bool(old))
     assert {row["claim"] for row in played.ledger} >= {CLOCK, TRACE, LOG}, played.output
     assert played.failed == claims, played.output
 
@@ -135,7 +135,7 @@ def test_the_timeline_shows_who_does_what_when() -> None:
 
 
 def test_without_a_slow_network_it_is_blocked_and_says_why() -> None:
-    played = across(("tc qdisc add dev lo", "no-such-tc qdisc add dev lo"), due=set())
+    played = across(("tc qdisc add dev lo", "no-such-tc qdisc add dev lo"))
     assert played.code == 0, played.output
     assert "no-such-tc" in played.output
     needs = [row["needs"] for row in played.ledger if row["verdict"] == "BLOCKED"]
