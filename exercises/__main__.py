@@ -14,6 +14,7 @@ N is a number; without it, the first exercise not done is meant.
 import argparse
 import json
 import os
+import signal
 import sys
 import textwrap
 import time
@@ -182,6 +183,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started us may ignore it
     try:
         sys.exit(main())
     except KeyboardInterrupt:

@@ -230,6 +230,7 @@ def _be_rank(place: tuple, work: bytes, outbox: connection.Connection) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     os.close(forkserver._forkserver._forkserver_alive_fd)  # held open, it would keep the server up
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the parent may ignore it
     os.dup2(os.open(f"{folder}/{rank}.out", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 1)
     os.dup2(1, 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
