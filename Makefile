@@ -1,6 +1,6 @@
 # make start    set up and train a real model on real data over several ranks (no root, no compiler)
 # make test     set up everything and run all tests (system packages too, if root or sudo allow)
-# make lessons  run every lesson in reading order, one line each
+# make lessons  run every lesson in reading order, one line each; ONLY=fsdp/ some of them
 # make bench    every speed ratio this course states, ours beside the library's
 # Each may be run again at any time, after an interruption too.
 
@@ -17,7 +17,7 @@ test: .venv/all
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations=10
 
 lessons: .venv/core
-	$(BIN)/python -m tests.run_lessons
+	$(BIN)/python -m tests.run_lessons --only=$(ONLY)
 
 bench: .venv/all
 	$(BIN)/python -m tests.bench
@@ -27,8 +27,8 @@ plumbing: .venv/core
 	$(BIN)/python -m tests.write_plumbing
 
 results: .venv/all
-	$(BIN)/python -m tests.run_lessons --keep
-	$(BIN)/python -m tests.bench --keep
+	$(BIN)/python -m tests.run_lessons --keep --only=$(ONLY)
+	$(if $(ONLY),,$(BIN)/python -m tests.bench --keep)
 	$(BIN)/python -m tests.write_readme
 
 lint: .venv/all

@@ -1,22 +1,34 @@
-"""Collectives: what each rank holds, what it must move, and what goes wrong
-=========================================================================
+"""Collectives: broadcast, all-reduce, all-gather, reduce-scatter, all-to-all
+==========================================================================
 
-**Question.** What does every collective of `torch.distributed` do and cost, and who waits for whom?
+**Question.** What does each collective of `torch.distributed` do, how many bytes must it move, and
+what goes wrong when ranks do not call it together?
 
-**Predict.** For each of the eight on four ranks: what share of the S bytes must the busiest rank
-send or receive? If rank 3 skips the first of three all-reduces, which of them raises an error?
+**Predict**, and write it down before you run:
+
+1. Four ranks hold 1, 2, 3 and 4, and call `dist.all_reduce`. What does each hold then?
+2. Every one of four ranks holds a tensor of S bytes. What share of S must the busiest rank send (or
+   receive) in an all-reduce?
+3. A reduce-scatter is one half of an all-reduce. What share must it move, and what does gloo move?
+4. One rank skips the first of three all-reduces. How many wrong sums are handed out before anybody
+   gets an error?
+5. One rank is 0.3 s late for an all-reduce. Your clock starts when you call it. How much of the
+   lateness is billed to the network?
 
 **Run.**
 
-    torchrun --standalone --nproc-per-node=4 01_nccl_collectives.py   # NCCL, if there are 4 GPUs
-    python 01_nccl_collectives.py                                     # the same; else gloo
+    torchrun --standalone --nproc-per-node=4 01_nccl_collectives.py   # NCCL on 4 GPUs, else gloo
+    python 01_nccl_collectives.py                                     # the same, started for you
 
-**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 10 s; not run on several GPUs) that an
-all-reduce moves 1.5 S through each rank, its halves 0.75 S each, but gloo's reduce-scatter 1.5 S;
-that after a skipped call two sums are wrong by 100 and only the last call fails, by its timeout;
-that without a barrier before it, a clock bills one rank's lateness to the network in full.
+Takes 12 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs.
 
-**Next.** communication/02_point_to_point.py opens them: send and receive.
+**Try.** Reduce by `dist.ReduceOp.MAX` in `run_all_reduce`: which claim fails? In
+`who_waits_for_whom` call `work.wait()` right after the all-reduce: which one now?
+
+**Before.** fundamentals/02_launching_processes.py: ranks, groups, torchrun.
+
+**Next.** communication/02_point_to_point.py: the sends and receives that collectives are made of;
+or, on the spine, parallelism/01_data_parallelism_ddp.py
 """
 
 import argparse
@@ -24,247 +36,271 @@ import contextlib
 import ctypes
 import json
 import logging
+import math
 import os
+import re
 import signal
 import socket
 import sys
 import time
+from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
-from itertools import product
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
-WORLD_SIZES = range(1, 65)  # what --nproc-per-node may be
-FLAGS: dict[str, dict] = {}  # flag -> keyword arguments of argparse's add_argument
+# A *rank* is one of WORLD_SIZE processes that run this same file. `claim(text, predicted,
+# measured)` prints one row of the ledger and must be called by every rank. It, `setup`, `print0`,
+# `blocked` and `finish` stand in the last cell, the same in every lesson; you need not read them.
+RANK = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1")))
 
-
-def main(options: argparse.Namespace) -> None:
-    device = setup()
-    eight_pictures(device)
-    five_reductions(device)
-    two_halves_make_a_whole(device)
-    ring_or_tree()
-    for section in bytes_on_the_wire, who_waits_for_whom, one_rank_skips, sides_of_a_clock:
-        say()
-        section(device) if N > 1 else blocked(section.__name__.replace("_", " "), needs="2 ranks")
-    finish()
-
+# Shapes: R ranks; N chunks per rank, and N = R. A chunk is one element or many.
 
 # %% [markdown]
-# ## 1. Eight collectives
+# ## 1. One all-reduce
 #
-# A collective is a call that every rank of a group makes, in the same order, with matching shapes.
-# X[r, j] is chunk j of the data born on rank r; one number stands for a chunk of any size, and 23
-# is chunk 3 of rank 2. A row below says what rank r brings, the call, what rank r must then hold,
-# as one process computes it that sees all of X, and two shares of bytes (section 4).
+# This is the call that data-parallel training makes for every gradient:
+#
+#              before          after dist.all_reduce(x)
+#     rank 0    [1.]             [10.]
+#     rank 1    [2.]             [10.]        1 + 2 + 3 + 4 = 10
+#     rank 2    [3.]             [10.]
+#     rank 3    [4.]             [10.]
+#
+# A **collective** is a call that every rank of a group makes: all of them, in the same order, with
+# tensors of the same shape and dtype, on the device that the backend wants. It works in place. No
+# rank gets its result before every rank has come, so the slowest sets the pace.
+
 
 # %%
-N = int(os.environ.get("WORLD_SIZE", 1))
-ROOT = 1 % N  # any rank may be
-PART, DEPTH = (N - 1) / N, (N - 1).bit_length()  # everything but one chunk; ceil(log2 N)
-
-
-def at_root(chunks: torch.Tensor | list, r: int) -> torch.Tensor | list:
-    return chunks if r == ROOT else chunks[:0]
-
-
-def reduce(out: torch.Tensor, x: torch.Tensor) -> None:
-    dist.reduce(x, ROOT)
-    out.copy_(at_root(x, RANK))  # elsewhere x may hold partial sums: promised to nobody
-
-
-# fmt: off
-COLLECTIVES = {  # name: (before, call, after, must, gloo)
-    "broadcast": (lambda X, r: X[r], lambda out, x: dist.broadcast(out.copy_(x), ROOT),
-                  lambda X, r: X[ROOT], 1, DEPTH),
-    "scatter": (lambda X, r: at_root(X[r], r),
-                lambda out, x: dist.scatter(out, at_root(list(x.split(1)), RANK), ROOT),
-                lambda X, r: X[ROOT, r : r + 1], PART, PART),
-    "gather": (lambda X, r: X[r, :1],
-               lambda out, x: dist.gather(x, at_root(list(out.split(1)), RANK), ROOT),
-               lambda X, r: at_root(X[:, 0], r), PART, PART),
-    "reduce": (lambda X, r: X[r], reduce, lambda X, r: at_root(X.sum(0), r), 1, 2 * PART),
-    "all_reduce": (lambda X, r: X[r], lambda out, x: dist.all_reduce(out.copy_(x)),
-                   lambda X, r: X.sum(0), 2 * PART, 2 * PART),
-    "all_gather": (lambda X, r: X[r, :1], dist.all_gather_into_tensor,
-                   lambda X, r: X[:, 0], PART, PART),
-    "reduce_scatter": (lambda X, r: X[r], dist.reduce_scatter_tensor,
-                       lambda X, r: X.sum(0)[r : r + 1], PART, 2 * PART),
-    "all_to_all": (lambda X, r: X[r], dist.all_to_all_single, lambda X, r: X[:, r], PART, PART),
-}
-# fmt: on
-
-
-def everyone(held: torch.Tensor) -> list[list[float]]:
-    """What every rank holds, for pictures and verdicts; it travels pickled, by another road."""
-    rows: list = [None] * N
-    dist.all_gather_object(rows, held.flatten().tolist())
-    return rows
-
-
-def picture(name: str, before: list[list[float]], after: list[list[float]]) -> str:
-    def row(numbers: list[float]) -> str:
-        cells = ["?" if x != x else f"{x:02g}" for x in numbers[:4]] or ["."]
-        return " ".join(cells + ["…"] * (len(numbers) > 4))
-
-    lines = [f"rank {r}   {row(before[r]):17}  →  {row(after[r])}" for r in range(min(N, 4))]
-    return f"\n  {name:16}" + f"\n{'':18}".join(lines + ["…"] * (N > 4))
-
-
-def gap(a: torch.Tensor, b: torch.Tensor) -> float:
-    return (a - b).abs().max().item() if a.numel() else 0.0
-
-
-def eight_pictures(device: torch.device) -> None:
-    r = torch.arange(N, dtype=torch.float32, device=device)
-    X = (10 if N <= 10 else 100) * r[:, None] + r  # integers below 2^24: every sum is exact
-    for name, (before, call, after, *_) in COLLECTIVES.items():
-        x, due = before(X, RANK).clone(), after(X, RANK)
-        brought, out = everyone(x), torch.full_like(due, torch.nan)  # NaN: nothing filled it in
-        call(out, x)
-        say(picture(name, brought, everyone(out)))
-        claim(f"{name}, distance from one process", 0, gap(out, due))
+def one_all_reduce(device: torch.device) -> None:
+    x = torch.tensor([RANK + 1.0], device=device)
+    dist.all_reduce(x)
+    claim("all_reduce of rank + 1", sum(range(1, WORLD_SIZE + 1)), x.item(), question=1)
 
 
 # %% [markdown]
-# ## 2. Five reductions, two halves
+# ## 2. One root: broadcast, scatter, gather, reduce
 #
-# SUM, MIN and MAX of small integers are exact in any order; AVG (NCCL multiplies by 1/n first) and
-# a long PRODUCT may round at every factor. An all-reduce is a reduce-scatter, then an all-gather
-# (Rabenseifner, 2004): to the bit, if additions are exact or come in the same order. ZeRO and FSDP
-# update each rank's shard between the two.
+# In the pictures, 23 is chunk 3 of the tensor that rank 2 was born with, and *3 is the sum of all
+# ranks' chunks 3. Four collectives have a **root**, one rank that gives or gets everything; here
+# that is rank 1. Broadcast and scatter go from the root to all, gather and reduce from all to the
+# root. A chunk may be one element or a billion.
+#
+#                broadcast                     scatter
+#     rank 0     00 01 02 03 -> 10 11 12 13    -           -> 10
+#     rank 1     10 11 12 13 -> 10 11 12 13    10 11 12 13 -> 11
+#     rank 2     20 21 22 23 -> 10 11 12 13    -           -> 12
+#     rank 3     30 31 32 33 -> 10 11 12 13    -           -> 13
+#
+#                reduce                        gather
+#     rank 0     00 01 02 03 -> -              00          -> -
+#     rank 1     10 11 12 13 -> *0 *1 *2 *3    10          -> 00 10 20 30
+#     rank 2     20 21 22 23 -> -              20          -> -
+#     rank 3     30 31 32 33 -> -              30          -> -
+#
+# Broadcast hands out the initial weights, reduce collects a loss for the log.
+
+# %%
+ROOT = 1 % WORLD_SIZE  # any rank may be
+
+
+def run_broadcast(x: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(x)
+    dist.broadcast(out, src=ROOT)
+
+
+def run_scatter(x: torch.Tensor, out: torch.Tensor) -> None:
+    chunks = list(x.split(1)) if RANK == ROOT else None
+    dist.scatter(out, chunks, src=ROOT)
+
+
+def run_gather(x: torch.Tensor, out: torch.Tensor) -> None:
+    chunks = list(out.split(1)) if RANK == ROOT else None
+    dist.gather(x, chunks, dst=ROOT)
+
+
+def run_reduce(x: torch.Tensor, out: torch.Tensor) -> None:
+    total = x.clone()
+    dist.reduce(total, dst=ROOT)
+    if RANK == ROOT:  # elsewhere `total` may now hold partial sums: promised to nobody
+        out.copy_(total)
+
+
+# %% [markdown]
+# ## 3. No root: all-reduce, all-gather, reduce-scatter, all-to-all
+#
+# Training uses mostly these four, in which every rank gives and gets equally much:
+#
+#                all_reduce                    all_gather
+#     rank 0     00 01 02 03 -> *0 *1 *2 *3    00          -> 00 10 20 30
+#     rank 1     10 11 12 13 -> *0 *1 *2 *3    10          -> 00 10 20 30
+#     rank 2     20 21 22 23 -> *0 *1 *2 *3    20          -> 00 10 20 30
+#     rank 3     30 31 32 33 -> *0 *1 *2 *3    30          -> 00 10 20 30
+#
+#                reduce_scatter                all_to_all
+#     rank 0     00 01 02 03 -> *0             00 01 02 03 -> 00 10 20 30
+#     rank 1     10 11 12 13 -> *1             10 11 12 13 -> 01 11 21 31
+#     rank 2     20 21 22 23 -> *2             20 21 22 23 -> 02 12 22 32
+#     rank 3     30 31 32 33 -> *3             30 31 32 33 -> 03 13 23 33
+#
+# DDP all-reduces gradients; ZeRO and FSDP reduce-scatter gradients and all-gather weights; experts
+# get their tokens by an all-to-all, which is a transpose: row r, chunk j becomes row j, chunk r.
+
+
+# %%
+def run_all_reduce(x: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(x)
+    dist.all_reduce(out)
+
+
+def run_all_gather(x: torch.Tensor, out: torch.Tensor) -> None:
+    dist.all_gather_into_tensor(out, x)
+
+
+def run_reduce_scatter(x: torch.Tensor, out: torch.Tensor) -> None:
+    dist.reduce_scatter_tensor(out, x)
+
+
+def run_all_to_all(x: torch.Tensor, out: torch.Tensor) -> None:
+    dist.all_to_all_single(out, x)
+
+
+CALLS: dict[str, Callable] = {
+    "broadcast": run_broadcast,
+    "scatter": run_scatter,
+    "gather": run_gather,
+    "reduce": run_reduce,
+    "all_reduce": run_all_reduce,
+    "all_gather": run_all_gather,
+    "reduce_scatter": run_reduce_scatter,
+    "all_to_all": run_all_to_all,
+}
+
+# %% [markdown]
+# ## 4. Five reductions, and two halves that make a whole
+#
+# A reduction need not be a sum: `dist.ReduceOp` has SUM, AVG, MIN, MAX and PRODUCT. SUM, MIN and
+# MAX of small integers are exact in any order. AVG (NCCL multiplies by 1/n first) and a long
+# PRODUCT may round at every factor.
+#
+# Look at the pictures again: a reduce-scatter and then an all-gather leave just what an all-reduce
+# does (Rabenseifner, 2004), to the bit if the additions are exact or come in the same order:
+#
+#     00 01 02 03 --reduce_scatter--> *0 --all_gather--> *0 *1 *2 *3
+#
+# That is more than a curiosity. Between the halves each rank holds 1/n of the sum, all that is
+# needed to update 1/n of the weights. ZeRO is nothing but the optimizer moved in between.
 
 
 # %%
 def five_reductions(device: torch.device) -> None:
     x_4 = torch.arange(4, dtype=torch.float64, device=device) + RANK
-    X_R4 = torch.stack([x_4 - RANK + r for r in range(N)])
-    oracle = {"SUM": X_R4.sum(0), "AVG": X_R4.mean(0), "MIN": X_R4.amin(0), "MAX": X_R4.amax(0)}
-    say("\n  all_reduce of [0, 1, 2, 3] + rank")
-    for name, y_4 in (oracle | {"PRODUCT": X_R4.prod(0)}).items():
+    X_R4 = torch.stack([x_4 - RANK + rank for rank in range(WORLD_SIZE)])
+    expected = {"SUM": X_R4.sum(0), "AVG": X_R4.mean(0), "MIN": X_R4.amin(0), "MAX": X_R4.amax(0)}
+    expected["PRODUCT"] = X_R4.prod(0)
+    print0("\n  all_reduce of [0, 1, 2, 3] + rank")
+    for name, expected_4 in expected.items():
         out_4 = x_4.clone()
         dist.all_reduce(out_4, getattr(dist.ReduceOp, name))
-        say(f"  {name:>33}  →  [{', '.join(f'{y:g}' for y in out_4.tolist())}]")
-        atol = 2 * N * 2**-53 if name in ("AVG", "PRODUCT") else 0  # a rounding per factor, twice
-        claim(f"{name}, distance from one process", 0, gap(out_4, y_4) / y_4.max(), atol=atol)
+        print0(f"  {name:>33}  →  [{', '.join(f'{y:g}' for y in out_4.tolist())}]")
+        rounds = name in ("AVG", "PRODUCT")  # once per factor, here and in one process
+        atol = 2 * WORLD_SIZE * 2**-53 if rounds else 0
+        claim(f"{name}: error", 0, relative_error(out_4, expected_4), atol=atol)
 
 
 def two_halves_make_a_whole(device: torch.device) -> None:
-    x = torch.arange(1000 * N, device=device, dtype=torch.float32) % (97 + RANK)
-    shard, halves, whole = torch.empty_like(x[:1000]), torch.empty_like(x), x.clone()
+    x = torch.arange(1000 * WORLD_SIZE, device=device, dtype=torch.float32) % (97 + RANK)
+    shard = torch.empty_like(x[:1000])
+    halves = torch.empty_like(x)
     dist.reduce_scatter_tensor(shard, x)
     dist.all_gather_into_tensor(halves, shard)
+    whole = x.clone()
     dist.all_reduce(whole)
     differ = whole.view(torch.int32) != halves.view(torch.int32)
-    claim("numbers whose bits differ, all_reduce and halves", 0, differ.sum().item())
+    claim("elements whose bits differ, all_reduce and halves", 0, differ.sum().item())
 
 
 # %% [markdown]
-# ## 3. Ring or tree: NCCL's choice
+# ## 5. What must be moved
 #
-# A message of s bytes costs alpha + s / beta. An all-reduce around a ring is 2(n-1) steps of S/n
-# bytes, up and down a tree 2 ceil(log2 n) steps of up to S: few bytes against few alphas. NCCL
-# prices each algorithm with each protocol and takes the cheapest. Simple sends data, then a fence;
-# LL puts 4 bytes of flag beside 4 of data instead, LL128 8 beside 120. Constants: NCCL 2.30,
-# src/graph/tuning.cc; NVLink 4, a network as fast; without correction factors and NVLS, where the
-# switch adds. On GPUs, NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=TUNING prints NCCL's own prices.
+# Let S be the bytes of the larger buffer, the whole array. A rank must receive what it lacks, and
+# in a reduction it must send what only it has. With n ranks, and in units of S, the busiest rank
+# must send or receive at least:
+#
+# | | must | why |
+# |---|---|---|
+# | broadcast, reduce | 1 | every rank lacks all of it, or has all of its summand |
+# | scatter, gather | (n-1)/n | the root has its own chunk already |
+# | all_gather, reduce_scatter, all_to_all | (n-1)/n | each rank has one chunk of n already |
+# | all_reduce | 2(n-1)/n | a reduce-scatter and an all-gather |
+#
+# For large n an all-reduce costs 2 S per rank, *however many ranks there are*. That one fact makes
+# data parallelism possible.
+#
+# Benchmarks report two speeds. **algbw** = S / time is what the caller sees. **busbw** = algbw x
+# `must` is what the busiest link carried, so it can be held beside a datasheet. One exception: with
+# **NVLS** the NVSwitch itself adds up, a GPU sends S only once, and busbw may exceed the link: 480
+# GB/s are published for 8 H100, whose links carry 450. How collectives are built, and how NCCL
+# chooses, is the subject of communication/03_ring_and_tree.py and communication/04_alpha_beta.py.
+#
+# What a backend really moves may be more. gloo's all-reduce is a ring and meets the bound. Its
+# broadcast is a tree, in which the root sends S in each of ceil(log2 n) steps; its reduce is a
+# reduce-scatter and a gather; and its reduce-scatter is a whole all-reduce, of which most is thrown
+# away: the right values at twice the price. NCCL's rings meet the bound.
 
 # %%
-PROTOCOLS = "LL", "LL128", "Simple"
-NCCL = {  # of each: us to start, us a step over NVLink and over the network, share of the wire
-    "Ring": ((6.6, 14, 8.4), (0.6, 1.9, 3.4), (2.7, 4, 14), (1 / 2, 15 / 16, 1)),
-    "Tree": ((6.8, 14, 8.4), (0.6, 1.25, 4), (5, 8.5, 14), (1 / 3.8, 7 / 9, 0.92)),
-}
-
-
-def price(way: tuple[str, str], nodes: int, size: float, wire: float = 18 * 20.6) -> float:
-    """us for an all-reduce over nodes of 8 GPUs; `wire`: links x GB/s a link, one way, per GPU."""
-    start, near, far, share = (row[PROTOCOLS.index(way[1])] for row in NCCL[way[0]])
-    n = 8 * nodes
-    if way[0] == "Ring":
-        hops, leaps, traffic = 2 * (n - nodes), 2 * (nodes - 1), 2 * (n - 1) / n
-    else:  # a chain inside each node, a tree across nodes, both up and down
-        hops, leaps, traffic = 2 * 7, 2 * (nodes.bit_length() - 1), 2
-    limit = (141 if nodes == 1 else 20.4) if way[1] == "LL" else wire
-    return start + hops * near + leaps * far + size * traffic / min(wire * share, limit) / 1e3
-
-
-def ring_or_tree() -> None:
-    say(f"\n  {'all_reduce of':16} 8 H100, one node          32 H100, four nodes")
-    for exponent in range(10, 31, 4):
-        row = f"  {2 ** (exponent % 10):>8} {'KMG'[exponent // 10 - 1]}iB"
-        for nodes in (1, 4):
-            ways = [(price(way, nodes, 2**exponent), *way) for way in product(NCCL, PROTOCOLS)]
-            row += "    {1} {2:7} {0:7,.0f} us".format(*min(ways))
-        say(row)
-    for gpu, wire, published in ("A100", 12 * 20, 235), ("H100", 18 * 20.6, 370):
-        busbw = 2 * 7 / 8 * 8e9 / price(("Ring", "Simple"), 1, 8e9, wire) / 1e3
-        claim(f"busbw of 8 {gpu}, GB/s: priced, published", busbw, published, rtol=0.03)
-
-
-# %% [markdown]
-# ## 4. Bytes
-#
-# A rank must receive what it lacks and, in a reduction, send what only it has: `must`, a share of
-# S, the larger buffer's bytes. With it, algbw = S / time, which the caller sees, becomes busbw =
-# algbw x `must`, which the busiest link carries and a datasheet bounds. The kernel counts what each
-# TCP socket carried (TCP_INFO), so gloo can be watched. Its all_reduce is the ring: through each
-# rank go 2(n-1) chunks of S/n, one a step. Its broadcast is the tree: the root sends S in each of
-# ceil(log2 n) steps. Its reduce_scatter is a whole all-reduce: right values, twice the price.
-
-
-# %%
-def carried() -> tuple[int, int]:
-    """Bytes all TCP sockets of this process have sent (repeats apart) and received."""
-    sent = received = 0
-    for fd in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
-        with contextlib.suppress(OSError):  # closed by now, or not TCP
-            if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket"):
-                continue
-            with socket.socket(fileno=os.dup(int(fd))) as s:
-                info = s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 232)
-            fields = (info[i : i + 8] for i in (128, 200, 208))  # of the kernel's struct tcp_info
-            into, out, again = (int.from_bytes(field, sys.byteorder) for field in fields)
-            sent, received = sent + out - again, received + into
-    return sent, received
+SHARE = (WORLD_SIZE - 1) / WORLD_SIZE  # all but one chunk
+DEPTH = math.ceil(math.log2(WORLD_SIZE))  # of a tree
+MUST = {"broadcast": 1, "scatter": SHARE, "gather": SHARE, "reduce": 1, "all_reduce": 2 * SHARE}
+MUST |= {"all_gather": SHARE, "reduce_scatter": SHARE, "all_to_all": SHARE}
+GLOO = MUST | {"broadcast": DEPTH, "reduce": 2 * SHARE, "reduce_scatter": 2 * SHARE}
 
 
 def bytes_on_the_wire(device: torch.device) -> None:
-    if device.type == "cuda" or not any(carried()):  # the store's traffic at least is there
-        return blocked("bytes on the wire", needs="a system library: gloo, Linux with TCP_INFO")
-    X = torch.ones(1, 1, 50_000).expand(N, N, -1)  # messages' headers: under 1% of such chunks
-    for name, (before, call, after, must, gloo) in COLLECTIVES.items():
-        x, out = before(X, RANK).contiguous(), torch.empty_like(after(X, RANK))
-        dist.barrier()
-        was = carried()
-        dist.barrier()
-        call(out, x)
-        dist.barrier()
-        moved = [now - then for now, then in zip(carried(), was, strict=True)]
-        busiest = max(map(max, everyone(torch.tensor(moved)))) / (4 * X[0].numel())
-        claim(f"{name}: must {must:.3g} S, gloo moves", gloo, busiest, rtol=0.01)
+    """Count what sockets carry during each collective; claim the busiest rank's share of S."""
+    if device.type == "cuda":
+        blocked("bytes on the wire, by TCP", needs="2 ranks on CPU")
+        return
+    if not any(carried()):  # the store's traffic at least should be there
+        blocked("bytes on the wire, by TCP", needs="a system library: Linux with TCP_INFO")
+        return
+    moved = {name: busiest_share(name) for name in CALLS}
+    for name in ("broadcast", "scatter", "gather", "reduce", "all_gather", "all_to_all"):
+        claim_share(name, moved[name])
+    claim_share("all_reduce", moved["all_reduce"], question=2)
+    claim_share("reduce_scatter", moved["reduce_scatter"], question=3)
 
 
 # %% [markdown]
-# ## 5. Who waits for whom
+# ## 6. Who waits for whom
 #
-# A barrier moves no data: nobody leaves it before everybody has come. With `async_op=True`, though,
-# a call returns a `Work` at once. Both are statements about order, and order proves them, counted
-# in the store. The last rank is late at the barrier; rank 0 makes its asynchronous call only when
-# the others are back from theirs: they cannot have waited for a sum that needs rank 0. Leave the
-# buffer alone until `wait()`; on NCCL that makes the current *stream* wait, not the CPU.
+# `dist.barrier()` moves no data: nobody leaves it before everybody has come. But a collective need
+# not hold up the program. With `async_op=True` the call returns a **Work** at once, the collective
+# goes on in the background, and `work.wait()` marks the place where the result is needed. Until
+# then, leave the buffer alone. DDP hides its all-reduces behind the backward pass in this way.
+#
+# On GPUs mind what `wait()` means: it makes the current CUDA *stream* wait, not the Python program.
+# (Nor does Python wait in a synchronous call: that queues the kernel on the current stream.)
+#
+# Order proves both, without a clock, counted in the store. The last rank is late for the barrier.
+# And rank 0 makes its asynchronous call only after the others have come back from theirs, so they
+# cannot have waited for a sum that needs rank 0.
 
 
 # %%
 def who_waits_for_whom(device: torch.device) -> None:
     store = dist.distributed_c10d._get_default_store()  # by TCP, beside the collectives
-    time.sleep(0.1 if RANK == N - 1 else 0)
-    store.add("came", 1)
+    time.sleep(0.1 if RANK == WORLD_SIZE - 1 else 0)
+    store.add("arrived", 1)
     dist.barrier()
-    claim("ranks that had come when the barrier let go", N, store.add("came", 0))
-    x, undone = torch.full((4,), RANK + 1.0, device=device), [f"undone {r}" for r in range(1, N)]
+    arrived = store.add("arrived", 0)
+    claim("ranks that had arrived when the barrier let go", WORLD_SIZE, arrived)
+
+    x = torch.full((4,), RANK + 1.0, device=device)
+    undone = [f"undone {rank}" for rank in range(1, WORLD_SIZE)]
     if RANK == 0:
         with contextlib.suppress(dist.DistStoreError):  # not all back in 5 s: count those who are
             store.wait(undone, timedelta(seconds=5))
@@ -273,216 +309,525 @@ def who_waits_for_whom(device: torch.device) -> None:
     if not work.is_completed():
         store.set(f"undone {RANK}", "")
     work.wait()
-    claim("ranks back, work undone, before rank 0 calls", N - 1, store.add("undone", 0))
-    claim("after wait(), distance from the sum", 0, gap(x, torch.full_like(x, N * (N + 1) / 2)))
+    claim("ranks back, work undone, before rank 0 calls", WORLD_SIZE - 1, store.add("undone", 0))
+    total = torch.full_like(x, sum(range(1, WORLD_SIZE + 1)))
+    claim("after wait(): error of the sum", 0, largest_error(x, total))
 
 
 # %% [markdown]
-# ## 6. One rank skips a call
+# ## 7. One rank skips a call
 #
-# Collectives are matched by order, not by name. When a rank skips one ("my batch was empty"), its
-# next call is taken for the one it skipped: same shape, no error, and all get a sum over different
-# steps. Only at the end, where the others make one call more, does anybody wait in vain, and the
-# error names that call, not the skipped one. A group in which a call failed is lost, so this is a
-# group of its own.
+# Collectives have no names on the wire: a rank's k-th call meets the others' k-th call. So if one
+# rank skips a call ("my batch was empty"), its next one is taken for the one it skipped:
+#
+#     step                0           1           2
+#     ranks 0 to 2    call 1      call 2      call 3   <- waits in vain
+#     rank 3          skips       call 1      call 2
+#
+# If the shapes agree there is no error. Every rank gets a sum over *different steps*, training goes
+# on with wrong gradients, and only at the end does anybody wait, in a call that is innocent. A
+# group in which a call has failed is lost, so this is done in a group of its own, with a short
+# timeout.
 
 
 # %%
 def one_rank_skips(device: torch.device) -> None:
-    group, sums, error = dist.new_group(timeout=timedelta(seconds=2), backend="gloo"), [], ""
+    group = dist.new_group(timeout=timedelta(seconds=3), backend="gloo")
     dist.barrier(group)
+    sums = []
+    error = ""
     try:
         for step in range(3):
             loss = torch.tensor([100.0 * step + RANK])
-            if RANK < N - 1 or step > 0:  # the last rank skips step 0
+            if RANK < WORLD_SIZE - 1 or step > 0:  # the last rank skips step 0
                 dist.all_reduce(loss, group=group)
                 sums.append(loss.item())
     except RuntimeError as timeout:
         error = str(timeout)
-    say(f"{'':10}rank 0 got {sums}, then: {error.rpartition('] ')[2]:.60}")
-    claim("sums handed out after the skip, without an error", 2, len(sums))
-    off = [got - (100 * step * N + N * (N - 1) / 2) for step, got in enumerate(sums)]
-    worst = max(off, key=lambda x: abs(x - 100), default=0)
-    claim("each is off by the skipper's next step, 100", 100, worst)
-    ended = everyone(torch.tensor(error != ""))
-    claim("ranks that waited in vain, ended by the timeout", N - 1, sum(map(sum, ended)))
+    reason, _, _ = error.rpartition("] ")[2].partition(". ")
+    print0(f"{'':13}rank 0 got {sums}, then: {reason:.60}")
+    claim("sums handed out after the skip, without an error", 2, len(sums), question=4)
+
+    errors = [0.0]
+    for step, total in enumerate(sums):
+        errors.append(total - (100 * step * WORLD_SIZE + sum(range(WORLD_SIZE))))
+    claim("largest error of these sums: the next step's 100", 100, max(errors))
+    ended = sum(gather_objects(error != ""))
+    claim("ranks that waited in vain, ended by the timeout", WORLD_SIZE - 1, ended)
 
 
 # %% [markdown]
-# ## 7. The two sides of a clock
+# ## 8. The two sides of a clock
 #
-# A collective ends when the last rank has come, so a clock started at each rank's own arrival
-# bills one rank's lateness to the network; and a CUDA call returns once it is launched. Therefore
-# settle both sides of the clock: synchronise the device, then a barrier. Report the slowest rank.
+# A collective ends when the last rank has come. So a clock that starts when *this* rank arrives
+# measures how late the others are, and calls it network. And on GPUs a call returns as soon as it
+# is queued, so a clock that stops then measures nothing. Settle both sides: synchronize the device
+# and meet at a barrier before the clock starts, and again before it stops.
+#
+#                wrong                                    right
+#     rank 0     start|....waits....|all-reduce|stop      ...waits...|start|all-reduce|stop
+#     rank 3     ........late.......|all-reduce|          ...late....|start|all-reduce|stop
 
 # %%
 LATE = 0.3  # seconds; a sleep that stands for a slow batch
 
 
-def clock(x: torch.Tensor, skip: str) -> float:
-    """Seconds for an all-reduce of x, by the slowest rank's clock, the last rank being late."""
+def settle(x: torch.Tensor) -> None:
+    if x.is_cuda:
+        torch.cuda.synchronize()
+    dist.barrier()
 
-    def settle() -> None:
-        if x.is_cuda:
-            torch.cuda.synchronize()
-        dist.barrier()
 
-    settle()
-    time.sleep(LATE if RANK == N - 1 else 0)
-    settle() if skip != "before" else None
+def seconds_by_the_clock(x: torch.Tensor, before: bool = True, after: bool = True) -> float:
+    """Time an all-reduce of `x` on the slowest rank's clock; one rank comes LATE."""
+    settle(x)
+    time.sleep(LATE if RANK == WORLD_SIZE - 1 else 0)
+    if before:
+        settle(x)
     start = time.perf_counter()
     dist.all_reduce(x)
-    settle() if skip != "after" else None
-    return max(everyone(torch.tensor(time.perf_counter() - start)))[0]
+    if after:
+        settle(x)
+    return max(gather_objects(time.perf_counter() - start))
 
 
 def sides_of_a_clock(device: torch.device) -> None:
     x = torch.ones(1000 if device.type == "cpu" else 2**28, device=device)
-    rounds = [[clock(x, skip) for skip in ("nothing", "before", "after")] for _ in range(3)]
-    right, billed, launched = (sorted(times)[1] for times in zip(*rounds, strict=True))  # medians
-    say(f"{'':10}{billed * 1e3:.1f} ms if not settled before, {right * 1e3:.1f} ms if settled")
-    share = (billed - right) / LATE
-    claim("share of one rank's lateness billed to the network", 1, share, atol=0.5)
+    right = []
+    billed = []
+    launched = []
+    for _ in range(3):
+        right.append(seconds_by_the_clock(x))
+        billed.append(seconds_by_the_clock(x, before=False))
+        launched.append(seconds_by_the_clock(x, after=False))
+    print0(f"{'':13}{sorted(right)[1] * 1e3:.1f} ms if both sides are settled,")
+    print0(f"{'':13}{sorted(billed)[1] * 1e3:.1f} ms if the ranks do not meet before")
+    share = (sorted(billed)[1] - sorted(right)[1]) / LATE
+    claim(
+        "share of one rank's lateness billed to the network",
+        1,
+        share,
+        atol=0.5,
+        question=5,
+        timed=True,
+    )
     if device.type == "cpu":  # where a call returns when it is done
-        return blocked("clock not settled after / settled", needs="2 GPUs")
-    claim("clock not settled after / settled", 0.5, launched / right, "<=")
+        blocked("clock not settled after / settled", needs="2 GPUs")
+        return
+    ratio = sorted(launched)[1] / sorted(right)[1]
+    claim("clock not settled after / settled", 0.5, ratio, "<=", timed=True)
 
 
 # %% [markdown]
-# ## The plumbing, the same in every lesson; fundamentals/02_launching_processes.py explains it
+# ## 9. How it is measured
+#
+# The oracle is one process that sees all ranks' data X_RN: `brought` says what this rank hands to
+# each collective, `expected` what it must hold thereafter. X_RN[r, j] is 10 r + j: small integers,
+# so every sum is exact in float32 and nothing is tolerated. The output starts as NaN, so that an
+# element nobody wrote shows.
+
 
 # %%
-ledger: list[dict] = []  # every claim made so far, the same on every rank
-RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+def brought(X_RN: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What this rank brings to each collective: all its chunks, its first, or nothing."""
+    whole = X_RN[RANK]
+    first = whole[:1]
+    nothing = whole[:0]
+    return {
+        "broadcast": whole,
+        "scatter": whole if RANK == ROOT else nothing,
+        "gather": first,
+        "reduce": whole,
+        "all_reduce": whole,
+        "all_gather": first,
+        "reduce_scatter": whole,
+        "all_to_all": whole,
+    }
 
 
-def command_line() -> argparse.Namespace:
-    """Read FLAGS; --help and mistakes end here, before any collective, and are said once."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    for flag, about in FLAGS.items():
-        parser.add_argument(flag, **about)
-    parser.print_help = lambda: say(parser.format_help())
-    parser.error = lambda text: require(False, f"{text}\n{parser.format_usage().rstrip()}")
-    rule = f"needs a number of ranks in {WORLD_SIZES}, got {WORLD_SIZE}; set --nproc-per-node"
-    require("RANK" not in os.environ or WORLD_SIZE in WORLD_SIZES, rule)
+def expected(X_RN: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What this rank must hold after each collective, computed from all ranks' data."""
+    total = X_RN.sum(0)
+    nothing = total[:0]
+    return {
+        "broadcast": X_RN[ROOT],
+        "scatter": X_RN[ROOT, RANK : RANK + 1],
+        "gather": X_RN[:, 0] if RANK == ROOT else nothing,
+        "reduce": total if RANK == ROOT else nothing,
+        "all_reduce": total,
+        "all_gather": X_RN[:, 0],
+        "reduce_scatter": total[RANK : RANK + 1],
+        "all_to_all": X_RN[:, RANK],
+    }
+
+
+def eight_collectives(device: torch.device) -> None:
+    """Run each on a row of X; print what all ranks held before and after; claim the values."""
+    j_N = torch.arange(WORLD_SIZE, dtype=torch.float32, device=device)
+    X_RN = (10 if WORLD_SIZE <= 10 else 100) * j_N[:, None] + j_N
+    for name, run in CALLS.items():
+        x = brought(X_RN)[name].clone()
+        expected_out = expected(X_RN)[name]
+        out = torch.full_like(expected_out, torch.nan)
+        held_before = gather_objects(x.flatten().tolist())
+        run(x, out)
+        print0(picture(name, held_before, gather_objects(out.flatten().tolist())))
+        error = largest_error(out, expected_out) if out.numel() > 0 else 0.0
+        claim(f"{name}: error", 0, error)
+
+
+def picture(name: str, before: list[list[float]], after: list[list[float]]) -> str:
+    """Draw what each of the first four ranks held, four chunks at most."""
+    lines = []
+    for rank in range(min(WORLD_SIZE, 4)):
+        lines.append(f"rank {rank}   {row_of(before[rank]):17}  →  {row_of(after[rank])}")
+    if WORLD_SIZE > 4:
+        lines.append("…")
+    return f"\n  {name:16}" + f"\n{'':18}".join(lines)
+
+
+def row_of(chunks: list[float]) -> str:
+    cells = ["?" if math.isnan(x) else f"{x:02g}" for x in chunks[:4]] or ["."]
+    if len(chunks) > 4:
+        cells.append("…")
+    return " ".join(cells)
+
+
+# %% [markdown]
+# Bytes are counted where they pass: the kernel knows what each TCP socket has sent, repeats
+# included, and received (TCP_INFO). Barriers on both sides keep other traffic out; what messages
+# carry besides the data is less than 1% of chunks of 200 kB.
+
+
+# %%
+def carried() -> tuple[int, int]:
+    """Bytes that all TCP sockets of this process have sent (repeats apart) and received."""
+    sent = 0
+    received = 0
+    descriptors = os.listdir("/proc/self/fd") if sys.platform == "linux" else []
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):  # closed by now, or not TCP
+            if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket"):
+                continue
+            with socket.socket(fileno=os.dup(int(descriptor))) as copy:
+                info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 232)
+            received += int.from_bytes(info[128:136], sys.byteorder)  # tcpi_bytes_received
+            sent += int.from_bytes(info[200:208], sys.byteorder)  # tcpi_bytes_sent
+            sent -= int.from_bytes(info[208:216], sys.byteorder)  # tcpi_bytes_retrans
+    return sent, received
+
+
+def busiest_share(name: str) -> float:
+    """Run a collective with chunks of 200 kB; return what the busiest rank moved / S."""
+    X_RN = torch.ones(1, 1, 50_000).expand(WORLD_SIZE, WORLD_SIZE, -1)
+    x = brought(X_RN)[name].contiguous()
+    out = torch.empty_like(expected(X_RN)[name])
+    dist.barrier()
+    sent_before, received_before = carried()
+    dist.barrier()
+    CALLS[name](x, out)
+    dist.barrier()
+    sent, received = carried()
+    mine = max(sent - sent_before, received - received_before)
+    return max(gather_objects(mine)) / (X_RN[0].numel() * 4)
+
+
+def claim_share(name: str, share: float, question: int | None = None) -> None:
+    text = f"{name}: must {MUST[name]:.3g} S, gloo moves"
+    claim(text, GLOO[name], share, atol=0.01 * GLOO[name], question=question)
+
+
+def relative_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest difference between two tensors, relative to the largest element."""
+    return ((ours - expected).abs().max() / expected.abs().max()).item()
+
+
+def largest_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest difference between two tensors."""
+    return (ours - expected).abs().max().item()
+
+
+def gather_objects(value: object) -> list:
+    """Return every rank's `value`, in order, on every rank."""
+    values = [None] * WORLD_SIZE
+    dist.all_gather_object(values, value)
+    return values
+
+
+# %% [markdown]
+# ## 10. On GPUs: the speed of three collectives, and what NVLink carried
+#
+# One GiB, timed with CUDA events, the median of 20. busbw belongs beside the datasheet's figure for
+# one direction: 300 GB/s on A100, 450 on H100. NVML counts what a GPU's NVLinks carried. With NVLS
+# an all-reduce shows less than 2(n-1)/n, and its busbw may exceed the links'.
+
+
+# %%
+def measure_on_gpus(device: torch.device) -> None:
+    if device.type == "cpu" or WORLD_SIZE == 1:
+        blocked("GB/s of 1 GiB, and bytes that NVLink carried", needs="2 GPUs")
+        return
+    whole = torch.zeros(2**28 // WORLD_SIZE * WORLD_SIZE, device=device)
+    shard = torch.zeros(len(whole) // WORLD_SIZE, device=device)
+    ways = {
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, shard),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(shard, whole),
+    }
+    ms = {}
+    for name, way in ways.items():
+        ms[name] = max(gather_objects(median_ms(way)))
+        algbw = whole.nbytes / ms[name] / 1e6
+        before = sent_by_nvlink(device)
+        way()
+        torch.cuda.synchronize()
+        share = (sent_by_nvlink(device) - before) / whole.nbytes
+        speeds = f"algbw {algbw:.0f} GB/s, busbw {algbw * MUST[name]:.0f} GB/s"
+        print0(f"{'':13}{name:15}{ms[name]:7.2f} ms, {speeds}, over NVLink {share:.2f} S")
+    halves = ms["reduce_scatter"] + ms["all_gather"]
+    claim("ms of an all-reduce / its halves", 1.3, ms["all_reduce"] / halves, "<=", timed=True)
+
+
+def sent_by_nvlink(device: torch.device) -> int:
+    """Bytes that this GPU's NVLinks have sent so far; 0 if it has none or NVML does not say."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        all_links = 0xFFFFFFFF
+        field = (pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, all_links)
+        value = pynvml.nvmlDeviceGetFieldValues(handle, [field])[0]
+    except pynvml.NVMLError:
+        return 0
+    return value.value.ullVal * 1024 if value.nvmlReturn == 0 else 0
+
+
+def median_ms(work: Callable, repeats: int = 20) -> float:
+    """Return the median time of `work()` on this rank's GPU, in milliseconds."""
+    times = []
+    with torch.no_grad():
+        for _ in range(repeats + 3):
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            start.record()
+            work()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+    return sorted(times[3:])[repeats // 2]
+
+
+# %% [markdown]
+# ## What you should have seen
+#
+# 1. Ten, on every rank: 1 + 2 + 3 + 4. Divided by n, that is data parallelism's mean gradient.
+# 2. 1.5 S on four ranks, 2(n-1)/n in general. That is less than 2 S for any n: a thousand ranks pay
+#    hardly more bytes each than four do. What grows with n is the number of steps, hence latency.
+# 3. It must move 0.75 S; gloo's moves 1.5 S, for it runs a whole all-reduce and keeps one chunk. So
+#    measured on gloo, ZeRO and FSDP move more bytes than on NCCL, where it is 0.75 S.
+# 4. Two: both sums after the skip are wrong by 100, the skipper's next step, and nobody is told.
+#    The error comes in the third call and names that call, not the one that was skipped. On NCCL
+#    the watchdog ends the job after the timeout (10 minutes by default), and the flight recorder
+#    shows which rank has made fewer calls. How to read both: communication/nccl_debugging.md.
+# 5. All of it. In a profile, a long all-reduce means more often a late rank than a slow network.
+#
+# **Try.** With MAX, only "all_reduce: error" fails: the bytes are the same, and nothing else can
+# tell. With `wait()` right after the call, the other ranks cannot be back before rank 0 calls, and
+# "ranks back, work undone, before rank 0 calls" counts none.
+#
+# On real systems an all-gather of uneven shards needs padding, a rank that runs out of data must
+# still make its calls (DDP's `join`), and "same order on all ranks" is what a dictionary of
+# parameters iterated in another order breaks.
+
+
+# %%
+def main() -> None:
+    command_line()
+    launch()
+    device = setup()
+    one_all_reduce(device)
+    eight_collectives(device)
+    five_reductions(device)
+    two_halves_make_a_whole(device)
+    print0()
+    if WORLD_SIZE == 1:
+        blocked("bytes, waiting, skipping, and clocks", needs="2 ranks")
+    else:
+        bytes_on_the_wire(device)
+        who_waits_for_whom(device)
+        one_rank_skips(device)
+        sides_of_a_clock(device)
+    measure_on_gpus(device)
+    finish()
+
+
+# %% [markdown]
+# ## Plumbing, the same in every lesson: join the group, print, check a claim, leave
+
+# %%
+ledger: list[dict] = []  # one row per claim, the same on every rank
+
+
+def command_line(flags: dict[str, dict] | None = None) -> argparse.Namespace:
+    """Read the flags, given as {name: arguments of add_argument}; --help and mistakes end here."""
+    as_it_is = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_it_is)
+    for name, arguments in (flags or {}).items():
+        parser.add_argument(name, **arguments)
+    parser.error = refuse
     return parser.parse_args()
 
 
 def launch() -> None:
-    """Plain `python`: be torchrun, one rank per GPU, else 4, without its wall of text."""
-    from torch.distributed.elastic.multiprocessing import api, errors
+    """Plain `python lesson.py`: be torchrun, one rank per GPU if there are several, else 4."""
+    if "RANK" in os.environ or WORLD_SIZE > 1:
+        return  # this is a rank already: torchrun or srun has started it
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    ranks = gpus if (gpus := torch.cuda.device_count()) > 1 else 4
-    ranks = ranks if ranks in WORLD_SIZES else WORLD_SIZES[0]
-    os.environ |= {"LAUNCHER": str(os.getpid()), "OMP_NUM_THREADS": "1"}  # ranks share the cores
-    logging.disable()  # the rank that failed says why
-    here = ["--standalone", "--local-addr=127.0.0.1"]  # the host's name need not resolve
+    gpus = torch.cuda.device_count()
+    ranks = gpus if gpus > 1 else 4
+    os.environ["LAUNCHER"] = str(os.getpid())
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
+    logging.disable()  # the rank that fails says why
     try:
-        torchrun([*here, f"--nproc-per-node={ranks}", *sys.argv])
-    except errors.ChildFailedError as error:
-        rank, first = error.get_first_failure()
-        sys.exit(f"rank {rank} was ended by {first.signal_name()}" if first.exitcode < 0 else 1)
-    except api.SignalException as error:
+        torchrun(["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", *sys.argv])
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        sys.exit(f"rank {rank} was ended by {failure.signal_name()}" if failure.exitcode < 0 else 1)
+    except SignalException as error:
         sys.exit(128 + error.sigval)
+    sys.exit()
 
 
 def setup() -> torch.device:
-    """Join the group torchrun describes: NCCL if every rank here has its own GPU, else gloo."""
-    if sys.platform == "linux":  # PR_SET_PDEATHSIG: no rank outlives a killed launcher,
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.environ.pop("LAUNCHER", parent := str(os.getppid())) != parent:
-        sys.exit(1)  # nor one killed before this line
+    """Join the process group: NCCL if every local rank has a GPU of its own, else gloo."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the launcher
+    parent = str(os.getppid())
+    if os.environ.pop("LAUNCHER", parent) != parent:
+        sys.exit(1)  # it was killed before that line
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank that waits inside C++ too
-    gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
-    if gpu:
+    if "RANK" not in os.environ:
+        name_ranks_as_torchrun_does()
+    gpus = torch.cuda.device_count()
+    local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    if gpus >= local_ranks:
+        backend = "nccl"
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    backend, wait = "nccl" if gpu else "gloo", timedelta(minutes=2)
-    dist.init_process_group(backend, device_id=device if gpu else None, timeout=wait)
-    sys.excepthook = crash
-    say(f"{WORLD_SIZE} ranks, {backend}, torch {torch.__version__}\n")
-    say(f"{'':10}{'claim':55} {'predicted':20} measured")
+        dist.init_process_group(backend, device_id=device, timeout=timedelta(minutes=2))
+    else:
+        backend = f"gloo ({gpus} GPUs visible, {local_ranks} ranks here)"
+        device = torch.device("cpu")
+        dist.init_process_group("gloo", timeout=timedelta(minutes=2))
+    sys.excepthook = crash  # only now: init_process_group sets one of its own
+    print0(f"{WORLD_SIZE} ranks, {backend}, torch {torch.__version__}\n")
+    print0(f"{'':13}{'claim':50} {'predicted':22} {'measured':>11}")
     return device
 
 
-def crash(*error: object) -> NoReturn:
-    """An exception nobody caught: the first rank prints it, all leave at once; peers may wait."""
-    first = dist.distributed_c10d._get_default_store().add("crash", 1) == 1
-    time.sleep(1)  # if a peer's death is the cause, the launcher ends us meanwhile and names it
-    if first:
-        print(f"rank {RANK}:", file=sys.stderr)
-        sys.__excepthook__(*error)
-    os._exit(1)
+def name_ranks_as_torchrun_does() -> None:
+    """Under `srun`, one task per rank: set the variables that torchrun would have set."""
+    slurm = os.environ
+    first_node = re.match(r"([^,[]+)(?:\[(\d+))?", slurm["SLURM_STEP_NODELIST"])  # of "gpu[03-07]"
+    tasks_here = re.match(r"\d+", slurm["SLURM_STEP_TASKS_PER_NODE"])  # of "4(x2)"
+    os.environ |= {"RANK": str(RANK), "WORLD_SIZE": str(WORLD_SIZE)}
+    os.environ |= {"LOCAL_RANK": slurm["SLURM_LOCALID"], "LOCAL_WORLD_SIZE": tasks_here[0]}
+    os.environ["MASTER_ADDR"] = first_node[1] + (first_node[2] or "")
+    os.environ["MASTER_PORT"] = str(20_000 + int(slurm["SLURM_JOB_ID"]) % 10_000)
 
 
-def say(*words: object) -> None:
+def print0(*words: object) -> None:
     """Print on rank 0 only."""
     if RANK == 0:
         print(*words, flush=True)
 
 
-def require(holds: bool, rule: str) -> None:
-    """End the run, before its first collective, with one message: rule, value, remedy."""
-    if not holds:
-        time.sleep(10 if RANK else 0)  # rank 0 speaks; the launcher ends the others as it leaves
-        sys.exit(f"{sys.argv[0]}: {rule}")
+def refuse(rule: str) -> None:
+    """End before the first collective with one message, from rank 0: rule, value, remedy."""
+    if RANK != 0:
+        time.sleep(30)  # the launcher ends us meanwhile
+    sys.exit(f"{sys.argv[0]}: {rule}")
 
 
-def claim(text: str, predicted: float, measured: float, sign="=", atol=0.0, rtol=0.0) -> None:
-    """Record the worst rank's `measured sign predicted` (= <= >=), give or take the slack."""
-    mine = float(predicted), float(measured), atol + rtol * abs(predicted)
-    ranks = [mine] * WORLD_SIZE
+def claim(
+    text: str,
+    predicted: float,
+    measured: float,
+    sign: str = "=",
+    atol: float = 0.0,
+    question: int | None = None,
+    timed: bool = False,
+    rank: int | None = None,
+) -> None:
+    """Check `measured sign predicted` (=, <=, >=), give or take `atol`, on all ranks; all call.
+
+    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers;
+    `timed` says that a clock decides.
+    """
+    pairs = [(float(predicted), float(measured), float(atol))]
     if dist.is_initialized():
-        dist.all_gather_object(ranks, mine)
-    over = {"=": abs, "<=": float, ">=": float.__neg__}[sign]
-    excess = [over(m - p) - slack for p, m, slack in ranks]
-    worst = max(range(len(ranks)), key=lambda r: excess[r] if excess[r] == excess[r] else 1e999)
-    (p, m, slack), verdict = ranks[worst], "PASS" if excess[worst] <= 0 else "FAIL"  # NaN: FAIL
-    off = "" if verdict == "PASS" else f"\n{'':10}off by {m - p:.3g} on rank {worst}"
-    told, seen = (f"{x:,.{12 if x.is_integer() else 6}g}" for x in (p, m))
-    between = f"{sign:>2} {told}" + (f" ±{float(f'{slack:.1g}'):g}" if slack else "")
-    say(f"  {verdict:7} {text:55} {between:20} {seen}{off}")
-    row = {"claim": text, "verdict": verdict, "rank": worst, "sign": sign}
-    finite = m - m == 0  # JSON knows no other numbers
-    record(row | {"predicted": p, "measured": m if finite else str(m), "slack": slack})
+        pairs = pairs * WORLD_SIZE
+        dist.all_gather_object(pairs, pairs[0])
+    errors = []
+    for p, m, slack in pairs:
+        error = {"=": abs(m - p), "<=": m - p, ">=": p - m}[sign] - slack
+        errors.append(math.inf if math.isnan(error) else error)
+    worst = errors.index(max(errors)) if rank is None else rank
+    verdict = "PASS" if errors[worst] <= 0 else "FAIL"
+    p, m, slack = pairs[worst]
+    between = f"{sign:>2} {readable(p)}" + (f" ±{slack:.2g}" if slack else "")
+    mark = f"{question}." if question else ""
+    print0(f"  {verdict:7} {mark:2} {text:50} {between:22} {readable(m):>11}")
+    if verdict == "FAIL":
+        print0(f"{'':13}off by {m - p:.3g} on rank {worst}")
+    row = {"claim": text, "verdict": verdict, "sign": sign, "rank": worst, "slack": slack}
+    row |= {"predicted": p, "measured": m if math.isfinite(m) else str(m)}  # JSON knows no NaN
+    ledger.append(row | {"question": question, "timed": timed})
+
+
+def readable(x: float) -> str:
+    """Whole numbers in full, others to six digits."""
+    return f"{x:,.0f}" if x.is_integer() and abs(x) < 1e12 else f"{x:,.6g}"
 
 
 def blocked(text: str, needs: str) -> None:
     """Record what this machine cannot answer, and what would."""
-    say(f"  BLOCKED {text:55} needs {needs}")
-    record({"claim": text, "verdict": "BLOCKED", "needs": needs})
+    print0(f"  BLOCKED    {text:50} needs {needs}")
+    ledger.append({"claim": text, "verdict": "BLOCKED", "needs": needs})
 
 
-def record(row: dict) -> None:
-    """Add to the ledger; LESSON_JSON, if set, names a file that is whole after every claim."""
-    ledger.append(row)
-    if RANK == 0 and (path := os.environ.get("LESSON_JSON")):
-        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-        about = {"ranks": WORLD_SIZE, "gpu": gpu, "cpus": os.cpu_count(), "python": sys.version}
-        about |= {"torch": torch.__version__, "argv": sys.argv, "date": time.strftime("%F")}
-        with open(path + ".part", "w") as file:
-            json.dump(about | {"ledger": ledger}, file, indent=1)
-        os.replace(path + ".part", path)
+def crash(*error: object) -> None:
+    """Leave without ceremony, since peers may be stuck. The first rank that fails says why."""
+    first = dist.distributed_c10d._get_default_store().add("crashes", 1) == 1
+    time.sleep(1 if first else 30)  # the launcher ends us meanwhile, if a peer's death is the cause
+    print(f"rank {RANK}:", file=sys.stderr)
+    sys.__excepthook__(*error)
+    os._exit(1)
 
 
-def finish() -> NoReturn:
-    """Leave the group; exit 1 if a claim failed or none was made."""
+def finish() -> None:
+    """Write the ledger where LESSON_JSON says; exit 1 if a claim failed or none was made."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-    count = [row["verdict"] for row in ledger].count
-    say(f"\n  {count('PASS')} PASS, {count('FAIL')} FAIL, {count('BLOCKED')} BLOCKED")
-    code = int(count("PASS") == 0 or count("FAIL") > 0)
-    if __name__ == "__main__":  # threads of a group that something still holds can abort sys.exit
-        os._exit(code)
+    verdicts = Counter(row["verdict"] for row in ledger)
+    print0(f"\n  {verdicts['PASS']} PASS, {verdicts['FAIL']} FAIL, {verdicts['BLOCKED']} BLOCKED")
+    if RANK == 0 and "LESSON_JSON" in os.environ:
+        about = {"ranks": WORLD_SIZE, "torch": torch.__version__, "python": sys.version}
+        about["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        about |= {"cpus": os.cpu_count(), "date": time.strftime("%F"), "ledger": ledger}
+        with open(os.environ["LESSON_JSON"], "w") as file:
+            json.dump(about, file, indent=1)
+    code = int(verdicts["FAIL"] > 0 or verdicts["PASS"] == 0)
+    if __name__ == "__main__":
+        os._exit(code)  # threads of a group that something still holds can abort a plain exit
     sys.exit(code)
 
 
 if __name__ == "__main__":
-    options = command_line()
-    if "RANK" in os.environ or len(WORLD_SIZES) == 1:
-        main(options)
-    else:
-        launch()
+    main()

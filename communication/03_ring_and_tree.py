@@ -1,585 +1,1008 @@
-"""Ring and tree: all-reduce and its relatives, written on send and receive
-=======================================================================
+"""Ring, tree, double binary tree, recursive doubling: all-reduce written on send and receive
+==========================================================================================
 
-**Question.** How does an all-reduce work inside, and why does NCCL know more than one?
+**Question.** How does an all-reduce work inside, and why are there so many ways to do it?
 
-**Predict.** Four ranks hold S bytes each. Around a ring, how many messages does a rank send, how
-many bytes in all? And rank 0, if it collects everything and sends back the sum? Which is faster for
-1 kB, a ring or a tree, which for 1 GB? For which S do they take equally long?
+**Predict**, and write it down before you run:
+
+1. Four ranks hold N elements each, cut into four chunks. They pass one chunk at a time around a
+   ring until all hold the sum. How many messages does each rank send, and how many elements in all?
+2. Instead, rank 0 collects everything and sends the sum back to all. How many elements does rank 0
+   send, and how many would it send among 64 ranks?
+3. 64 ranks form a binary tree: sums flow up, the total flows down. How many elements does the
+   busiest rank send?
+4. Two binary trees carry half of the elements each. How many elements does the busiest of 64 ranks
+   send now, if the trees are arranged well?
+5. With random floating-point numbers, in how many elements do the results of two ranks differ?
 
 **Run.**
 
-    torchrun --standalone --nproc-per-node=4 03_ring_and_tree.py    # NCCL, if there are 4 GPUs
-    python 03_ring_and_tree.py --figure ring_and_tree.png           # the same; else gloo
+    torchrun --standalone --nproc-per-node=4 03_ring_and_tree.py    # NCCL on 4 GPUs, else gloo
+    python 03_ring_and_tree.py --figure ring_and_tree.png           # the same, started for you
 
-**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 13 s; never run on several GPUs) six
-all-reduces, equal to `dist.all_reduce` on every number. In the ring each rank sends 6 messages and
-1.5 S, in the naive one rank 0 sends 3 S. Two constants predict all six on sizes not fitted, the
-worst within 10%; tree and ring should cross at 33,282 bytes and do at 41,493.
+Takes 11 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs. Predict, run, then
+read.
 
-**Next.** exercises/04_ring_all_reduce; then communication/04_bandwidth_test.py measures every
-collective, and which link is the limit.
+**Try.** In `ring_schedule` leave out `+ all_gather_schedule(n, N, piece)`: which claims fail? In
+`double_tree_schedule` write `moves + others` for `moves + mirrored`: which claims fail now?
+
+**Before.** communication/01_nccl_collectives.py: what an all-reduce, a reduce-scatter and an
+all-gather do. communication/02_point_to_point.py: send and receive, and why they come in batches.
+
+**Next.** exercises/04_ring_all_reduce; then communication/04_alpha_beta.py: which algorithm wins
+when
 """
 
 import argparse
-import contextlib
 import ctypes
 import json
 import logging
+import math
 import os
+import re
 import signal
 import sys
 import time
-from collections import Counter, defaultdict, namedtuple
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from datetime import timedelta
-from fractions import Fraction
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise, product
-from typing import NoReturn
-from unittest import mock
+from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-WORLD_SIZES = range(1, 17)  # what --nproc-per-node may be
-FLAGS: dict[str, dict] = {  # flag -> keyword arguments of argparse's add_argument
-    "--figure": {"metavar": "PATH", "help": "draw who sends what when, and the times, to this file"}
-}
+# A *rank* is one of WORLD_SIZE processes that run this same file. `claim(text, predicted,
+# measured)` prints one row of the ledger and must be called by every rank. It, `setup`, `print0`,
+# `blocked` and `finish` stand in the last cell, the same in every lesson; you need not read them.
+RANK = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1")))
+
+# n is the number of ranks, N the number of elements that each of them holds.
+
+# %% [markdown]
+# ## 1. Schedules, and the star: rank 0 does all the work
+#
+# Every rank holds a buffer of N elements, and afterwards every rank is to hold the sum of all of
+# them. Whatever algorithm does that, it consists of **steps**, and in each step some ranks send a
+# span of their buffer to some others. The receiver adds it to its own elements, or overwrites them.
+# So we write each algorithm as a **schedule**: for every step, the messages of *all* ranks. A
+# schedule can be printed, drawn, checked and counted before a single byte is sent; section 8 then
+# carries it out.
+#
+# Each algorithm is a function of n, N and `piece`, the most elements that one message may have.
+# Only trees and chains need that limit (section 3); the others ignore it.
+#
+# The simplest algorithm is a **star**. In step 1 all send their whole buffer to rank 0, which adds;
+# in step 2 it sends back the total:
+#
+#     step 1     1 --N--> 0     2 --N--> 0     3 --N--> 0      added
+#     step 2     0 --N--> 1     0 --N--> 2     0 --N--> 3      copied
+#
+# It has only two steps, but a step lasts as long as its busiest rank needs. In step 1 rank 0 must
+# receive n-1 buffers, and in step 2 send as many, while everybody else waits for it.
 
 
-def main(options: argparse.Namespace) -> None:
-    device = setup()
-    dist.barrier()  # NCCL: all ranks meet before the first batch_isend_irecv
-    who_sends_what()
-    same_as_the_library(device)
-    on_the_wire(device)
-    if N == 1:
-        blocked("times, and where tree and ring cross", needs="2 ranks")
-    else:
-        times = on_a_slow_link(device)
-        on_this_machine(device)
-        draw(options.figure, *times) if options.figure and RANK == 0 else None
-    finish()
+# %%
+class Move(NamedTuple):
+    """One message: `source` sends elements [start, stop) of its buffer to `target`."""
+
+    source: int
+    target: int
+    start: int
+    stop: int
+    add: bool  # the target adds them to its own elements; if not, it overwrites its own
+
+
+Schedule = list[list[Move]]  # step by step, the messages of all ranks
+
+
+def star_schedule(n: int, N: int, piece: int) -> Schedule:
+    """Gather everything at rank 0, then broadcast the sum from there."""
+    everyone_sends = [Move(rank, 0, 0, N, add=True) for rank in range(1, n)]
+    rank_0_sends = [Move(0, rank, 0, N, add=False) for rank in range(1, n)]
+    return [everyone_sends, rank_0_sends]
 
 
 # %% [markdown]
-# ## 1. An algorithm is a list of steps
+# ## 2. Ring: reduce-scatter, then all-gather
 #
-# In each step, some ranks send a span of their buffer; who receives it adds it to his or copies it.
+# A ring shares the work equally (Patarasuk and Yuan, 2009). Cut the buffer into n chunks. In every
+# step each rank sends *one* chunk to its right neighbor, which adds it to its own copy of that
+# chunk. After n-1 steps each chunk has visited all ranks and is complete: chunk r on rank r. That
+# is a **reduce-scatter**. Here it is on four ranks; a cell lists the ranks whose elements are in
+# that chunk's sum so far, so 03 is rank 0's elements plus rank 3's:
 #
-# - **naive**: all send everything to rank 0, which adds and sends back: a tree of depth 1.
-# - **tree**: rank r has children 2r+1 and 2r+2; sums flow up, the total flows down. Long messages
-#   are cut into pieces that follow each other, like micro-batches through a pipeline.
-# - **double tree** (Sanders, Speck, Träff, 2009; NCCL): a second tree with the ranks in reverse
-#   takes half of the data. Who has children in one is a leaf of the other.
-# - **ring** (Patarasuk, Yuan, 2009): chunks go around once and are added up (reduce-scatter: rank r
-#   ends with chunk r complete), then go around once more and are copied (all-gather).
-# - **halving-doubling** (Rabenseifner, 2004): swap halves with the rank n/2 away, quarters with the
-#   one n/4 away, ...; then all that backwards. **doubling** swaps everything, 1, 2, 4, ... away.
-#   Both want a power of two: the ranks beyond it first add theirs to a partner's (`fold`).
+#                rank 0              rank 1              rank 2              rank 3
+#     chunk      0    1    2    3    0    1    2    3    0    1    2    3    0    1    2    3
+#     start      0    0    0    0    1    1    1    1    2    2    2    2    3    3    3    3
+#     step 1     0    0   03*   0    1    1    1   01*  12*   2    2    2    3   23*   3    3
+#     step 2     0  023*  03    0    1    1  013*  01   12    2    2  012* 123*  23    3    3
+#     step 3  0123* 023   03    0    1 0123* 013   01   12    2 0123* 012  123   23    3 0123*
+#     * received and added in this step
+#
+# Then the complete chunks travel around once more, and now each rank copies what arrives: an
+# **all-gather**. The two halves differ only in where they begin and in adding or copying. Together
+# each rank sends 2(n-1) chunks of N/n elements.
+
 
 # %%
-N = int(os.environ.get("WORLD_SIZE", 1))
-WHOLE = 2**62  # numbers a message may have, if none is to be cut
-Move = namedtuple("Move", "source target start stop add")  # add what arrives, else copy it
-Schedule = list[list[Move]]  # all ranks' moves, step by step
+def split_span(start: int, stop: int, parts: int) -> list[tuple[int, int]]:
+    """Cut [start, stop) into spans whose lengths differ by at most one."""
+    edges = [start + (stop - start) * i // parts for i in range(parts + 1)]
+    return list(pairwise(edges))
 
 
-def cut(start: int, stop: int, parts: int) -> list[tuple[int, int]]:
-    """Spans whose lengths differ by 1 at most."""
-    return list(pairwise(start + (stop - start) * i // parts for i in range(parts + 1)))
+def around_the_ring(n: int, N: int, offset: int, add: bool) -> Schedule:
+    """Each step, send a chunk to the right neighbor: first chunk rank + offset, then those before.
+
+    After n - 1 steps, rank r has received chunk r + offset + 1 last.
+    """
+    chunks = split_span(0, N, n)
+    schedule = []
+    for step in range(n - 1):
+        moves = []
+        for rank in range(n):
+            start, stop = chunks[(rank + offset - step) % n]
+            moves.append(Move(rank, (rank + 1) % n, start, stop, add))
+        schedule.append(moves)
+    return schedule
 
 
-def pieces(length: int, most: int) -> int:
-    return max(1, -(-length // most))
+def reduce_scatter_schedule(n: int, N: int, piece: int) -> Schedule:
+    """Leave the finished sum of chunk r on rank r."""
+    return around_the_ring(n, N, offset=-1, add=True)  # chunk r ends on rank r
 
 
-def around(n: int, length: int, ahead: int, add: bool) -> Schedule:
-    """Step h: rank r sends chunk r + ahead - h to rank r + 1."""
-    chunks, ranks = cut(0, length, n), range(n)
-    move = [[(r, (r + 1) % n, *chunks[(r + ahead - h) % n]) for r in ranks] for h in range(n - 1)]
-    return [[Move(*m, add) for m in step] for step in move]
+def all_gather_schedule(n: int, N: int, piece: int) -> Schedule:
+    """Copy chunk r of rank r to all ranks."""
+    return around_the_ring(n, N, offset=0, add=False)  # it begins with its own chunk
 
 
-def reduce_scatter(n: int, length: int, most: int) -> Schedule:
-    return around(n, length, ahead=-1, add=True)
+def ring_schedule(n: int, N: int, piece: int) -> Schedule:
+    return reduce_scatter_schedule(n, N, piece) + all_gather_schedule(n, N, piece)
 
 
-def all_gather(n: int, length: int, most: int) -> Schedule:
-    return around(n, length, ahead=0, add=False)
+# %% [markdown]
+# ## 3. Binary tree: up with sums, down with the total
+#
+# A ring needs 2(n-1) steps. A **binary tree** needs about 2 log2(n): the parent of rank r is
+# (r-1) // 2, sums flow up to rank 0, and the total flows down again. For seven ranks:
+#
+#              0               step 1    3, 4 -> 1    5, 6 -> 2     added
+#            /   \             step 2    1, 2 -> 0                  added
+#           1     2            step 3    0 -> 1, 2                  copied
+#          / \   / \           step 4    1 -> 3, 4    2 -> 5, 6     copied
+#         3   4 5   6
+#
+# Sent whole, a large buffer keeps only one level of the tree busy at a time. So it is cut into
+# **pieces** that follow one another, as cars follow one another along an assembly line. With
+# pieces a, b and c, all levels are busy in the middle (ranks 5 and 6 do the same with 2):
+#
+#     step              1     2     3     4     5     6
+#     3, 4 -> 1         a     b     c
+#     1, 2 -> 0               a     b     c
+#     0 -> 1, 2                     a     b     c
+#     1 -> 3, 4                           a     b     c
+#
+# With d levels of links and k pieces that makes 2d + k - 1 steps. A **broadcast along a chain** of
+# ranks 0, 1, 2, ... works in the same way: a rank passes on one piece while it receives the next.
 
 
-def ring(n: int, length: int, most: int) -> Schedule:
-    return reduce_scatter(n, length, most) + all_gather(n, length, most)
+# %%
+def count_pieces(length: int, piece: int) -> int:
+    """Return how many messages of at most `piece` elements it takes to send `length`."""
+    return max(1, math.ceil(length / piece))
 
 
 def up_and_down(parents: list[int], spans: list[tuple[int, int]]) -> Schedule:
-    """Reduce to rank 0, then broadcast, a span behind the other; parents[r - 1] < r is rank r's."""
+    """Sum up the tree to rank 0, then copy down, piece after piece. Needs parents[rank] < rank."""
     depth = [0]
-    for parent in parents:
-        depth.append(depth[parent] + 1)
-    steps: Schedule = [[] for _ in range(2 * max(depth) + len(spans) - 1)]
-    for (r, parent), (k, span) in product(enumerate(parents, start=1), enumerate(spans)):
-        steps[max(depth) - depth[r] + k].append(Move(r, parent, *span, True))
-        steps[max(depth) + depth[r] - 1 + k].append(Move(parent, r, *span, False))
-    return steps
+    for rank in range(1, len(parents)):
+        depth.append(depth[parents[rank]] + 1)
+    deepest = max(depth)
+    schedule = [[] for _ in range(2 * deepest + len(spans) - 1)]
+    for rank in range(1, len(parents)):
+        parent = parents[rank]
+        for i, (start, stop) in enumerate(spans):
+            step_up = deepest - depth[rank] + i
+            step_down = deepest + depth[rank] - 1 + i
+            schedule[step_up].append(Move(rank, parent, start, stop, add=True))
+            schedule[step_down].append(Move(parent, rank, start, stop, add=False))
+    return schedule
 
 
-def naive(n: int, length: int, most: int) -> Schedule:
-    return up_and_down([0] * (n - 1), [(0, length)])
+def tree_schedule(n: int, N: int, piece: int) -> Schedule:
+    """A binary tree: the parent of rank r is (r - 1) // 2."""
+    parents = [(rank - 1) // 2 for rank in range(n)]
+    return up_and_down(parents, split_span(0, N, count_pieces(N, piece)))
 
 
-def tree(n: int, length: int, most: int) -> Schedule:
-    return up_and_down([r // 2 for r in range(n - 1)], cut(0, length, pieces(length, most)))
-
-
-def double_tree(n: int, length: int, most: int) -> Schedule:
-    parents, count = [r // 2 for r in range(n - 1)], pieces(length, 2 * most)
-    one, other = (up_and_down(parents, cut(*half, count)) for half in cut(0, length, 2))
-    turned = [[Move(n - 1 - a, n - 1 - b, *rest) for a, b, *rest in step] for step in other]
-    return [a + b for a, b in zip(one, turned, strict=True)]
-
-
-def broadcast(n: int, length: int, most: int) -> Schedule:
-    """From rank 0 along a chain: a rank hands on one piece while it receives the next."""
-    steps = up_and_down(list(range(n - 1)), cut(0, length, pieces(length, most)))
-    return [[move for move in step if not move.add] for step in steps]
-
-
-def halving_doubling(n: int, length: int, most: int, halve: bool = True) -> Schedule:
-    power = 1 << n.bit_length() - 1
-    fold = [[Move(r, r - power, 0, length, True) for r in range(power, n)]] * (n > power)
-    mine, swaps, ranks = [(0, length)] * power, [], range(power)
-    for k in range(power.bit_length() - 1):
-        away = power >> k + 1 if halve else 1 << k
-        halves = [cut(*span, 2) if halve else [span] * 2 for span in mine]
-        swaps.append([Move(r, r ^ away, *halves[r][not r & away], True) for r in ranks])
-        mine = [halves[r][bool(r & away)] for r in ranks]
-    back = reversed(fold + swaps if halve else fold)
-    return fold + swaps + [[Move(b, a, *span, False) for a, b, *span, _ in step] for step in back]
-
-
-def doubling(n: int, length: int, most: int) -> Schedule:
-    return halving_doubling(n, length, most, halve=False)
-
-
-ALL_REDUCE: dict[str, Callable] = {"naive": naive, "ring": ring, "tree": tree}
-ALL_REDUCE |= {"double tree": double_tree, "halving-doubling": halving_doubling}
-ALL_REDUCE |= {"doubling": doubling}
-
-
-def who_sends_what() -> None:
-    """Picture of the first steps and ranks, from the schedules for a buffer of n chunks."""
-    say("\n  Chunk by chunk, who sends what to whom; + where it is added on arrival")
-    for name, schedule in ALL_REDUCE.items():
-        say(f"\n  {name:18}" + "".join(f"rank {r:<9}" for r in range(min(N, 5))).rstrip())
-        for t, step in enumerate(schedule(N, N, WHOLE)[:10], start=1):
-            cells = defaultdict(list)
-            for a, b, i, j, add in step:
-                span = "all" if j - i == N else f"{i}" if j - i == 1 else f"{i}-{j - 1}"
-                cells[a] += [f"{'+' * add}{span}→{b}"] * (i < j)
-            row = [" ".join(cells[r][:2]) + "…" * (len(cells[r]) > 2) for r in range(min(N, 5))]
-            say(f"    step {t:<11}" + "".join(f"{cell:14}" for cell in row).rstrip())
-    say()
+def broadcast_schedule(n: int, N: int, piece: int) -> Schedule:
+    """Copy rank 0's elements to all ranks, along the chain 0, 1, 2, ..."""
+    spans = split_span(0, N, count_pieces(N, piece))
+    schedule = [[] for _ in range(n - 2 + len(spans))]
+    for rank in range(n - 1):
+        for i, (start, stop) in enumerate(spans):
+            schedule[rank + i].append(Move(rank, rank + 1, start, stop, add=False))
+    return schedule
 
 
 # %% [markdown]
-# ## 2. Run the list
+# ## 4. Double binary tree: who is busy in one is idle in the other
 #
-# All that a rank does in a step is posted together (on NCCL, a must), and all that is sent in a
-# step is received in it: by induction no step waits for ever. What is to be added lands in a
-# scratch buffer, kept for the next time, for new memory costs page faults. NCCL cuts a ring's
-# chunks further, to add one slice while the next travels. Where all cores are busy copying anyway,
-# that only makes more messages: tried here, slower. Trees need it, or most ranks would wait.
+# In a tree, half of the ranks are leaves, which send N elements; a rank with a parent and two
+# children sends 3 N (one sum up, two totals down). The **double binary tree** (Sanders, Speck and
+# Träff, 2009; in NCCL since 2.4) evens that out: half of the elements take the tree above, and the
+# other half a second tree with the ranks in reverse order. Who has children in one is a leaf in the
+# other:
+#
+#     first half            0               second half           3
+#                         /   \                                 /   \
+#                        1     2                               2     1
+#                       /                                     /
+#                      3                                     0
+
+
+# %%
+def double_tree_schedule(n: int, N: int, piece: int) -> Schedule:
+    """Two binary trees, one with the ranks in reverse order, for half of the elements each."""
+    parents = [(rank - 1) // 2 for rank in range(n)]
+    first_half, second_half = split_span(0, N, 2)
+    count = count_pieces(N - N // 2, piece)
+    first_tree = up_and_down(parents, split_span(*first_half, count))
+    second_tree = up_and_down(parents, split_span(*second_half, count))
+    schedule = []
+    for moves, others in zip(first_tree, second_tree, strict=True):
+        mirrored = [m._replace(source=n - 1 - m.source, target=n - 1 - m.target) for m in others]
+        schedule.append(moves + mirrored)
+    return schedule
+
+
+# %% [markdown]
+# ## 5. Recursive doubling: everybody adds everything
+#
+# When messages are tiny, what counts is how many messages a rank must handle one after another. The
+# star has two steps, but rank 0 handles n-1 messages in each. In **recursive doubling** no rank
+# handles more than one per step: two ranks at distance 1 send each other their whole buffers and
+# both add; then ranks at distance 2, 4, and so on, each time with twice as many ranks in the sum.
+# The peer's number is this rank's with one bit flipped, `rank ^ distance`. For four ranks:
+#
+#                rank 0    rank 1    rank 2    rank 3
+#     start        0         1         2         3
+#     step 1       01*       01*       23*       23*      distance 1: 0 <-> 1,  2 <-> 3
+#     step 2     0123*     0123*     0123*     0123*      distance 2: 0 <-> 2,  1 <-> 3
+#
+# This works for powers of two. For any other n, take the largest power of two below it; the ranks
+# beyond it **fold**: each first sends its elements to a partner, which adds them, then stands
+# aside, and is sent the total at the end.
+
+
+# %%
+def largest_power_of_two(n: int) -> int:
+    """Return the largest power of two that is at most n."""
+    return 1 << (n.bit_length() - 1)
+
+
+def fold_schedule(n: int, power: int, N: int) -> Schedule:
+    """The ranks from `power` on add their elements to those of a partner."""
+    moves = [Move(rank, rank - power, 0, N, add=True) for rank in range(power, n)]
+    return [moves] if moves else []
+
+
+def reversed_schedule(schedule: Schedule) -> Schedule:
+    """The same messages in reverse order and direction; what arrives is copied."""
+    back = []
+    for moves in reversed(schedule):
+        back.append([Move(m.target, m.source, m.start, m.stop, add=False) for m in moves])
+    return back
+
+
+def recursive_doubling_schedule(n: int, N: int, piece: int) -> Schedule:
+    """Exchange everything with the rank at distance 1, 2, 4, ..."""
+    power = largest_power_of_two(n)
+    folded = fold_schedule(n, power, N)
+    schedule = list(folded)
+    distance = 1
+    while distance < power:
+        schedule.append([Move(rank, rank ^ distance, 0, N, add=True) for rank in range(power)])
+        distance *= 2
+    return schedule + reversed_schedule(folded)
+
+
+# %% [markdown]
+# ## 6. Recursive halving-doubling: few steps and few elements
+#
+# Rabenseifner (2004) takes the recursion apart into a reduce-scatter and an all-gather, as the ring
+# does. In **recursive halving** two ranks at distance n/2 split the buffer: each sends the half
+# that the other keeps, and adds what arrives to the half that it keeps. Ranks at distance n/4 do
+# the same with the half they kept, and so on, until each rank holds the finished sum of 1/n of the
+# elements. For four ranks and chunks:
+#
+#                rank 0              rank 1              rank 2              rank 3
+#     chunk      0    1    2    3    0    1    2    3    0    1    2    3    0    1    2    3
+#     start      0    0    0    0    1    1    1    1    2    2    2    2    3    3    3    3
+#     step 1    02*  02*   0    0   13*  13*   1    1    2    2   02*  02*   3    3   13*  13*
+#     step 2  0123*  02    0    0   13 0123*   1    1    2    2 0123*  02    3    3   13 0123*
+#
+# The same messages backwards, copied instead of added, are the all-gather ("doubling"). So there
+# are 2 log2(n) steps, and a rank sends no more elements than in a ring.
+
+
+# %%
+def recursive_halving_doubling_schedule(n: int, N: int, piece: int) -> Schedule:
+    """Exchange halves at distance n/2, quarters at n/4, ...; then the same backwards."""
+    power = largest_power_of_two(n)
+    schedule = fold_schedule(n, power, N)
+    spans = [(0, N)] * power  # what each rank still has to finish
+    distance = power // 2
+    while distance >= 1:
+        moves = []
+        for rank in range(power):
+            peer = rank ^ distance
+            lower, upper = split_span(*spans[rank], 2)
+            keep, give = (lower, upper) if rank < peer else (upper, lower)
+            moves.append(Move(rank, peer, *give, add=True))
+            spans[rank] = keep
+        schedule.append(moves)
+        distance //= 2
+    return schedule + reversed_schedule(schedule)
+
+
+ALL_REDUCE: dict[str, Callable] = {
+    "star": star_schedule,
+    "ring": ring_schedule,
+    "tree": tree_schedule,
+    "double tree": double_tree_schedule,
+    "recursive doubling": recursive_doubling_schedule,
+    "recursive halving-doubling": recursive_halving_doubling_schedule,
+}
+
+# %% [markdown]
+# ## 7. Read the schedules
+#
+# This prints what you have just read: for a buffer of n chunks, who sends which chunk to whom in
+# each step. A plus marks a chunk that the receiver adds. Hold the ring's lines beside the picture
+# in section 2. `--figure` draws the same as arrows.
+
+# %%
+WHOLE = 2**62  # elements that a message may have, if none is to be cut
+
+
+def show_schedules() -> None:
+    """Print the first ten steps of the first five ranks."""
+    columns = min(WORLD_SIZE, 5)
+    for name, algorithm in ALL_REDUCE.items():
+        header = "".join(f"rank {rank:<9}" for rank in range(columns))
+        print0(f"\n  {name:28}{header}".rstrip())
+        schedule = algorithm(WORLD_SIZE, WORLD_SIZE, WHOLE)
+        for step, moves in enumerate(schedule[:10], start=1):
+            cells = defaultdict(list)
+            for move in moves:
+                if move.start < move.stop:
+                    cells[move.source].append(arrow(move))
+            row = ""
+            for rank in range(columns):
+                more = "…" if len(cells[rank]) > 2 else ""
+                row += f"{' '.join(cells[rank][:2]) + more:14}"
+            print0(f"    step {step:<21}{row}".rstrip())
+    print0()
+
+
+def arrow(move: Move) -> str:
+    """Return for example +2→3: chunk 2 goes to rank 3 and is added there."""
+    sign = "+" if move.add else ""
+    chunks = f"{move.start}-{move.stop - 1}"
+    if move.stop - move.start == 1:
+        chunks = f"{move.start}"
+    if move.stop - move.start == WORLD_SIZE:
+        chunks = "all"
+    return f"{sign}{chunks}→{move.target}"
+
+
+# %% [markdown]
+# ## 8. Carry out a schedule with send and receive
+#
+# A rank picks its own messages out of the schedule, step by step, and posts all sends and receives
+# of a step in one `batch_isend_irecv` before it waits for any. Then it adds. Why is that correct?
+#
+# - **Nobody waits forever.** Whatever is sent in a step is received in the same step. So if all
+#   ranks have done their earlier steps, all post this one, every send has its receive, and all
+#   finish it.
+# - **Nothing is swapped.** Two messages from one rank to another arrive in the order in which they
+#   were posted, and both ranks post them in the order of the schedule.
+# - **Nothing is overwritten.** What is to be added lands in memory of its own. What is to be copied
+#   lands where it belongs, and no schedule sends or adds those same elements in the same step.
+
+
+# %%
+@cache  # training reduces buffers of the same lengths in each iteration
+def steps_of_this_rank(algorithm: Callable, N: int, piece: int) -> list[tuple]:
+    """Return what this rank receives and what it sends, for each step in which it takes part."""
+    steps = []
+    for everything in algorithm(WORLD_SIZE, N, piece):
+        moves = [move for move in everything if move.start < move.stop]  # not empty
+        receives = [move for move in moves if move.target == RANK]
+        sends = [move for move in moves if move.source == RANK]
+        if receives or sends:
+            steps.append((receives, sends))
+    return steps
+
+
+# Kept from call to call, since touching new memory costs page faults: without this, a ring of two
+# ranks took 1.2 to 1.5 times as long for 64 MB.
+@cache
+def kept_memory(number: int, length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return memory in which the step's message `number` arrives, until it is added."""
+    return torch.empty(length, dtype=dtype, device=device)
+
+
+def exchange_step(
+    x_N: torch.Tensor, receives: list[Move], sends: list[Move], combine: Callable = torch.add
+) -> None:
+    """Send and receive this rank's messages of one step; combine what arrives with its own."""
+    places = []
+    operations = []
+    for number, move in enumerate(receives):
+        place = x_N[move.start : move.stop]
+        if move.add:
+            place = kept_memory(number, len(place), x_N.dtype, x_N.device)
+        places.append(place)
+        operations.append(dist.P2POp(dist.irecv, place, move.source))
+    for move in sends:
+        operations.append(dist.P2POp(dist.isend, x_N[move.start : move.stop], move.target))
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    for move, place in zip(receives, places, strict=True):
+        if move.add:
+            own = x_N[move.start : move.stop]
+            combine(own, place, out=own)
+
+
+# %% [markdown]
+# The whole of an all-reduce is then a loop over its steps. NCCL additionally cuts a ring's chunks
+# into slices, so that a GPU adds one slice while the next one travels. On CPUs the cores that would
+# add are busy copying messages, so slices only make more messages: tried here, they were slower.
+# Trees do need pieces, or most ranks would wait.
 
 # %%
 COMBINE = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum}
-PIECE = 2**22  # bytes of a message in a tree or chain
-kept: dict[tuple, torch.Tensor] = {}  # (dtype, device) -> scratch buffer
+PIECE_BYTES = 2**22  # of a message in a tree or chain
 
 
-@cache
-def plan(schedule: Callable, n: int, length: int, most: int) -> list[tuple[list, list]]:
-    """This rank's steps: what it receives, what it sends."""
-    steps = [[m for m in step if m.start < m.stop] for step in schedule(n, length, most)]
-    mine = [[[m for m in step if m[end] == RANK] for end in (1, 0)] for step in steps]
-    return [(into, out) for into, out in mine if into or out]
+def run(
+    algorithm: Callable, x: torch.Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM, piece: int = 0
+) -> None:
+    """Carry out `algorithm` on `x`, in place.
 
-
-def run(schedule: Callable, x: torch.Tensor, op=dist.ReduceOp.SUM, most: int = 0) -> None:
-    """Carry out the schedule on x, in place; at most `most` numbers a message (0: PIECE bytes).
-
-    Raises ValueError if op is neither SUM nor MAX, or x not contiguous.
+    A message of a tree has at most `piece` elements; 0 stands for PIECE_BYTES. Raises ValueError if
+    `op` is neither SUM nor MAX, or if `x` is not contiguous.
     """
     if op not in COMBINE or not x.is_contiguous():
         got = f"{op}, strides {x.stride()}"
         raise ValueError(f"needs SUM or MAX and a contiguous tensor, got {got}; use x.contiguous()")
-    x, key = x.view(-1), (x.dtype, x.device)
-    for into, out in plan(schedule, N, len(x), most or PIECE // x.itemsize):
-        lengths = [(m.stop - m.start) * m.add for m in into]
-        if len(kept.get(key, "")) < sum(lengths):
-            kept[key] = x.new_empty(sum(lengths))
-        spare = kept[key][: sum(lengths)].split(lengths) if sum(lengths) else [None] * len(into)
-        mine = [x[m.start : m.stop] for m in into]
-        land = [s if m.add else own for m, s, own in zip(into, spare, mine, strict=True)]
-        ops = [dist.P2POp(dist.irecv, t, m.source) for m, t in zip(into, land, strict=True)]
-        ops += [dist.P2POp(dist.isend, x[m.start : m.stop], m.target) for m in out]
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
-        for m, own, came in zip(into, mine, land, strict=True):
-            COMBINE[op](own, came, out=own) if m.add else None
-
-
-def same_as_the_library(device: torch.device) -> None:
-    """Small integers, whose sums are exact in bfloat16 too, in any order; then random numbers."""
-    torch.manual_seed(RANK)
-    lengths, types = (0, 1, N - 1, N + 1, 1000), (torch.float32, torch.float64, torch.bfloat16)
-    for name, schedule in ALL_REDUCE.items():
-        unlike = 0
-        for length, dtype, op in product(lengths, types, COMBINE):
-            x = torch.randint(-4, 5, (length,), device=device).to(dtype)
-            dist.all_reduce(due := x.clone(), op)
-            run(schedule, x, op, most=300)
-            unlike += (x != due).sum().item()
-        claim(f"{name}: numbers unlike dist.all_reduce", 0, unlike)
-    start, stop = cut(0, 1001, N)[RANK]
-    dist.all_reduce(due := (x := torch.randint(9, (1001,), device=device)).clone())
-    run(reduce_scatter, x)
-    claim("reduce_scatter: numbers unlike dist.all_reduce", 0, (x != due)[start:stop].sum())
-    x[:start], x[stop:] = -1, -1
-    run(all_gather, x)
-    claim("all_gather: numbers unlike dist.all_reduce", 0, (x != due).sum())
-    run(broadcast, x := due * (RANK == 0), most=300)
-    claim("broadcast: numbers unlike rank 0's", 0, (x != due).sum())
-    unlike = 0
-    for schedule in ALL_REDUCE.values():
-        run(schedule, x := torch.randn(1000, device=device))
-        dist.all_reduce(largest := x.clone(), dist.ReduceOp.MAX)
-        unlike += (x != largest).sum().item()
-    claim("random sums that differ between ranks", 0, unlike)
+    x_N = x.view(-1)
+    piece = piece or PIECE_BYTES // x.itemsize
+    for receives, sends in steps_of_this_rank(algorithm, len(x_N), piece):
+        exchange_step(x_N, receives, sends, COMBINE[op])
 
 
 # %% [markdown]
-# ## 3. Bytes and messages, counted
+# ## 9. How it is measured
 #
-# What goes through `batch_isend_irecv` goes on the wire. No algorithm does with less than 2(n-1) S
-# in all (Patarasuk, Yuan); all but doubling reach that. The ring shares it out: 2(n-1)/n S a rank.
+# The **oracle** is `dist.all_reduce`. Small integers are exact in every dtype here, bfloat16
+# included, in whatever order they are added, so not a single element may differ. Lengths 0, 1, n-1
+# and n+1 leave chunks empty or uneven. With `piece=300`, trees and chains cut 1,000 elements into
+# several messages.
+#
+# Then random numbers, whose sums do depend on the order: the claim is that all *ranks* agree to the
+# last bit. Each rank compares its result with the elementwise maximum over all ranks. If all hold
+# the same number, that is the maximum; if not, a rank that holds less than the maximum counts it.
 
 
 # %%
-@contextlib.contextmanager
-def posting(watch: Callable) -> Iterator:
-    """Calls watch(ops) on each batch this rank posts, once it is done."""
-    real = dist.batch_isend_irecv
+def check_sums(device: torch.device) -> None:
+    torch.manual_seed(RANK)
+    lengths = (0, 1, WORLD_SIZE - 1, WORLD_SIZE + 1, 1000)
+    dtypes = (torch.float32, torch.float64, torch.bfloat16)
+    for name, algorithm in ALL_REDUCE.items():
+        wrong = 0
+        for length, dtype, op in product(lengths, dtypes, COMBINE):
+            x = torch.randint(-4, 5, (length,), device=device).to(dtype)
+            expected = x.clone()
+            dist.all_reduce(expected, op)
+            run(algorithm, x, op, piece=300)
+            wrong += (x != expected).sum().item()
+        claim(f"{name}: wrong elements", 0, wrong)
 
-    def watched(ops: list) -> list:
-        for work in real(ops):
-            work.wait()
-        watch(ops)
-        return []
+    differ = 0
+    for algorithm in ALL_REDUCE.values():
+        x = torch.randn(1000, device=device)
+        run(algorithm, x)
+        largest = x.clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        differ += (x != largest).sum().item()
+    claim("random sums that differ between ranks", 0, differ, question=5)
 
-    with mock.patch.object(dist, "batch_isend_irecv", watched):
-        yield
+
+def check_relatives(device: torch.device) -> None:
+    """Check reduce-scatter, all-gather and broadcast; each begins with a correct buffer."""
+    x = torch.randint(9, (1001,), device=device)
+    expected = x.clone()
+    dist.all_reduce(expected)
+    start, stop = split_span(0, len(x), WORLD_SIZE)[RANK]
+    run(reduce_scatter_schedule, x)
+    wrong = (x != expected)[start:stop].sum().item()
+    claim("reduce_scatter: wrong elements in its own chunk", 0, wrong)
+
+    x = torch.full_like(expected, -1)
+    x[start:stop] = expected[start:stop]
+    run(all_gather_schedule, x)
+    claim("all_gather: wrong elements", 0, (x != expected).sum().item())
+
+    x = expected.clone() if RANK == 0 else torch.full_like(expected, -1)
+    run(broadcast_schedule, x, piece=300)
+    claim("broadcast: wrong elements", 0, (x != expected).sum().item())
 
 
-def sends(r: int) -> dict[str, tuple]:
-    """What rank r sends, by formula: messages, and bytes as a share of S."""
-    power = 1 << N.bit_length() - 1
-    levels, twin = power.bit_length() - 1, int(r < N - power)
-    links = [(rank > 0) + max(0, min(2, N - 1 - 2 * rank)) for rank in (r, N - 1 - r)]
-    halving = 2 * levels + twin, 2 * Fraction(power - 1, power) + twin
+# %% [markdown]
+# Now the counts. Nothing but our own calls moves data here, so what we hand to `isend` is what a
+# rank sends. The counter sits beneath torch's dispatcher, where every send passes. For each
+# algorithm the formulas below say how many **messages** this rank sends, how many **elements** in
+# units of N, and how many elements the **largest message** has. The buffer has 128 n elements, so
+# that chunks are equally long, and a piece has at most 100. So on four ranks a tree cuts 512
+# elements into six messages, of 85 or 86 elements.
+
+
+# %%
+class Sends(NamedTuple):
+    """What one rank sends, by formula."""
+
+    messages: int
+    elements: float  # in units of N
+    largest: int  # elements of the largest message
+
+
+def predict_sends(rank: int, n: int, N: int, piece: int) -> dict[str, Sends]:
+    cuts = math.ceil(N / piece)  # pieces of a buffer
+    cuts_of_half = math.ceil(N / 2 / piece)
+    last = rank == n - 1
+    here = links_in_tree(rank, n)
+    both = here + links_in_tree(n - 1 - rank, n)
+    doubling, halving = predict_recursive_sends(rank, n, N)
     return {
-        "naive": (1, 1) if r else (N - 1, N - 1),
-        "ring": (2 * (N - 1), Fraction(2 * (N - 1), N)),
-        "tree": (links[0], links[0]),
-        "double tree": (sum(links), Fraction(sum(links), 2)),
-        "halving-doubling": halving if r < power else (1, 1),
-        "doubling": (levels + twin, levels + twin) if r < power else (1, 1),
-        "reduce_scatter": (N - 1, Fraction(N - 1, N)),
-        "all_gather": (N - 1, Fraction(N - 1, N)),
-        "broadcast": (8 * (r < N - 1), r < N - 1),  # in 8 pieces
+        "star": Sends(1, 1, N) if rank else Sends(n - 1, n - 1, N),
+        "ring": Sends(2 * (n - 1), 2 * (n - 1) / n, N // n),
+        "tree": Sends(here * cuts, here, math.ceil(N / cuts)),
+        "double tree": Sends(both * cuts_of_half, both / 2, math.ceil(N / 2 / cuts_of_half)),
+        "recursive doubling": doubling,
+        "recursive halving-doubling": halving,
+        "reduce_scatter": Sends(n - 1, (n - 1) / n, N // n),
+        "all_gather": Sends(n - 1, (n - 1) / n, N // n),
+        "broadcast": Sends(0, 0, 0) if last else Sends(cuts, 1, math.ceil(N / cuts)),
     }
 
 
-def on_the_wire(device: torch.device) -> None:
-    x, more = torch.zeros(128 * N, device=device), (reduce_scatter, all_gather, broadcast)
-    for name, schedule in (ALL_REDUCE | {f.__name__: f for f in more}).items():
-        ops: list = []
-        with posting(ops.extend):
-            run(schedule, x, most=len(x) // 8 if schedule is broadcast else WHOLE)
-        sent = [op.tensor.nbytes for op in ops if op.op is dist.isend]
-        messages, share = sends(RANK)[name]
-        claim(f"{name}: messages a rank sends", messages, len(sent))
-        claim(f"{name}: bytes a rank sends / S", share, Fraction(sum(sent), x.nbytes))
+def links_in_tree(rank: int, n: int) -> int:
+    """Return how many parents and children a rank has in the binary tree."""
+    children = max(0, min(2, n - 1 - 2 * rank))
+    return children + (rank > 0)
+
+
+def predict_recursive_sends(rank: int, n: int, N: int) -> tuple[Sends, Sends]:
+    """Return what recursive doubling and recursive halving-doubling send."""
+    power = largest_power_of_two(n)
+    if rank >= power:  # it folds: one message, the whole buffer
+        return Sends(1, 1, N), Sends(1, 1, N)
+    levels = power.bit_length() - 1
+    partner = 1 if rank < n - power else 0  # of a rank that folds: sends it the total at the end
+    doubling = Sends(levels + partner, levels + partner, N)
+    halving_elements = 2 * (power - 1) / power + partner
+    halving = Sends(2 * levels + partner, halving_elements, N if partner else N // 2)
+    return doubling, halving
 
 
 # %% [markdown]
-# ## 4. Two constants
-#
-# Let a step cost a rank alpha + bytes/beta, bytes being what it sends or receives, whichever is
-# more, from when all whom it deals with are there (`price`). A tree has few alphas, the ring few
-# bytes; they take equally long where (alphas saved) x alpha = (bytes added) / beta. Ranks that
-# share cores and caches have no links of their own to show that; so each rank sleeps alpha +
-# bytes/beta after each step. Two constants are then fitted to all algorithms on every other size.
-# They must predict the sizes in between, and where tree and ring cross. Halving-doubling looks best
-# of all here, but it wants a fast link from each rank to every other; the ring only to neighbours.
+# The counter is the same in every lesson that needs one.
 
 
 # %%
-ALPHA, BETA = 5e-3, 1e7  # s, bytes/s
-Curve = dict[int, float]  # bytes -> seconds
+class Call(NamedTuple):
+    """One collective, send or receive of this rank, as it was handed to the process group."""
+
+    operation: str  # "all_reduce", "all_gather", "reduce_scatter", "send", ...
+    elements: int  # of its input or its output, whichever is larger
+    nbytes: int  # of the same
+    ranks: tuple[int, ...]  # of the group
+    peer: int | None  # of a send or receive: the other rank; None: any
 
 
-def price(schedule: Callable, alpha: float, a_byte: float) -> float:
-    """When the last rank is done, for S = 1, by a clock for each rank."""
-    clock, length = [0.0] * N, 128 * N
-    for step in schedule(N, length, WHOLE):
-        came, busy = clock[:], Counter()
-        for a, b, start, stop, _ in step:
-            came[a], came[b] = (max(came[r], clock[a], clock[b]) for r in (a, b))
-            busy.update({("out", a): (stop - start) / length, ("in", b): (stop - start) / length})
-        for r in {r for _, r in busy}:
-            clock[r] = came[r] + alpha + a_byte * max(busy["out", r], busy["in", r])
-    return max(clock)
+class CountedCommunication(TorchDispatchMode):
+    """Records this rank's communication in `log`, beneath torch's dispatcher: DDP's and FSDP's too.
+
+    It sees what is handed to a backend, not what the backend then sends.
+    """
+
+    NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier")
+    NAMES += ("send", "recv", "reduce", "gather", "scatter")  # "_allgather_base_" is an all_gather
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[Call] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # its local tensors come by here in a moment
+        if func.namespace.lstrip("_").startswith("c10d"):
+            self.record(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def record(self, func, args: tuple, kwargs: dict) -> None:
+        spelled = func._schema.name.replace("_", "")
+        names = [name for name in self.NAMES if name.replace("_", "") in spelled]
+        if not names:
+            return  # it waits for a result or wraps one
+        given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}
+        given |= kwargs
+        if "process_group" in given:
+            group = dist.ProcessGroup.unbox(given["process_group"])
+        else:
+            group = dist.distributed_c10d._resolve_process_group(given["group_name"])
+        ranks = tuple(dist.get_process_group_ranks(group))
+        sizes = [(0, 0)]
+        for argument in args:
+            tensors = [leaf for leaf in tree_leaves(argument) if isinstance(leaf, torch.Tensor)]
+            sizes.append((sum(t.numel() for t in tensors), sum(t.nbytes for t in tensors)))
+        peer = given.get("dst", given.get("src")) if names[0] in ("send", "recv") else None
+        peer = None if peer is None or peer < 0 else ranks[peer]
+        self.log.append(Call(names[0], *max(sizes), ranks, peer))
+
+    def calls(self, operation: str = "") -> list[Call]:
+        """The calls of one operation, in order; of all without a name."""
+        return [call for call in self.log if operation in ("", call.operation)]
+
+    def elements(self, operation: str = "") -> int:
+        """Elements handed over in all calls of one operation."""
+        return sum(call.elements for call in self.calls(operation))
 
 
-def measure(calls: dict, sizes: list, device: torch.device, most: int = 1) -> dict[str, Curve]:
-    """Best of three times (each of `most` calls at most) by the slowest rank's clock, in turns."""
-    taken: dict = {name: {size: [] for size in sizes} for name in calls}
-    for _, size, name in product(range(3), sizes, calls):
-        x, repeats = torch.zeros(size // 4, device=device), max(1, min(most, 2**20 // size))
-        dist.barrier()
-        start = time.perf_counter()
-        for _ in range(repeats):
-            calls[name](x)
-        torch.cuda.synchronize() if x.is_cuda else None
-        seconds = torch.tensor((time.perf_counter() - start) / repeats, device=device)
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)
-        taken[name][size].append(seconds.item())
-    return {name: {size: min(t) for size, t in curve.items()} for name, curve in taken.items()}
+# %% [markdown]
+# Each algorithm's counts are compared with the formulas, for every rank.
 
 
-def crossing(ring: Curve, tree: Curve) -> float:
-    """Bytes from which on the ring is faster, between sizes on logarithms; else NaN."""
-    lead = {size: np.log(ring[size] / tree[size]) for size in ring}
-    for a, b in pairwise(lead):
-        if lead[a] > 0 >= lead[b]:
-            return a * (b / a) ** (lead[a] / (lead[a] - lead[b]))
-    return np.nan
+# %%
+def check_counts(device: torch.device) -> None:
+    if WORLD_SIZE == 1:
+        blocked("messages, elements, largest message", needs="2 ranks")
+        return
+    check_sends("ring", ring_schedule, device, question=1)
+    check_sends("star", star_schedule, device, question=2)
+    for name, algorithm in ALL_REDUCE.items():
+        if name not in ("ring", "star"):
+            check_sends(name, algorithm, device)
+    check_sends("reduce_scatter", reduce_scatter_schedule, device)
+    check_sends("all_gather", all_gather_schedule, device)
+    check_sends("broadcast", broadcast_schedule, device)
 
 
-def link(ops: list) -> None:
-    """What a step costs where a rank has a link of its own: a sleep stands for it."""
-    torch.cuda.synchronize() if ops[0].tensor.is_cuda else None
-    ends = dist.isend, dist.irecv
-    load = max(sum(op.tensor.nbytes for op in ops if op.op is end) for end in ends)
-    time.sleep(ALPHA + load / BETA)
+def check_sends(
+    name: str, algorithm: Callable, device: torch.device, question: int | None = None
+) -> None:
+    """Carry out an algorithm; claim this rank's messages, elements and largest message."""
+    x_N = torch.zeros(128 * WORLD_SIZE, device=device)
+    with CountedCommunication() as counted:
+        run(algorithm, x_N, piece=100)
+    sends = [call.elements for call in counted.calls("send")]
+    predicted = predict_sends(RANK, WORLD_SIZE, len(x_N), piece=100)
+    messages, share, largest = predicted[name]
+    claim(f"{name}: messages sent", messages, len(sends), question=question)
+    claim(f"{name}: elements sent / N", share, sum(sends) / len(x_N), question=question)
+    claim(f"{name}: largest message", largest, max(sends, default=0))
 
 
-def fit(terms: dict[str, tuple], curves: dict[str, Curve], sizes: list) -> tuple[float, float]:
-    """alpha and 1/beta, one pair for all algorithms, of least relative error."""
-    rows = [(*terms[name], size, curves[name][size]) for name in curves for size in sizes]
-    a, b, size, t = np.array(rows).T
-    return tuple(np.linalg.lstsq(np.stack([a / t, b * size / t], 1), t / t, rcond=None)[0])
+# %% [markdown]
+# *Predict* 2, 3 and 4 ask about 64 ranks. Counting what they would send, and in how many steps,
+# takes a schedule and no ranks.
 
 
-def on_a_slow_link(device: torch.device) -> tuple[dict, dict]:
-    terms = {name: (price(f, 1, 0), price(f, 0, 1)) for name, f in ALL_REDUCE.items()}
-    (many, light), (few, heavy) = terms["ring"], terms["tree"]
-    rate = (many - few) / (heavy - light)  # alphas saved for a byte added; 0 for two ranks
-    sizes = [4 * round((rate or 1) * ALPHA * BETA * 3**k / 4) for k in (-2, -1, 0, 1, 2)]
-    with posting(link):
-        curves = measure({name: partial(run, f) for name, f in ALL_REDUCE.items()}, sizes, device)
-    (alpha, a_byte), held_out = fit(terms, curves, sizes[::2]), sizes[1::2]
-    due = {name: {s: a * alpha + b * s * a_byte for s in sizes} for name, (a, b) in terms.items()}
-    found = f"fitted {alpha * 1e3:.1f} ms and {1e-6 / a_byte:.1f} MB/s"
-    say(f"\n  Slept {ALPHA * 1e3:g} ms and {BETA / 1e6:g} MB/s, {found}. Predicted → measured, ms:")
-    say(f"{'':41}" + "".join(f"{size:>15,} bytes" for size in held_out))
-    for name, (a, b) in terms.items():
-        cells = [f"{due[name][s] * 1e3:.1f} → {curves[name][s] * 1e3:.1f}" for s in held_out]
-        say(f"  {name:18}{a:2.0f} alpha + {b:.3g} S/beta".ljust(41) + "{:>21}{:>21}".format(*cells))
-    for name in ALL_REDUCE:
-        off = np.exp(max(abs(np.log(curves[name][s] / due[name][s])) for s in held_out))
-        claim(f"{name}: factor off on sizes held out", 2, off, "<=")
-    what = "crossing, found / predicted in steps of 3x"
-    if N == 2:
-        blocked(what, needs="3 ranks: of 2 a ring wins")
-    else:
-        cross, found = rate * alpha / a_byte, crossing(curves["ring"], curves["tree"])
-        say(f"{'':10}tree and ring cross at {cross:,.0f} bytes predicted, {found:,.0f} found")
-        claim(what, 0, np.log(found / cross) / np.log(3), atol=1)
-    return due, curves
+# %%
+def check_64_ranks() -> None:
+    most = busiest(star_schedule, 64)
+    claim("star of 64: busiest rank's elements / N", 63, most, question=2)
+    most = busiest(tree_schedule, 64)
+    claim("tree of 64: busiest rank's elements / N", 3, most, question=3)
+    most = busiest(double_tree_schedule, 64)
+    claim("double tree of 64: busiest rank's elements / N", 2, most, question=4)
+    levels = 6  # 64 is 2 to the power of 6; the tree of 64 ranks is as deep
+    steps = {"star": 2, "ring": 2 * (64 - 1), "tree": 2 * levels, "double tree": 2 * levels}
+    steps |= {"recursive doubling": levels, "recursive halving-doubling": 2 * levels}
+    for name, algorithm in ALL_REDUCE.items():
+        claim(f"{name} of 64: steps", steps[name], len(algorithm(64, 128 * 64, WHOLE)))
 
 
-def on_this_machine(device: torch.device) -> None:
-    """Without sleeps; told, not judged."""
-    sizes, library = [4**6, 4**9, 4**12], {"dist.all_reduce": dist.all_reduce}
-    calls = {name: partial(run, schedule) for name, schedule in ALL_REDUCE.items()} | library
-    say(f"\n  {'no sleeps, ms':18}" + "".join(f"{size:>11,} bytes" for size in sizes))
-    for name, curve in measure(calls, sizes, device, most=10).items():
-        say(f"  {name:18}" + "".join(f"{curve[size] * 1e3:17.2f}" for size in sizes))
+def busiest(algorithm: Callable, n: int) -> float:
+    """Return how many elements the busiest of `n` ranks sends, in units of N."""
+    N = 128 * n
+    sent = Counter()
+    for moves in algorithm(n, N, WHOLE):
+        for move in moves:
+            sent[move.source] += move.stop - move.start
+    return max(sent.values()) / N
 
 
-def draw(path: str, due: dict[str, Curve], curves: dict[str, Curve]) -> None:
-    """Arrows from sender to receiver, a colour a chunk; below, times, lines as predicted."""
+# %% [markdown]
+# The picture that `--figure` saves: an arrow from sender to receiver for each message. A color is a
+# chunk, black is more than one; solid arrows are added, dotted ones copied. The trees are drawn in
+# pieces of one chunk, so that their pipelines show.
+
+
+# %%
+def draw(path: str) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(16, 9), layout="constrained")
-    above, below = figure.subfigures(2, 1)
-    above.suptitle("who sends what when: a colour a chunk, solid if added, dotted if copied")
-    panels, times = above.subplots(1, len(ALL_REDUCE), sharey=True), below.subplots()
-    for color, (axes, (name, schedule)) in enumerate(zip(panels, ALL_REDUCE.items(), strict=True)):
-        steps = schedule(N, N, WHOLE)
-        for (t, step), look in product(enumerate(steps), ("-", ":")):
-            for a, b, start, _, _ in (move for move in step if move.add == (look == "-")):
-                arrow = {"arrowstyle": "->", "color": f"C{start % 10}", "linestyle": look}
-                axes.annotate("", (t + 1, b), (t, a), arrowprops=arrow)
-        axes.set(title=name, xlabel="step", xlim=(-0.1, len(steps) + 0.1), ylim=(N - 0.8, -0.2))
-        axes.set(yticks=range(N), ylabel="rank")
-        times.loglog(list(due[name]), list(due[name].values()), color=f"C{color}")
-        times.loglog(list(due[name]), list(curves[name].values()), f"C{color}o", label=name)
-    times.set(title="on the slow link; lines: predicted", xlabel="bytes", ylabel="seconds")
-    times.legend()
+    figure = Figure(figsize=(16, 8), layout="constrained")
+    figure.suptitle("A color is a chunk, black is several; solid is added, dotted is copied")
+    for axes, (name, algorithm) in zip(figure.subplots(2, 3).flat, ALL_REDUCE.items(), strict=True):
+        schedule = algorithm(WORLD_SIZE, WORLD_SIZE, piece=1)
+        for step, moves in enumerate(schedule):
+            for move in moves:
+                if move.start < move.stop:
+                    draw_message(axes, step, move)
+        axes.set(title=name, xlabel="step", ylabel="rank")
+        axes.set(xlim=(-0.1, len(schedule) + 0.1), ylim=(WORLD_SIZE - 0.8, -0.2))
+        axes.set(xticks=range(len(schedule) + 1), yticks=range(WORLD_SIZE))
     figure.savefig(path)
 
 
+def draw_message(axes: object, step: int, move: Move) -> None:
+    """Draw one arrow, from (step, source) to (step + 1, target)."""
+    color = f"C{move.start % 10}" if move.stop - move.start == 1 else "black"
+    style = {"arrowstyle": "->", "color": color, "linestyle": "-" if move.add else ":"}
+    style |= {"linewidth": 1.5, "shrinkA": 2, "shrinkB": 2}
+    axes.annotate("", (step + 1, move.target), (step, move.source), arrowprops=style)
+
+
 # %% [markdown]
-# ## The plumbing, the same in every lesson; fundamentals/02_launching_processes.py explains it
+# ## What you should have seen
+#
+# 1. Six messages and 1.5 N elements: 2(n-1) messages of N/n elements each. With 64 ranks it would
+#    be 126 messages and 1.97 N. More ranks hardly change what one rank sends, so a large buffer
+#    takes a ring hardly longer on more ranks. But the number of messages grows with n, and each has
+#    a latency.
+# 2. 3 N, and 63 N among 64 ranks. The star needs only two steps, but it has the worst hot spot.
+#    **Parameter servers**, processes that collected all workers' gradients and sent weights back,
+#    had this shape; to spread the load, the weights were divided among many servers.
+# 3. 3 N, for 64 ranks as for 5: a sum up and two totals down. (Of 4 ranks none has a parent and two
+#    children, so their busiest one sends 2 N.) A leaf sends only N, and half of the ranks are
+#    leaves, so half of the links out of ranks idle two thirds of the time.
+# 4. 2 N: a rank with two children in one tree is a leaf in the other, so it sends 3/2 N + 1/2 N.
+#    This is just above the ring's 2(n-1)/n N, in about 2 log2(n) steps, plus one for each further
+#    piece, instead of 2(n-1). The sum over all ranks is 2(n-1) N, here as for ring, star and tree:
+#    no all-reduce moves less (Patarasuk and Yuan, 2009). Recursive doubling moves n log2(n) N,
+#    more than that from 4 ranks on.
+# 5. None. In most of these algorithms every element is finished on one rank and then copied. In
+#    recursive doubling each rank adds on its own, but in pairs, and a + b is b + a to the last bit.
+#    Against a sum in *another order* you would find differences, which is why two algorithms, or
+#    two world sizes, give slightly different gradients.
+#
+# Why are there so many ways? Because steps, messages and elements cannot all be few at once. With
+# d levels of links in the tree and its buffer (or half buffer) in k pieces:
+#
+#     algorithm            steps        messages per    busiest rank   use it when
+#                                       rank and step   sends
+#     star                 2            n-1 (rank 0)    (n-1) N        n is 2 or 3
+#     ring                 2(n-1)       1               2(n-1)/n N     N is large
+#     tree                 2d + k - 1   up to 3         3 N            N is small, n large
+#     double tree          2d + k - 1   up to 4         2 N            n is large
+#     recursive doubling   log2(n)      1               log2(n) N      N is tiny
+#     halving-doubling     2 log2(n)    1               2(n-1)/n N     every link is equally fast
+#
+# (The last two rows are for powers of two.) On 64 ranks that makes 2, 126, 12, 12, 6 and 12 steps.
+# Halving-doubling looks best of all. But each rank exchanges its largest messages with the rank n/2
+# away, usually on another node, and all ranks do so at once. It also needs a power of two. A ring
+# needs fast links between neighbors only.
+#
+# **Try.** A ring that stops after its reduce-scatter holds each sum on one rank only: its sums, its
+# counts, its steps among 64 ranks and the agreement between ranks fail. With two equal trees every
+# result is right and only the counts fail; that one break shows why one counts at all. On a real
+# machine it would merely be slow, and nothing would tell you.
+#
+# On GPUs the same file runs over NCCL. NCCL's own ring and tree follow these schedules, but run in
+# one kernel per GPU, which adds one slice while others travel. It runs many rings side by side,
+# called "channels", each by a CUDA block of its own. Across nodes its tree connects *nodes*; inside
+# a node the GPUs form a chain. On machines with NVLink switches that can add (NVLS, since Hopper) a
+# rank sends only about N, since the switch adds the buffers and returns the sum.
+#
+# The ring's two halves are also used by themselves. ZeRO and FSDP reduce-scatter the gradients,
+# update each rank's shard of the parameters, and all-gather the parameters.
+
 
 # %%
-ledger: list[dict] = []  # every claim made so far, the same on every rank
-RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+def main() -> None:
+    flag = {"metavar": "PATH", "help": "draw who sends what when, to this file"}
+    options = command_line({"--figure": flag})
+    launch()
+    device = setup()
+    dist.barrier()  # NCCL: all ranks meet before the first batch_isend_irecv
+    show_schedules()
+    check_sums(device)
+    check_relatives(device)
+    check_counts(device)
+    check_64_ranks()
+    if options.figure and RANK == 0:
+        draw(options.figure)
+    finish()
 
 
-def command_line() -> argparse.Namespace:
-    """Read FLAGS; --help and mistakes end here, before any collective, and are said once."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    for flag, about in FLAGS.items():
-        parser.add_argument(flag, **about)
-    parser.print_help = lambda: say(parser.format_help())
-    parser.error = lambda text: require(False, f"{text}\n{parser.format_usage().rstrip()}")
-    rule = f"needs a number of ranks in {WORLD_SIZES}, got {WORLD_SIZE}; set --nproc-per-node"
-    require("RANK" not in os.environ or WORLD_SIZE in WORLD_SIZES, rule)
+# %% [markdown]
+# ## Plumbing, the same in every lesson: join the group, print, check a claim, leave
+
+# %%
+ledger: list[dict] = []  # one row per claim, the same on every rank
+
+
+def command_line(flags: dict[str, dict] | None = None) -> argparse.Namespace:
+    """Read the flags, given as {name: arguments of add_argument}; --help and mistakes end here."""
+    as_it_is = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_it_is)
+    for name, arguments in (flags or {}).items():
+        parser.add_argument(name, **arguments)
+    parser.error = refuse
     return parser.parse_args()
 
 
 def launch() -> None:
-    """Plain `python`: be torchrun, one rank per GPU, else 4, without its wall of text."""
-    from torch.distributed.elastic.multiprocessing import api, errors
+    """Plain `python lesson.py`: be torchrun, one rank per GPU if there are several, else 4."""
+    if "RANK" in os.environ or WORLD_SIZE > 1:
+        return  # this is a rank already: torchrun or srun has started it
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    ranks = gpus if (gpus := torch.cuda.device_count()) > 1 else 4
-    ranks = ranks if ranks in WORLD_SIZES else WORLD_SIZES[0]
-    os.environ |= {"LAUNCHER": str(os.getpid()), "OMP_NUM_THREADS": "1"}  # ranks share the cores
-    logging.disable()  # the rank that failed says why
-    here = ["--standalone", "--local-addr=127.0.0.1"]  # the host's name need not resolve
+    gpus = torch.cuda.device_count()
+    ranks = gpus if gpus > 1 else 4
+    os.environ["LAUNCHER"] = str(os.getpid())
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
+    logging.disable()  # the rank that fails says why
     try:
-        torchrun([*here, f"--nproc-per-node={ranks}", *sys.argv])
-    except errors.ChildFailedError as error:
-        rank, first = error.get_first_failure()
-        sys.exit(f"rank {rank} was ended by {first.signal_name()}" if first.exitcode < 0 else 1)
-    except api.SignalException as error:
+        torchrun(["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", *sys.argv])
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        sys.exit(f"rank {rank} was ended by {failure.signal_name()}" if failure.exitcode < 0 else 1)
+    except SignalException as error:
         sys.exit(128 + error.sigval)
+    sys.exit()
 
 
 def setup() -> torch.device:
-    """Join the group torchrun describes: NCCL if every rank here has its own GPU, else gloo."""
-    if sys.platform == "linux":  # PR_SET_PDEATHSIG: no rank outlives a killed launcher,
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.environ.pop("LAUNCHER", parent := str(os.getppid())) != parent:
-        sys.exit(1)  # nor one killed before this line
+    """Join the process group: NCCL if every local rank has a GPU of its own, else gloo."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the launcher
+    parent = str(os.getppid())
+    if os.environ.pop("LAUNCHER", parent) != parent:
+        sys.exit(1)  # it was killed before that line
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank that waits inside C++ too
-    gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
-    if gpu:
+    if "RANK" not in os.environ:
+        name_ranks_as_torchrun_does()
+    gpus = torch.cuda.device_count()
+    local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    if gpus >= local_ranks:
+        backend = "nccl"
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    backend, wait = "nccl" if gpu else "gloo", timedelta(minutes=2)
-    dist.init_process_group(backend, device_id=device if gpu else None, timeout=wait)
-    sys.excepthook = crash
-    say(f"{WORLD_SIZE} ranks, {backend}, torch {torch.__version__}\n")
-    say(f"{'':10}{'claim':55} {'predicted':20} measured")
+        dist.init_process_group(backend, device_id=device, timeout=timedelta(minutes=2))
+    else:
+        backend = f"gloo ({gpus} GPUs visible, {local_ranks} ranks here)"
+        device = torch.device("cpu")
+        dist.init_process_group("gloo", timeout=timedelta(minutes=2))
+    sys.excepthook = crash  # only now: init_process_group sets one of its own
+    print0(f"{WORLD_SIZE} ranks, {backend}, torch {torch.__version__}\n")
+    print0(f"{'':13}{'claim':50} {'predicted':22} {'measured':>11}")
     return device
 
 
-def crash(*error: object) -> NoReturn:
-    """An exception nobody caught: the first rank prints it, all leave at once; peers may wait."""
-    first = dist.distributed_c10d._get_default_store().add("crash", 1) == 1
-    time.sleep(1)  # if a peer's death is the cause, the launcher ends us meanwhile and names it
-    if first:
-        print(f"rank {RANK}:", file=sys.stderr)
-        sys.__excepthook__(*error)
-    os._exit(1)
+def name_ranks_as_torchrun_does() -> None:
+    """Under `srun`, one task per rank: set the variables that torchrun would have set."""
+    slurm = os.environ
+    first_node = re.match(r"([^,[]+)(?:\[(\d+))?", slurm["SLURM_STEP_NODELIST"])  # of "gpu[03-07]"
+    tasks_here = re.match(r"\d+", slurm["SLURM_STEP_TASKS_PER_NODE"])  # of "4(x2)"
+    os.environ |= {"RANK": str(RANK), "WORLD_SIZE": str(WORLD_SIZE)}
+    os.environ |= {"LOCAL_RANK": slurm["SLURM_LOCALID"], "LOCAL_WORLD_SIZE": tasks_here[0]}
+    os.environ["MASTER_ADDR"] = first_node[1] + (first_node[2] or "")
+    os.environ["MASTER_PORT"] = str(20_000 + int(slurm["SLURM_JOB_ID"]) % 10_000)
 
 
-def say(*words: object) -> None:
+def print0(*words: object) -> None:
     """Print on rank 0 only."""
     if RANK == 0:
         print(*words, flush=True)
 
 
-def require(holds: bool, rule: str) -> None:
-    """End the run, before its first collective, with one message: rule, value, remedy."""
-    if not holds:
-        time.sleep(10 if RANK else 0)  # rank 0 speaks; the launcher ends the others as it leaves
-        sys.exit(f"{sys.argv[0]}: {rule}")
+def refuse(rule: str) -> None:
+    """End before the first collective with one message, from rank 0: rule, value, remedy."""
+    if RANK != 0:
+        time.sleep(30)  # the launcher ends us meanwhile
+    sys.exit(f"{sys.argv[0]}: {rule}")
 
 
-def claim(text: str, predicted: float, measured: float, sign="=", atol=0.0, rtol=0.0) -> None:
-    """Record the worst rank's `measured sign predicted` (= <= >=), give or take the slack."""
-    mine = float(predicted), float(measured), atol + rtol * abs(predicted)
-    ranks = [mine] * WORLD_SIZE
+def claim(
+    text: str,
+    predicted: float,
+    measured: float,
+    sign: str = "=",
+    atol: float = 0.0,
+    question: int | None = None,
+    timed: bool = False,
+    rank: int | None = None,
+) -> None:
+    """Check `measured sign predicted` (=, <=, >=), give or take `atol`, on all ranks; all call.
+
+    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers;
+    `timed` says that a clock decides.
+    """
+    pairs = [(float(predicted), float(measured), float(atol))]
     if dist.is_initialized():
-        dist.all_gather_object(ranks, mine)
-    over = {"=": abs, "<=": float, ">=": float.__neg__}[sign]
-    excess = [over(m - p) - slack for p, m, slack in ranks]
-    worst = max(range(len(ranks)), key=lambda r: excess[r] if excess[r] == excess[r] else 1e999)
-    (p, m, slack), verdict = ranks[worst], "PASS" if excess[worst] <= 0 else "FAIL"  # NaN: FAIL
-    off = "" if verdict == "PASS" else f"\n{'':10}off by {m - p:.3g} on rank {worst}"
-    told, seen = (f"{x:,.{12 if x.is_integer() else 6}g}" for x in (p, m))
-    between = f"{sign:>2} {told}" + (f" ±{float(f'{slack:.1g}'):g}" if slack else "")
-    say(f"  {verdict:7} {text:55} {between:20} {seen}{off}")
-    row = {"claim": text, "verdict": verdict, "rank": worst, "sign": sign}
-    finite = m - m == 0  # JSON knows no other numbers
-    record(row | {"predicted": p, "measured": m if finite else str(m), "slack": slack})
+        pairs = pairs * WORLD_SIZE
+        dist.all_gather_object(pairs, pairs[0])
+    errors = []
+    for p, m, slack in pairs:
+        error = {"=": abs(m - p), "<=": m - p, ">=": p - m}[sign] - slack
+        errors.append(math.inf if math.isnan(error) else error)
+    worst = errors.index(max(errors)) if rank is None else rank
+    verdict = "PASS" if errors[worst] <= 0 else "FAIL"
+    p, m, slack = pairs[worst]
+    between = f"{sign:>2} {readable(p)}" + (f" ±{slack:.2g}" if slack else "")
+    mark = f"{question}." if question else ""
+    print0(f"  {verdict:7} {mark:2} {text:50} {between:22} {readable(m):>11}")
+    if verdict == "FAIL":
+        print0(f"{'':13}off by {m - p:.3g} on rank {worst}")
+    row = {"claim": text, "verdict": verdict, "sign": sign, "rank": worst, "slack": slack}
+    row |= {"predicted": p, "measured": m if math.isfinite(m) else str(m)}  # JSON knows no NaN
+    ledger.append(row | {"question": question, "timed": timed})
+
+
+def readable(x: float) -> str:
+    """Whole numbers in full, others to six digits."""
+    return f"{x:,.0f}" if x.is_integer() and abs(x) < 1e12 else f"{x:,.6g}"
 
 
 def blocked(text: str, needs: str) -> None:
     """Record what this machine cannot answer, and what would."""
-    say(f"  BLOCKED {text:55} needs {needs}")
-    record({"claim": text, "verdict": "BLOCKED", "needs": needs})
+    print0(f"  BLOCKED    {text:50} needs {needs}")
+    ledger.append({"claim": text, "verdict": "BLOCKED", "needs": needs})
 
 
-def record(row: dict) -> None:
-    """Add to the ledger; LESSON_JSON, if set, names a file that is whole after every claim."""
-    ledger.append(row)
-    if RANK == 0 and (path := os.environ.get("LESSON_JSON")):
-        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-        about = {"ranks": WORLD_SIZE, "gpu": gpu, "cpus": os.cpu_count(), "python": sys.version}
-        about |= {"torch": torch.__version__, "argv": sys.argv, "date": time.strftime("%F")}
-        with open(path + ".part", "w") as file:
-            json.dump(about | {"ledger": ledger}, file, indent=1)
-        os.replace(path + ".part", path)
+def crash(*error: object) -> None:
+    """Leave without ceremony, since peers may be stuck. The first rank that fails says why."""
+    first = dist.distributed_c10d._get_default_store().add("crashes", 1) == 1
+    time.sleep(1 if first else 30)  # the launcher ends us meanwhile, if a peer's death is the cause
+    print(f"rank {RANK}:", file=sys.stderr)
+    sys.__excepthook__(*error)
+    os._exit(1)
 
 
-def finish() -> NoReturn:
-    """Leave the group; exit 1 if a claim failed or none was made."""
+def finish() -> None:
+    """Write the ledger where LESSON_JSON says; exit 1 if a claim failed or none was made."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-    count = [row["verdict"] for row in ledger].count
-    say(f"\n  {count('PASS')} PASS, {count('FAIL')} FAIL, {count('BLOCKED')} BLOCKED")
-    code = int(count("PASS") == 0 or count("FAIL") > 0)
-    if __name__ == "__main__":  # threads of a group that something still holds can abort sys.exit
-        os._exit(code)
+    verdicts = Counter(row["verdict"] for row in ledger)
+    print0(f"\n  {verdicts['PASS']} PASS, {verdicts['FAIL']} FAIL, {verdicts['BLOCKED']} BLOCKED")
+    if RANK == 0 and "LESSON_JSON" in os.environ:
+        about = {"ranks": WORLD_SIZE, "torch": torch.__version__, "python": sys.version}
+        about["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        about |= {"cpus": os.cpu_count(), "date": time.strftime("%F"), "ledger": ledger}
+        with open(os.environ["LESSON_JSON"], "w") as file:
+            json.dump(about, file, indent=1)
+    code = int(verdicts["FAIL"] > 0 or verdicts["PASS"] == 0)
+    if __name__ == "__main__":
+        os._exit(code)  # threads of a group that something still holds can abort a plain exit
     sys.exit(code)
 
 
 if __name__ == "__main__":
-    options = command_line()
-    if "RANK" in os.environ or len(WORLD_SIZES) == 1:
-        main(options)
-    else:
-        launch()
+    main()

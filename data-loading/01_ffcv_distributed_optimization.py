@@ -1,46 +1,57 @@
-"""Feeding the ranks: where a DataLoader's time goes, and FFCV in its place
-========================================================================
+"""Data loading for many ranks: where a DataLoader's time goes, and FFCV in its place
+==================================================================================
 
 **Question.** A rank that waits for images trains nothing. Where does a loader's time go, how much
-of it does FFCV save, and does every sample still come once?
+of it does FFCV save, and does every sample still come once per epoch?
 
-**Predict.** What share of an image's time through torchvision is reading its file? What share does
-FFCV save if its file holds JPEGs, what if it holds raw pixels? On 7 ranks, how often does an epoch
-of 240 samples deliver one twice?
+**Predict**, and write it down before you run:
+
+1. A JPEG of 100 kB lies in the page cache. Which takes longer, reading it or decoding it, and how
+   many times longer?
+2. Both loaders get two workers. How many processes does each of them start?
+3. Both deliver the same random crops of the same JPEGs. By what factor does FFCV need less time of
+   a core per image? And from a file of raw pixels?
+4. How many bytes per image has that file of raw pixels, if images have 500 x 375 pixels, and whole
+   images lie in pages of 8 MiB, after one page for the header?
+5. An epoch of 242 samples is read by 7 ranks. How many samples come twice?
 
 **Run.**
 
-    torchrun --standalone --nproc-per-node=4 01_ffcv_distributed_optimization.py   # GPUs, if 4
-    python 01_ffcv_distributed_optimization.py             # the same; else gloo on the CPU
+    torchrun --standalone --nproc-per-node=4 01_ffcv_distributed_optimization.py  # or on your GPUs
+    python 01_ffcv_distributed_optimization.py             # the same, started for you
 
-**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 23 s) that reading is 2% of an image's
-time; that the same crop costs a core a little less than half through FFCV's JPEGs and a fifth
-through its raw pixels; and that all ranks together deliver each sample once.
+Takes 27 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs. One node. FFCV
+needs the Debian packages of packages.txt, then `pip install -e '.[ffcv]'`. `--data FOLDER` takes
+your own images, one folder per class.
 
-FFCV needs the Debian packages of packages.txt, then `pip install -e '.[ffcv]'`. One node. Not run
-on several GPUs.
+**Try.** In `crops_by_ffcv` normalise by MEAN and STD without the factor 255: which claim fails?
+In `rank_loader` ask for `OrderOption.SEQUENTIAL`: which one now?
 
-**Next.** data-loading/02_ffcv_file_order_memory.py: the file, its orders, memory, and training.
+**Before.** parallelism/01_data_parallelism_ddp.py: how ranks share a dataset.
+
+**Next.** data-loading/02_beton_file.py
 """
 
 import argparse
 import contextlib
 import ctypes
+import functools
 import gc
 import io
 import json
 import logging
+import math
 import multiprocessing
 import os
-import shutil
+import re
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 import psutil
@@ -48,441 +59,664 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler
 
-try:  # the extra [ffcv]
-    if os.environ["RANK"] == "0":  # which alone reads photos; KeyError: a launcher needs nothing
-        from torchvision import transforms
-        from torchvision.datasets import ImageFolder, folder
-        from torchvision.transforms import functional
-    else:
-        os.environ["NUMBA_OPT"] = "0"  # compile quickly
-    from ffcv.fields import IntField, RGBImageField, decoders
-    from ffcv.loader import Loader, OrderOption
-    from ffcv.memory_managers import OSCacheManager
-    from ffcv.reader import Reader
-    from ffcv.transforms import NormalizeImage, ToTensor, ToTorchImage
-    from ffcv.writer import DatasetWriter
-    from numba import config as numba_config
-except (ImportError, KeyError):
-    Loader = None
+# A *rank* is one of WORLD_SIZE processes that run this same file. `claim(text, predicted,
+# measured)` prints one row of the ledger and must be called by every rank. It, `setup`, `print0`,
+# `blocked` and `finish` stand in the last cell, the same in every lesson; you need not read them.
+RANK = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1")))
 
-WORLD_SIZES = range(1, 65)  # what --nproc-per-node may be
-FLAGS: dict[str, dict] = {
-    "--data": {"metavar": "FOLDER", "help": "images, one folder a class (ImageNet's layout)"},
-    "--figure": {"metavar": "PATH", "help": "save where each loader's time goes as a PNG"},
-}
-IMAGES, BATCH, SEED = 240, 32, 0  # images of 500 x 375; batch over all ranks
-ROUNDS = 3  # times round the images in an epoch that is timed
-WORKERS = min(2, numba_config.NUMBA_NUM_THREADS) if Loader else 2
-MEAN, STD = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])  # ImageNet's
-PAPER = (1200 - 75) / 1200  # Leclerc et al. 2023: seconds that an epoch loads, that it only reads
+Loader = None
+if "RANK" in os.environ or WORLD_SIZE > 1:  # a launcher needs none of it
+    if RANK != 0:
+        os.environ["NUMBA_OPT"] = "0"  # compile quickly: only rank 0 measures time
+    with contextlib.suppress(ImportError):  # the extra [ffcv]
+        from ffcv.fields import IntField, RGBImageField, decoders
+        from ffcv.loader import Loader, OrderOption
+        from ffcv.memory_managers import OSCacheManager
+        from ffcv.reader import Reader
+        from ffcv.transforms import NormalizeImage, ToTensor, ToTorchImage
+        from ffcv.writer import DatasetWriter
 
+        if RANK == 0:  # which alone makes and decodes JPEGs
+            from torchvision import transforms
+            from torchvision.datasets import ImageFolder
+            from torchvision.datasets import folder as folders
+            from torchvision.transforms import functional
 
-def main(options: argparse.Namespace) -> None:
-    one_node = int(os.environ["LOCAL_WORLD_SIZE"]) == WORLD_SIZE
-    require(one_node, f"needs one node, got {WORLD_SIZE} ranks on several; they share a folder")
-    device = setup()
-    if on_rank_0(lambda: Loader is None):
-        without_ffcv(device)
-        finish()
-    with shared_folder() as place:
-        on_rank_0(prepare, place, options.data)
-        parts = where_the_time_goes(place, device)
-        seconds = threads_against_processes(place)
-        each_sample_once((number for *_, number in rank_loader(place)), device)
-        if options.figure and RANK == 0:
-            draw(options.figure, parts, seconds)
-    finish()
-
+N = 242  # images
+WIDTH = 500
+HEIGHT = 375
+PAGE = 2**23  # bytes of a page in a .beton file, FFCV's default
+BATCH = 32  # images per step, over all ranks
+WORKERS = 2
+SEED = 0
+MEAN = np.array([0.485, 0.456, 0.406])  # of ImageNet's pixels between 0 and 1
+STD = np.array([0.229, 0.224, 0.225])
 
 # %% [markdown]
-# ## 1. A folder that all ranks read
+# ## 1. The way of an image, through torchvision
 #
-# Rank 0 makes it: crops of scikit-learn's two photographs, or as many images of yours. They are
-# JPEGs of 500 x 375 at quality 97, about 100 kB each, as in ImageNet. From them FFCV writes two
-# files, one of JPEGs (it encodes them again, at quality 90 unless told) and one of raw pixels. A
-# million files become one, read in any order.
+# A training step on one GPU takes some 100 ms for 256 images; eight GPUs want 20,000 images per
+# second. On its way to the GPU each image passes five stations:
+#
+#     file ──read──> JPEG ──decode──> pixels ──augment──> crop ──collate──> batch ──copy──> GPU
+#          100 kB         100 kB           560 kB         600 kB (float32)
+#
+# `DataLoader` runs the first four in worker **processes**: Python holds its lock (the GIL) for much
+# of the work, so threads would wait for each other. A batch is collated in a worker and crosses to
+# the trainer through shared memory.
+#
+# FFCV's paper says where the time goes: an epoch of ImageNet through `ImageFolder` takes 1,200 s,
+# and 75 s if its files are read and thrown away (Leclerc et al., 2023). The often quoted "94% of an
+# epoch is data" is (1200 - 75) / 1200: what remains if reading cost nothing.
 
 
 # %%
-@contextlib.contextmanager
-def shared_folder() -> Iterator[Path]:
-    """A temporary folder, removed at the end; what a killed run left, the next one removes."""
-    for left in Path(tempfile.gettempdir()).glob("ffcv-lesson-*") if RANK == 0 else ():
-        if not psutil.pid_exists(int(left.name.split("-")[2])):
-            shutil.rmtree(left, ignore_errors=True)
-    place = Path(on_rank_0(tempfile.mkdtemp, "", f"ffcv-lesson-{os.getpid()}-"))
-    try:
-        yield place
-    finally:
-        if RANK == 0:
-            shutil.rmtree(place, ignore_errors=True)
-
-
-def on_rank_0(function: Callable, *args: object) -> object:
-    """Call it on rank 0 while the others wait; hand everybody what it returned."""
-    box = [function(*args) if RANK == 0 else None]
-    dist.broadcast_object_list(box)
-    return box[0]
-
-
-def pictures(data: str | None) -> Iterator[tuple[str, object]]:
-    """Class and image of each sample, from `data` or from the two photographs."""
-    if data:
-        found = ImageFolder(data)
-        for i in np.linspace(0, len(found) - 1, IMAGES).astype(int):
-            image, label = found[i]
-            small = functional.resize(image, 375)
-            yield found.classes[label], functional.center_crop(small, [375, 500])
-        return
-    from sklearn.datasets import load_sample_images
-
-    random, photographs = np.random.default_rng(SEED), load_sample_images().images  # 640 x 427
-    for i in range(IMAGES):
-        y, x = random.integers(427 - 375 + 1), random.integers(640 - 500 + 1)
-        crop = photographs[i % 2][y : y + 375, x : x + 500]
-        yield f"class_{i % 2}", functional.to_pil_image(np.ascontiguousarray(crop))
-
-
 class Photos(Dataset):
-    """ImageFolder with its number beside each sample."""
+    """A folder of JPEGs, one folder per class: (crop, label, index)."""
 
-    def __init__(self, place: Path, transform: Callable | None = None) -> None:
-        self.folder = ImageFolder(place / "photos", transform)
+    def __init__(self, folder: Path, transform: Callable | None = None) -> None:
+        self.images = ImageFolder(folder, transform)
 
     def __len__(self) -> int:
-        return len(self.folder)
+        return len(self.images)
 
-    def __getitem__(self, number: int) -> tuple:
-        return (*self.folder[number], int(number))
-
-
-def prepare(place: Path, data: str | None) -> None:
-    """Fill `place` with photos/CLASS/*.jpg, jpg.beton and raw.beton; FFCV shows its progress."""
-    for i, (name, image) in enumerate(pictures(data)):
-        (place / "photos" / name).mkdir(parents=True, exist_ok=True)
-        image.save(place / "photos" / name / f"{i:04}.jpg", quality=97)
-    for mode in "jpg", "raw":
-        write(place, mode, RGBImageField(mode))
+    def __getitem__(self, index: int) -> tuple:
+        image, label = self.images[index]
+        return image, label, int(index)
 
 
-def write(place: Path, name: str, images: "RGBImageField") -> None:
+def crops_by_torchvision() -> Callable:
+    """Return what makes of an image a normalised random crop (3, 224, 224) in float32."""
+    crop = transforms.RandomResizedCrop(224)
+    return transforms.Compose([crop, transforms.ToTensor(), transforms.Normalize(MEAN, STD)])
+
+
+def torchvision_loader(folder: Path, rounds: int) -> DataLoader:
+    """Return a loader of crops in random order, its epoch `rounds` times the images."""
+    photos = Photos(folder, crops_by_torchvision())
+    sampler = RandomSampler(photos, num_samples=rounds * N)
+    return DataLoader(photos, BATCH, sampler=sampler, num_workers=WORKERS, persistent_workers=True)
+
+
+# %% [markdown]
+# ## 2. The same crops through FFCV
+#
+# FFCV changes three things. All images are written into **one file** beforehand, as JPEGs or as raw
+# pixels. Its workers are **threads** that run code compiled by numba, without the GIL. And they
+# decode, crop and normalise each image **into its place** in a batch that was allocated before, so
+# there is nothing to collate and nothing crosses from process to process:
+#
+#     DataLoader    process 1: read decode augment collate ──shared memory──┐
+#                   process 2: read decode augment collate ──shared memory──┴──> batch ──> GPU
+#
+#     FFCV          thread 1: decode + crop + normalise ──┐
+#                   thread 2: decode + crop + normalise ──┴──> a slot of the batch ──> GPU
+#
+# `NormalizeImage` sees bytes, from 0 to 255, where torchvision's `Normalize` sees floats up to 1:
+# hence the factor 255. Compiling takes some seconds per pipeline, before the first batch.
+
+
+# %%
+def crops_by_ffcv() -> list:
+    """Return the pipeline that makes of an image a normalised crop (3, 224, 224) in float32."""
+    crop = decoders.RandomResizedCropRGBImageDecoder((224, 224))
+    normalise = NormalizeImage(255 * MEAN, 255 * STD, np.float32)
+    return [crop, normalise, ToTensor(), ToTorchImage()]
+
+
+def ffcv_loader(path: Path, image_pipeline: list, batch_size: int, **options: object) -> "Loader":
+    """Return a loader of (image, label, index) that drops nothing."""
+    gc.collect()  # an old loader, freed while numba compiles, prints "Exception ignored: KeyError"
+    pipelines = {
+        "image": image_pipeline,
+        "label": [decoders.IntDecoder(), ToTensor()],
+        "index": [decoders.IntDecoder(), ToTensor()],
+    }
+    options = {"order": OrderOption.RANDOM, "seed": SEED, "drop_last": False} | options
+    return Loader(str(path), batch_size, pipelines=pipelines, **options)
+
+
+def write_photos(folder: Path, path: Path, field: "RGBImageField") -> None:
+    """Write a folder of JPEGs into one .beton file."""
     multiprocessing.set_start_method("fork", force=True)  # FFCV's writers inherit what they need
-    fields = {"image": images, "label": IntField(), "number": IntField()}
-    writer = DatasetWriter(str(place / f"{name}.beton"), fields, num_workers=1)
-    writer.from_indexed_dataset(Photos(place), chunksize=16)
+    fields = {"image": field, "label": IntField(), "index": IntField()}
+    writer = DatasetWriter(str(path), fields, page_size=PAGE, num_workers=1)
+    writer.from_indexed_dataset(Photos(folder), chunksize=16)
     for process in multiprocessing.active_children():
         process.join()  # which FFCV forgets
 
 
 # %% [markdown]
-# ## 2. Where a DataLoader's time goes
+# ## 3. Every sample once, over all ranks
 #
-# FFCV's paper: an epoch of ImageNet takes 1,200 s through ImageFolder, 75 s if its files are only
-# read. The 94% that is often quoted is (1200 - 75) / 1200: what no faster disk can save. Here each
-# step is timed in one DataLoader without workers (files just written are read from memory).
+# With `distributed=True` FFCV wraps torch's `DistributedSampler`, which deals shuffled samples out
+# to the ranks, and counts epochs by itself, so that each has an order of its own. All ranks must
+# take equally many steps, or the last all-reduce of an epoch hangs. Where n does not divide N,
+# -N mod n samples therefore come twice. One trap: FFCV's default is `drop_last=True`, which loses
+# what does not fill a rank's last batch.
 
 
 # %%
-def crop_224() -> Callable:
-    crop, to_floats = transforms.RandomResizedCrop(224), transforms.Normalize(MEAN, STD)
-    return transforms.Compose([crop, transforms.ToTensor(), to_floats])
+def rank_loader(path: Path) -> "Loader":
+    """Return a loader of this rank's share of the whole images, one thread per rank."""
+    batch_size = max(1, BATCH // WORLD_SIZE)
+    pipeline = [decoders.SimpleRGBImageDecoder(), ToTensor()]
+    order = OrderOption.RANDOM
+    options = {"order": order, "distributed": True, "num_workers": 1}
+    return ffcv_loader(path, pipeline, batch_size, **options)
 
 
-def take_apart(place: Path, device: torch.device) -> dict[str, float]:
-    """Seconds per image of each part, and of the `whole` epoch around them."""
-    spent = dict.fromkeys(("read", "decode", "augment", "collate", "copy"), 0.0)
+# %% [markdown]
+# ## 4. How it is measured: the images
+#
+# Rank 0 makes a folder of JPEGs: crops of scikit-learn's two photographs, or of your images, at
+# quality 97, about 100 kB each as in ImageNet. FFCV encodes JPEGs again when it writes them, at
+# quality 90 unless told; so that both loaders decode equally much, it is told 97.
 
-    def timed(part: str, function: Callable) -> Callable:
+
+# %%
+def prepare(place: Path, data: str | None) -> None:
+    """Fill `place` with photos/CLASS/*.jpg, jpg.beton and raw.beton."""
+    for index, (name, image) in enumerate(images_of(data)):
+        folder = place / "photos" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        image.save(folder / f"{index:04}.jpg", quality=97)
+    write_photos(place / "photos", place / "jpg.beton", RGBImageField("jpg", jpeg_quality=97))
+    write_photos(place / "photos", place / "raw.beton", RGBImageField("raw"))
+
+
+def images_of(data: str | None) -> Iterator[tuple[str, object]]:
+    """Yield class and image (PIL, 500 x 375) of N samples, from `data` or two photographs."""
+    if data:
+        found = ImageFolder(data)
+        for index in np.linspace(0, len(found) - 1, N).astype(int):
+            image, label = found[index]
+            smaller = functional.resize(image, HEIGHT)
+            yield found.classes[label], functional.center_crop(smaller, [HEIGHT, WIDTH])
+        return
+    from sklearn.datasets import load_sample_images
+
+    random = np.random.default_rng(SEED)
+    photographs = load_sample_images().images  # two of 427 x 640 pixels
+    for index in range(N):
+        y = random.integers(427 - HEIGHT + 1)
+        x = random.integers(640 - WIDTH + 1)
+        crop_HWC = photographs[index % 2][y : y + HEIGHT, x : x + WIDTH]
+        yield f"class_{index % 2}", functional.to_pil_image(np.ascontiguousarray(crop_HWC))
+
+
+# %% [markdown]
+# ## 5. How it is measured: the time
+#
+# Rank 0 measures while the others wait. First each station of one DataLoader without workers is
+# timed. Then each loader delivers one epoch as a warm-up, in which FFCV compiles, and whose pixels
+# are averaged; then all take turns. What is judged is the time of a **core** per image, summed over
+# threads and processes, since other load on the machine hardly changes it; wall time is printed.
+
+
+# %%
+def station_seconds(folder: Path, device: torch.device) -> dict[str, float]:
+    """Return the seconds per image of each station, and of the `whole` epoch around them."""
+    spent = Counter()
+
+    def timed(station: str, function: Callable) -> Callable:
         def wrapped(*args: object) -> object:
             start = time.perf_counter()
             result = function(*args)
-            spent[part] += time.perf_counter() - start
+            spent[station] += time.perf_counter() - start
             return result
 
         return wrapped
 
+    def copy_to_device(batch: torch.Tensor) -> None:
+        batch.to(device, copy=True)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
     read = timed("read", lambda path: io.BytesIO(Path(path).read_bytes()))
-    decode = timed("decode", lambda file: folder.Image.open(file).convert("RGB"))
-    augment = timed("augment", crop_224())
+    decode = timed("decode", lambda file: folders.Image.open(file).convert("RGB"))
+    augment = timed("augment", crops_by_torchvision())
     collate = timed("collate", torch.utils.data.default_collate)
-    copy = timed("copy", lambda x: torch.empty_like(x, device=device).copy_(x))
-    dataset = ImageFolder(place / "photos", augment, loader=lambda path: decode(read(path)))
+    copy = timed("copy", copy_to_device)
+    dataset = ImageFolder(folder, augment, loader=lambda path: decode(read(path)))
     start = time.perf_counter()
-    for images, _ in DataLoader(dataset, BATCH, collate_fn=collate):
-        copy(images)
+    for image_BCHW, _ in DataLoader(dataset, BATCH, collate_fn=collate):
+        copy(image_BCHW)
     spent["whole"] = time.perf_counter() - start
-    return {part: seconds / len(dataset) for part, seconds in spent.items()}
+    return {station: seconds / N for station, seconds in spent.items()}
 
 
-def where_the_time_goes(place: Path, device: torch.device) -> dict[str, float]:
-    parts = on_rank_0(take_apart, place, device)
-    whole = parts.pop("whole")
-    say("  DataLoader, ms an image:", *(f"{part} {1e3 * s:.2f}" for part, s in parts.items()))
-    claim("five parts / the whole epoch", 0.9, sum(parts.values()) / whole, ">=")
-    claim("share that is not reading; paper: 1125/1200", PAPER, 1 - parts["read"] / whole, ">=")
-    return parts
+def check_stations(place: Path, device: torch.device) -> dict[str, float]:
+    """Claim that the stations are the epoch, and that reading is the least of it."""
+    seconds = from_rank_0(station_seconds(place / "photos", device) if RANK == 0 else None)
+    whole = seconds.pop("whole")
+    shown = [f"{station} {1e3 * s:.2f}" for station, s in seconds.items()]
+    print0(f"{'':13}DataLoader, ms per image: {', '.join(shown)}")
+    claim("all stations / the whole epoch", 0.9, sum(seconds.values()) / whole, ">=", timed=True)
+    ratio = seconds["read"] / seconds["decode"]
+    claim("time to read / time to decode", 0.25, ratio, "<=", question=1, timed=True)
+    return seconds
 
 
 # %% [markdown]
-# ## 3. Threads against processes
-#
-# DataLoader's workers are processes: a batch is collated there and crosses to the trainer through
-# shared memory. FFCV's are threads of code that numba compiled, without the GIL: they decode, crop
-# and normalise each sample into its place in a batch that is already there. Both loaders deliver
-# float32 crops of 224 x 224, normalised, with two workers. Rank 0 measures alone, in turns, over
-# epochs long enough that FFCV's start, which makes its buffers anew each epoch, weighs little; its
-# compiling, seconds for each loader, is warm-up. What is judged is a core's time per image, of all
-# threads and processes together: other load on the machine hardly changes that. FFCV decodes
-# smaller JPEGs, for it encoded them again; at the photos' quality it gains less (`make bench`).
+# A core's time is the sum over this process and all that it has started, as the kernel counts it.
+# With `--figure PATH` the times are drawn, station by station.
 
 
 # %%
-def open_beton(path: Path, image: list, batch: int, **rest: object) -> "Loader":
-    """A shuffling loader of (image, label, number) that drops nothing."""
-    gc.collect()  # an old loader, freed while numba compiles, prints "Exception ignored: KeyError"
-    numbers = {name: [decoders.IntDecoder(), ToTensor()] for name in ("label", "number")}
-    rest |= {"order": OrderOption.RANDOM, "seed": SEED, "drop_last": False}
-    return Loader(str(path), batch, pipelines={"image": image, **numbers}, **rest)
+def draw(path: str, stations: dict[str, float], core: dict[str, float]) -> None:
+    """Draw milliseconds of a core per image; FFCV's decoding is what JPEGs take beyond raw."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3), layout="constrained")
+    axes = figure.subplots()
+    stations["between processes"] = max(0.0, core["DataLoader"] - sum(stations.values()))
+    left = 0.0
+    for station, seconds in stations.items():
+        axes.barh("DataLoader", 1e3 * seconds, left=left, label=station)
+        left += 1e3 * seconds
+    decoding = 1e3 * (core["jpg"] - core["raw"])
+    both = ["FFCV, JPEG", "FFCV, raw"]
+    axes.barh(both, 1e3 * core["raw"], color="C6", label="crop and normalise")
+    axes.barh("FFCV, JPEG", decoding, left=1e3 * core["raw"], color="C1")
+    axes.set_xlabel(f"ms of one core per image of {WIDTH} x {HEIGHT} pixels, {WORKERS} workers")
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=150)
+
+
+def core_seconds() -> float:
+    """Return the CPU time so far of this process and those that it has started."""
+    me = psutil.Process()
+    times = [process.cpu_times() for process in [me, *me.children()]]
+    return sum(t.user + t.system for t in times)
+
+
+def alternate(loaders: dict[str, Callable], repeats: int) -> dict[str, list[tuple[float, float]]]:
+    """Run epochs of all loaders in turns; return (wall, core) seconds per image of each epoch."""
+    seconds = {name: [] for name in loaders}
+    for _ in range(repeats):
+        for name, loader in loaders.items():
+            cores = core_seconds()
+            start = time.perf_counter()
+            images = sum(len(image_BCHW) for image_BCHW, *_ in loader())
+            wall = time.perf_counter() - start
+            seconds[name].append((wall / images, (core_seconds() - cores) / images))
+    return seconds
+
+
+# %% [markdown]
+# An epoch may go `rounds` times over the images. A compiled loader can be pointed at another
+# file of the same fields, which saves compiling again.
+
+
+# %%
+def all_loaders(place: Path, rounds: int, files: tuple = ("jpg", "raw")) -> dict[str, Callable]:
+    """Return what gives each loader of crops, whose epochs are `rounds` times the images."""
+    options = {"indices": np.tile(np.arange(N), rounds), "num_workers": WORKERS}
+    torchvision = torchvision_loader(place / "photos", rounds)
+    ffcv = ffcv_loader(place / f"{files[0]}.beton", crops_by_ffcv(), BATCH, **options)
+    loaders = {"DataLoader": lambda: torchvision}
+    for name in files:
+        loaders[name] = functools.partial(point_at, ffcv, place / f"{name}.beton")
+    return loaders
 
 
 def point_at(loader: "Loader", path: Path) -> "Loader":
-    """Let a compiled loader read another file of the same fields: that saves compiling again."""
+    """Let a compiled loader read another file."""
     loader.reader = Reader(str(path))
     loader.memory_manager = OSCacheManager(loader.reader)
     return loader
 
 
-def loaders_of(place: Path, files: list[str], rounds: int) -> dict[str, Callable]:
-    """What gives each loader of float32 crops, its epoch `rounds` times round the images."""
-    workers = {"num_workers": WORKERS, "persistent_workers": True}
-    photos = Photos(place, crop_224())
-    sampler = RandomSampler(photos, num_samples=rounds * IMAGES)
-    torchvision = DataLoader(photos, BATCH, sampler=sampler, **workers)
-    image = [decoders.RandomResizedCropRGBImageDecoder((224, 224))]
-    image += [NormalizeImage(255 * MEAN, 255 * STD, np.float32), ToTensor(), ToTorchImage()]
-    again = {"indices": np.tile(np.arange(IMAGES), rounds), "num_workers": WORKERS}
-    ffcv = open_beton(place / f"{files[0]}.beton", image, BATCH, **again)
-    of_file = {name: lambda n=name: point_at(ffcv, place / f"{n}.beton") for name in files}
-    return {"DataLoader": lambda: torchvision, **of_file}
+def measure_loaders(place: Path) -> dict:
+    """On rank 0: seconds per image, processes started, and the mean of what is delivered."""
+    before = len(psutil.Process().children())
+    loaders = all_loaders(place, rounds=1)
+    means = {}
+    processes = {}
+    for name, loader in loaders.items():
+        batches = [image_BCHW.double().mean().item() for image_BCHW, *_ in loader()]
+        means[name] = sum(batches) / len(batches)
+        processes[name] = len(psutil.Process().children()) - before - sum(processes.values())
+    return {"seconds": alternate(loaders, 2), "means": means, "processes": processes}
 
 
-def core_seconds() -> float:
-    """CPU time so far of this process and those it has started."""
-    times = [p.cpu_times() for p in (psutil.Process(), *psutil.Process().children())]
-    return sum(t.user + t.system for t in times)
-
-
-def race(loaders: dict[str, Callable], repeats: int) -> tuple[dict, dict[str, int]]:
-    """Per loader and epoch, (wall, core) seconds per image; the processes each loader started."""
-    seconds, processes = {name: [] for name in loaders}, {}
-    for _ in range(1 + repeats):
-        for name, times in seconds.items():
-            loader, before = loaders[name](), len(psutil.Process().children())
-            cores, start = core_seconds(), time.perf_counter()
-            count = sum(len(images) for images, *_ in loader)
-            wall, cores = time.perf_counter() - start, core_seconds() - cores
-            times.append((wall / count, cores / count))
-            processes.setdefault(name, len(psutil.Process().children()) - before)
-    return {name: times[1:] for name, times in seconds.items()}, processes
-
-
-def threads_against_processes(place: Path) -> dict[str, float]:
-    """A core's seconds per image through each loader, at its best."""
-    seconds, processes = on_rank_0(lambda: race(loaders_of(place, ["jpg", "raw"], ROUNDS), 2))
-    wall, core = ({name: min(t[k] for t in seconds[name]) for name in seconds} for k in (0, 1))
-    say("\n  images a second:", *(f"{name} {1 / s:,.0f}" for name, s in wall.items()))
-    say("  a core's ms an image:", *(f"{name} {1e3 * s:.2f}" for name, s in core.items()))
-    claim("processes that the DataLoader started", WORKERS, processes["DataLoader"])
-    claim("processes that FFCV started", 0, processes["jpg"] + processes["raw"])
-    claim("core time, DataLoader's / FFCV's, JPEG", 2, core["DataLoader"] / core["jpg"], ">=")
-    claim("core time, DataLoader's / FFCV's, raw", 3.5, core["DataLoader"] / core["raw"], ">=")
+def check_loaders(place: Path) -> dict[str, float]:
+    """Claim what FFCV saves and that it delivers the same; return core seconds per image."""
+    measured = from_rank_0(measure_loaders(place) if RANK == 0 else None)
+    processes = measured["processes"]
+    claim("processes that DataLoader started", WORKERS, processes["DataLoader"], question=2)
+    claim("processes that FFCV started", 0, processes["jpg"] + processes["raw"], question=2)
+    means = measured["means"]
+    for name in ("jpg", "raw"):
+        text = f"mean of normalised crops, {name} - DataLoader's"
+        claim(text, 0, means[name] - means["DataLoader"], atol=0.2)
+    core = {}
+    for name, times in measured["seconds"].items():
+        wall = min(wall for wall, _ in times)
+        core[name] = min(core for _, core in times)
+        shown = f"{1 / wall:7,.0f} images per second, {1e3 * core[name]:.2f} ms of a core per image"
+        print0(f"{'':13}{name:10} {shown}")
+    for name, at_least in (("jpg", 1.2), ("raw", 2.5)):
+        text = f"core time, DataLoader's / FFCV's, {name}"
+        ratio = core["DataLoader"] / core[name]
+        claim(text, at_least, ratio, ">=", question=3, timed=True)
     return core
 
 
 # %% [markdown]
-# ## 4. Each sample once
+# ## 6. How it is measured: the samples
 #
-# `distributed=True` wraps torch's DistributedSampler and sets its epoch by itself. All ranks must
-# take equally many steps, so where n does not divide N, -N mod n samples come twice. And FFCV's
-# default is `drop_last=True`, which loses a rank's last batch. Each sample carries its number, so
-# what was delivered is counted, not what was planned. One thread a rank: they share the cores.
+# Each sample carries its index, so what was delivered is counted, not what was planned. Two epochs
+# are compared position by position: in random order, only a few samples stand at the same place.
 
 
 # %%
-def rank_loader(place: Path) -> "Loader":
-    """This rank's share of the whole images."""
-    image = [decoders.SimpleRGBImageDecoder(), ToTensor()]
-    batch, ranks = max(1, BATCH // WORLD_SIZE), {"num_workers": 1, "distributed": True}
-    return open_beton(place / "raw.beton", image, batch, **ranks)
+def check_samples(indices: list[torch.Tensor], device: torch.device) -> None:
+    """Claim that an epoch, whose indices this rank has, leaves out nothing."""
+    mine = torch.cat([index_B.flatten() for index_B in indices]).to(device)
+    times = torch.bincount(mine, minlength=N)
+    dist.all_reduce(times)
+    claim("samples that an epoch leaves out", 0, (times == 0).sum())
+    claim("samples that come twice", -N % WORLD_SIZE, (times - 1).sum(), question=5)
 
 
-def each_sample_once(numbers: Iterable[torch.Tensor], device: torch.device) -> None:
-    mine = torch.cat([n.flatten().clone() for n in numbers])  # FFCV writes over its batches
-    count = torch.bincount(mine.to(device), minlength=IMAGES)
-    dist.all_reduce(count)
-    claim("samples that an epoch leaves out", 0, (count == 0).sum())
-    claim("samples that come twice: -N mod n", -IMAGES % WORLD_SIZE, (count > 1).sum())
+def check_epochs(path: Path, device: torch.device) -> None:
+    """Read two epochs on all ranks; claim what the first delivers, and that the second differs."""
+    loader = rank_loader(path)
+    epochs = []
+    for _ in range(2):
+        epochs.append([index_B.clone() for *_, index_B in loader])  # FFCV writes over its batches
+    check_samples(epochs[0], device)
+    first = torch.cat(epochs[0])
+    second = torch.cat(epochs[1])
+    same = (first == second).double().mean()
+    claim("share of samples at their place in 2 epochs", 0.2, same, "<=")
 
 
-def without_ffcv(device: torch.device) -> None:
-    each_sample_once([torch.tensor(list(DistributedSampler(range(IMAGES))))], device)
-    for text in "where the time goes", "threads against processes":
-        blocked(text, "a system library: see --help")
+def check_bytes(place: Path) -> None:
+    """Claim what a raw image takes, padding included; tell what its JPEG takes."""
+    jpegs = sum(path.stat().st_size for path in (place / "photos").rglob("*.jpg")) / N
+    raw = (place / "raw.beton").stat().st_size / N
+    print0(f"{'':13}a JPEG of quality 97 has {jpegs:,.0f} bytes")
+    pages = math.ceil(N / (PAGE // (HEIGHT * WIDTH * 3)))
+    expected = (1 + pages) * PAGE / N + 24  # and an entry of 24 bytes in the allocation table
+    claim("bytes per image in raw.beton", expected, raw, atol=1, question=4)
 
 
-def draw(path: str, parts: dict[str, float], seconds: dict[str, float]) -> None:
-    """Milliseconds of a core per image and part; FFCV's decoding is JPEG less raw."""
-    from matplotlib.figure import Figure
-
-    core, bars = ({name: 1e3 * s for name, s in of.items()} for of in (seconds, parts))
-    bars["between processes"] = max(0.0, core["DataLoader"] - sum(bars.values()))
-    figure, left = Figure(figsize=(9, 3), layout="constrained"), 0.0
-    axes = figure.subplots()
-    for i, (part, ms) in enumerate(bars.items()):
-        axes.barh("DataLoader", ms, left=left, color=f"C{i}", label=part)
-        left += ms
-    axes.barh(["FFCV, JPEG", "FFCV, raw"], core["raw"], color="C6", label="crop and normalise")
-    axes.barh("FFCV, JPEG", core["jpg"] - core["raw"], left=core["raw"], color="C1")
-    axes.set_xlabel(f"ms of one core per image of 500 x 375, {WORKERS} workers")
-    axes.legend(fontsize="small")
-    figure.savefig(path, dpi=150)
+def from_rank_0(value: object) -> object:
+    """Return rank 0's `value` on every rank."""
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
 
 
 # %% [markdown]
-# ## The plumbing, the same in every lesson; fundamentals/02_launching_processes.py explains it
+# ## 7. On GPUs: pinned memory
+#
+# The copy to a GPU runs beside the training step only from **pinned** memory, which the kernel
+# never moves; from pageable memory the driver first copies to a pinned buffer of its own.
+
 
 # %%
-ledger: list[dict] = []  # every claim made so far, the same on every rank
-RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+def measure_copies(device: torch.device) -> None:
+    """Copy a batch of float32 crops to this rank's GPU from pageable and from pinned memory."""
+    if device.type == "cpu":
+        blocked("copy of a batch: pageable / pinned time", needs="1 GPU")
+        return
+    pageable_BCHW = torch.randn(256, 3, 224, 224)
+    pinned_BCHW = pageable_BCHW.pin_memory()
+    pageable = median_ms(lambda: pageable_BCHW.to(device, non_blocking=True))
+    pinned = median_ms(lambda: pinned_BCHW.to(device, non_blocking=True))
+    gigabytes = pinned_BCHW.nbytes / 1e9
+    for name, ms in (("pinned", pinned), ("pageable", pageable)):
+        print0(f"{'':13}{name}: {1e3 * gigabytes / ms:.1f} GB/s")
+    claim("copy of a batch: pageable / pinned time", 1.2, pageable / pinned, ">=", timed=True)
 
 
-def command_line() -> argparse.Namespace:
-    """Read FLAGS; --help and mistakes end here, before any collective, and are said once."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    for flag, about in FLAGS.items():
-        parser.add_argument(flag, **about)
-    parser.print_help = lambda: say(parser.format_help())
-    parser.error = lambda text: require(False, f"{text}\n{parser.format_usage().rstrip()}")
-    rule = f"needs a number of ranks in {WORLD_SIZES}, got {WORLD_SIZE}; set --nproc-per-node"
-    require("RANK" not in os.environ or WORLD_SIZE in WORLD_SIZES, rule)
+def median_ms(work: Callable, repeats: int = 20) -> float:
+    """Return the median time of `work()` on this rank's GPU, in milliseconds."""
+    times = []
+    with torch.no_grad():
+        for _ in range(repeats + 3):
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            start.record()
+            work()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+    return sorted(times[3:])[repeats // 2]
+
+
+# %% [markdown]
+# ## What you should have seen
+#
+# 1. Decoding, by a factor of ten or more: these files were just written, so reading them is a copy
+#    from memory. Do not carry that to a network file system, where a million small files are opened
+#    one by one and reading may be the largest share; there one large file helps most of all.
+# 2. DataLoader two, FFCV none: its workers are threads.
+# 3. On two cores, 1.4 to 2 for JPEGs of the same quality and 4 to 6 for raw pixels; the ledger
+#    asks for less, since it must hold on your machine. FFCV's authors measure 7.9 times the images
+#    per second on 96 virtual cores, where DataLoader's processes stop scaling at 24; per core the
+#    gain is smaller, and their JPEGs had quality 90. FFCV's default quality of 90 gains more, by
+#    decoding less: then the pictures are other pictures.
+# 4. 562,500 for the pixels, and here 96,134 more: a page holds 14 images and some padding, the last
+#    page is not full, and there is a page for the header. All in all that is six to seven times the
+#    JPEG. Raw pixels trade cores for bytes: ImageNet would have 720 GB,
+#    which must fit the page cache of every node, or the disk becomes the limit.
+# 5. Three: each of 7 ranks takes 35 samples, and 7 x 35 = 245. On your ranks, -242 mod n.
+#
+# **Try.** Without 255 the pixels are divided by 0.229 instead of 58, so the mean of the crops is
+# off by hundreds: training would diverge, or crawl if a BatchNorm comes first. In sequential order
+# nothing is left out, but both epochs have the same order, and only the last claim says so.
+#
+# On a GPU box the question is whether the step waits: time the wait for the next batch, as
+# profiling/01_distributed_profiling.py does. If it does: more workers, pinned memory, smaller
+# images on disk, decoding on the GPU (nvJPEG, through DALI), and FFCV, whose last commit is of May
+# 2024 but which runs on today's torch.
+
+
+# %%
+def main() -> None:
+    options = command_line(
+        {
+            "--data": {"metavar": "FOLDER", "help": "images, one folder per class"},
+            "--figure": {"metavar": "PATH", "help": "draw where each loader's time goes"},
+        }
+    )
+    launch()
+    if int(os.environ.get("LOCAL_WORLD_SIZE", WORLD_SIZE)) != WORLD_SIZE:
+        refuse(f"needs one node, whose ranks share a folder, got {WORLD_SIZE} ranks on several")
+    device = setup()
+    if Loader is None:
+        check_samples([torch.tensor(list(DistributedSampler(range(N))))], device)
+        for text in ("where a DataLoader's time goes", "threads against processes"):
+            blocked(text, needs="FFCV: see the docstring")
+        finish()
+    with tempfile.TemporaryDirectory(prefix="ffcv-lesson-") as folder:
+        place = Path(from_rank_0(folder))
+        if RANK == 0:
+            with contextlib.redirect_stderr(io.StringIO()):  # FFCV's progress bars
+                prepare(place, options.data)
+        dist.barrier()
+        stations = check_stations(place, device)
+        core = check_loaders(place)
+        check_bytes(place)
+        check_epochs(place / "raw.beton", device)
+        if options.figure and RANK == 0:
+            draw(options.figure, stations, core)
+        dist.barrier()  # the folder goes when all have read it
+    measure_copies(device)
+    finish()
+
+
+# %% [markdown]
+# ## Plumbing, the same in every lesson: join the group, print, check a claim, leave
+
+# %%
+ledger: list[dict] = []  # one row per claim, the same on every rank
+
+
+def command_line(flags: dict[str, dict] | None = None) -> argparse.Namespace:
+    """Read the flags, given as {name: arguments of add_argument}; --help and mistakes end here."""
+    as_it_is = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_it_is)
+    for name, arguments in (flags or {}).items():
+        parser.add_argument(name, **arguments)
+    parser.error = refuse
     return parser.parse_args()
 
 
 def launch() -> None:
-    """Plain `python`: be torchrun, one rank per GPU, else 4, without its wall of text."""
-    from torch.distributed.elastic.multiprocessing import api, errors
+    """Plain `python lesson.py`: be torchrun, one rank per GPU if there are several, else 4."""
+    if "RANK" in os.environ or WORLD_SIZE > 1:
+        return  # this is a rank already: torchrun or srun has started it
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    ranks = gpus if (gpus := torch.cuda.device_count()) > 1 else 4
-    ranks = ranks if ranks in WORLD_SIZES else WORLD_SIZES[0]
-    os.environ |= {"LAUNCHER": str(os.getpid()), "OMP_NUM_THREADS": "1"}  # ranks share the cores
-    logging.disable()  # the rank that failed says why
-    here = ["--standalone", "--local-addr=127.0.0.1"]  # the host's name need not resolve
+    gpus = torch.cuda.device_count()
+    ranks = gpus if gpus > 1 else 4
+    os.environ["LAUNCHER"] = str(os.getpid())
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
+    logging.disable()  # the rank that fails says why
     try:
-        torchrun([*here, f"--nproc-per-node={ranks}", *sys.argv])
-    except errors.ChildFailedError as error:
-        rank, first = error.get_first_failure()
-        sys.exit(f"rank {rank} was ended by {first.signal_name()}" if first.exitcode < 0 else 1)
-    except api.SignalException as error:
+        torchrun(["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", *sys.argv])
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        sys.exit(f"rank {rank} was ended by {failure.signal_name()}" if failure.exitcode < 0 else 1)
+    except SignalException as error:
         sys.exit(128 + error.sigval)
+    sys.exit()
 
 
 def setup() -> torch.device:
-    """Join the group torchrun describes: NCCL if every rank here has its own GPU, else gloo."""
-    if sys.platform == "linux":  # PR_SET_PDEATHSIG: no rank outlives a killed launcher,
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.environ.pop("LAUNCHER", parent := str(os.getppid())) != parent:
-        sys.exit(1)  # nor one killed before this line
+    """Join the process group: NCCL if every local rank has a GPU of its own, else gloo."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the launcher
+    parent = str(os.getppid())
+    if os.environ.pop("LAUNCHER", parent) != parent:
+        sys.exit(1)  # it was killed before that line
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank that waits inside C++ too
-    gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
-    if gpu:
+    if "RANK" not in os.environ:
+        name_ranks_as_torchrun_does()
+    gpus = torch.cuda.device_count()
+    local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    if gpus >= local_ranks:
+        backend = "nccl"
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    backend, wait = "nccl" if gpu else "gloo", timedelta(minutes=2)
-    dist.init_process_group(backend, device_id=device if gpu else None, timeout=wait)
-    sys.excepthook = crash
-    say(f"{WORLD_SIZE} ranks, {backend}, torch {torch.__version__}\n")
-    say(f"{'':10}{'claim':55} {'predicted':20} measured")
+        dist.init_process_group(backend, device_id=device, timeout=timedelta(minutes=2))
+    else:
+        backend = f"gloo ({gpus} GPUs visible, {local_ranks} ranks here)"
+        device = torch.device("cpu")
+        dist.init_process_group("gloo", timeout=timedelta(minutes=2))
+    sys.excepthook = crash  # only now: init_process_group sets one of its own
+    print0(f"{WORLD_SIZE} ranks, {backend}, torch {torch.__version__}\n")
+    print0(f"{'':13}{'claim':50} {'predicted':22} {'measured':>11}")
     return device
 
 
-def crash(*error: object) -> NoReturn:
-    """An exception nobody caught: the first rank prints it, all leave at once; peers may wait."""
-    first = dist.distributed_c10d._get_default_store().add("crash", 1) == 1
-    time.sleep(1)  # if a peer's death is the cause, the launcher ends us meanwhile and names it
-    if first:
-        print(f"rank {RANK}:", file=sys.stderr)
-        sys.__excepthook__(*error)
-    os._exit(1)
+def name_ranks_as_torchrun_does() -> None:
+    """Under `srun`, one task per rank: set the variables that torchrun would have set."""
+    slurm = os.environ
+    first_node = re.match(r"([^,[]+)(?:\[(\d+))?", slurm["SLURM_STEP_NODELIST"])  # of "gpu[03-07]"
+    tasks_here = re.match(r"\d+", slurm["SLURM_STEP_TASKS_PER_NODE"])  # of "4(x2)"
+    os.environ |= {"RANK": str(RANK), "WORLD_SIZE": str(WORLD_SIZE)}
+    os.environ |= {"LOCAL_RANK": slurm["SLURM_LOCALID"], "LOCAL_WORLD_SIZE": tasks_here[0]}
+    os.environ["MASTER_ADDR"] = first_node[1] + (first_node[2] or "")
+    os.environ["MASTER_PORT"] = str(20_000 + int(slurm["SLURM_JOB_ID"]) % 10_000)
 
 
-def say(*words: object) -> None:
+def print0(*words: object) -> None:
     """Print on rank 0 only."""
     if RANK == 0:
         print(*words, flush=True)
 
 
-def require(holds: bool, rule: str) -> None:
-    """End the run, before its first collective, with one message: rule, value, remedy."""
-    if not holds:
-        time.sleep(10 if RANK else 0)  # rank 0 speaks; the launcher ends the others as it leaves
-        sys.exit(f"{sys.argv[0]}: {rule}")
+def refuse(rule: str) -> None:
+    """End before the first collective with one message, from rank 0: rule, value, remedy."""
+    if RANK != 0:
+        time.sleep(30)  # the launcher ends us meanwhile
+    sys.exit(f"{sys.argv[0]}: {rule}")
 
 
-def claim(text: str, predicted: float, measured: float, sign="=", atol=0.0, rtol=0.0) -> None:
-    """Record the worst rank's `measured sign predicted` (= <= >=), give or take the slack."""
-    mine = float(predicted), float(measured), atol + rtol * abs(predicted)
-    ranks = [mine] * WORLD_SIZE
+def claim(
+    text: str,
+    predicted: float,
+    measured: float,
+    sign: str = "=",
+    atol: float = 0.0,
+    question: int | None = None,
+    timed: bool = False,
+    rank: int | None = None,
+) -> None:
+    """Check `measured sign predicted` (=, <=, >=), give or take `atol`, on all ranks; all call.
+
+    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers;
+    `timed` says that a clock decides.
+    """
+    pairs = [(float(predicted), float(measured), float(atol))]
     if dist.is_initialized():
-        dist.all_gather_object(ranks, mine)
-    over = {"=": abs, "<=": float, ">=": float.__neg__}[sign]
-    excess = [over(m - p) - slack for p, m, slack in ranks]
-    worst = max(range(len(ranks)), key=lambda r: excess[r] if excess[r] == excess[r] else 1e999)
-    (p, m, slack), verdict = ranks[worst], "PASS" if excess[worst] <= 0 else "FAIL"  # NaN: FAIL
-    off = "" if verdict == "PASS" else f"\n{'':10}off by {m - p:.3g} on rank {worst}"
-    told, seen = (f"{x:,.{12 if x.is_integer() else 6}g}" for x in (p, m))
-    between = f"{sign:>2} {told}" + (f" ±{float(f'{slack:.1g}'):g}" if slack else "")
-    say(f"  {verdict:7} {text:55} {between:20} {seen}{off}")
-    row = {"claim": text, "verdict": verdict, "rank": worst, "sign": sign}
-    finite = m - m == 0  # JSON knows no other numbers
-    record(row | {"predicted": p, "measured": m if finite else str(m), "slack": slack})
+        pairs = pairs * WORLD_SIZE
+        dist.all_gather_object(pairs, pairs[0])
+    errors = []
+    for p, m, slack in pairs:
+        error = {"=": abs(m - p), "<=": m - p, ">=": p - m}[sign] - slack
+        errors.append(math.inf if math.isnan(error) else error)
+    worst = errors.index(max(errors)) if rank is None else rank
+    verdict = "PASS" if errors[worst] <= 0 else "FAIL"
+    p, m, slack = pairs[worst]
+    between = f"{sign:>2} {readable(p)}" + (f" ±{slack:.2g}" if slack else "")
+    mark = f"{question}." if question else ""
+    print0(f"  {verdict:7} {mark:2} {text:50} {between:22} {readable(m):>11}")
+    if verdict == "FAIL":
+        print0(f"{'':13}off by {m - p:.3g} on rank {worst}")
+    row = {"claim": text, "verdict": verdict, "sign": sign, "rank": worst, "slack": slack}
+    row |= {"predicted": p, "measured": m if math.isfinite(m) else str(m)}  # JSON knows no NaN
+    ledger.append(row | {"question": question, "timed": timed})
+
+
+def readable(x: float) -> str:
+    """Whole numbers in full, others to six digits."""
+    return f"{x:,.0f}" if x.is_integer() and abs(x) < 1e12 else f"{x:,.6g}"
 
 
 def blocked(text: str, needs: str) -> None:
     """Record what this machine cannot answer, and what would."""
-    say(f"  BLOCKED {text:55} needs {needs}")
-    record({"claim": text, "verdict": "BLOCKED", "needs": needs})
+    print0(f"  BLOCKED    {text:50} needs {needs}")
+    ledger.append({"claim": text, "verdict": "BLOCKED", "needs": needs})
 
 
-def record(row: dict) -> None:
-    """Add to the ledger; LESSON_JSON, if set, names a file that is whole after every claim."""
-    ledger.append(row)
-    if RANK == 0 and (path := os.environ.get("LESSON_JSON")):
-        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-        about = {"ranks": WORLD_SIZE, "gpu": gpu, "cpus": os.cpu_count(), "python": sys.version}
-        about |= {"torch": torch.__version__, "argv": sys.argv, "date": time.strftime("%F")}
-        with open(path + ".part", "w") as file:
-            json.dump(about | {"ledger": ledger}, file, indent=1)
-        os.replace(path + ".part", path)
+def crash(*error: object) -> None:
+    """Leave without ceremony, since peers may be stuck. The first rank that fails says why."""
+    first = dist.distributed_c10d._get_default_store().add("crashes", 1) == 1
+    time.sleep(1 if first else 30)  # the launcher ends us meanwhile, if a peer's death is the cause
+    print(f"rank {RANK}:", file=sys.stderr)
+    sys.__excepthook__(*error)
+    os._exit(1)
 
 
-def finish() -> NoReturn:
-    """Leave the group; exit 1 if a claim failed or none was made."""
+def finish() -> None:
+    """Write the ledger where LESSON_JSON says; exit 1 if a claim failed or none was made."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-    count = [row["verdict"] for row in ledger].count
-    say(f"\n  {count('PASS')} PASS, {count('FAIL')} FAIL, {count('BLOCKED')} BLOCKED")
-    code = int(count("PASS") == 0 or count("FAIL") > 0)
-    if __name__ == "__main__":  # threads of a group that something still holds can abort sys.exit
-        os._exit(code)
+    verdicts = Counter(row["verdict"] for row in ledger)
+    print0(f"\n  {verdicts['PASS']} PASS, {verdicts['FAIL']} FAIL, {verdicts['BLOCKED']} BLOCKED")
+    if RANK == 0 and "LESSON_JSON" in os.environ:
+        about = {"ranks": WORLD_SIZE, "torch": torch.__version__, "python": sys.version}
+        about["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        about |= {"cpus": os.cpu_count(), "date": time.strftime("%F"), "ledger": ledger}
+        with open(os.environ["LESSON_JSON"], "w") as file:
+            json.dump(about, file, indent=1)
+    code = int(verdicts["FAIL"] > 0 or verdicts["PASS"] == 0)
+    if __name__ == "__main__":
+        os._exit(code)  # threads of a group that something still holds can abort a plain exit
     sys.exit(code)
 
 
 if __name__ == "__main__":
-    options = command_line()
-    if "RANK" in os.environ or len(WORLD_SIZES) == 1:
-        main(options)
-    else:
-        launch()
+    main()

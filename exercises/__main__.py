@@ -59,7 +59,8 @@ def find(number: int | None) -> Exercise:
 
 
 def show_list() -> None:
-    done, every = progress()["done"], exercises()
+    done = progress()["done"]
+    every = exercises()
     print(paint("Exercises: predict, build, be measured.", "bold"))
     print(f"{len([e for e in every if e.name in done])} of {len(every)} done\n")
     for exercise in every:
@@ -140,11 +141,10 @@ def reset(exercise: Exercise) -> None:
     """Put the stub back, having asked; keep what was there."""
     if exercise.mine.exists():
         mine = exercise.mine.relative_to(ROOT.parent)
-        kept = next(
-            path
-            for number in range(1, 10_000)
-            if not (path := exercise.folder / f"exercise.kept-{number}.py").exists()
-        )
+        number = 1
+        while (exercise.folder / f"exercise.kept-{number}.py").exists():
+            number += 1
+        kept = exercise.folder / f"exercise.kept-{number}.py"
         if input(f"Keep {mine} as {kept.name} and start afresh? [y/N] ").strip().lower() != "y":
             sys.exit("Nothing was changed.")
         exercise.mine.rename(kept)

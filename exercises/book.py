@@ -31,11 +31,13 @@ class Exercise:
     """One folder: README.md, exercise.py (the learner's), solution.py, test_exercise.py."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.name = folder, folder.name
+        self.folder = folder
+        self.name = folder.name
         self.number = int(folder.name[:2])
         self.readme = (folder / "README.md").read_text()
         self.title = re.match(r"# \d\d (.*)\n", self.readme)[1]
-        self.mine, self.solution = folder / "exercise.py", folder / "solution.py"
+        self.mine = folder / "exercise.py"
+        self.solution = folder / "solution.py"
 
     @property
     def hints(self) -> list[str]:
@@ -96,7 +98,8 @@ class _Listener:
         if report.skipped:
             self.report.blocked.append(f"{title}: {report.longrepr[2].removeprefix('Skipped: ')}")
         elif report.failed:
-            self.report.failed, self.report.message = title, str(call.excinfo.value)
+            self.report.failed = title
+            self.report.message = str(call.excinfo.value)
             if call.excinfo.typename != "Wrong":
                 self.report.message = f"the grader itself failed:\n{report.longreprtext}"
         elif call.when == "call":

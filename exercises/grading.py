@@ -261,5 +261,5 @@ def same(got: object, due: torch.Tensor, what: str, atol: float = 0.0) -> None:
         worst = int((off.nan_to_num(float("inf"))).argmax())
         pair = [t.detach().flatten()[worst].item() for t in (due, got)]
         show = [f"{v:.9g}" if isinstance(v, float) else str(v) for v in pair]
-        beyond = f" (at most {atol:.3g} off)" * bool(atol)
+        beyond = f" (at most {atol:.3g} off)" if atol else ""
         raise Wrong(f"{what}: element {worst}: expected {show[0]}{beyond}, got {show[1]}")

@@ -79,8 +79,10 @@ class RanksFailed(AssertionError):
         later = {"hung": 1, "returned": 2}  # causes first, then what they led to
         lines = [str(o) for o in sorted(outcomes, key=lambda o: (later.get(o.kind, 0), o.when))]
         for o in outcomes:
-            lines += [f"--- rank {o.rank}, stack ---\n{o.stack}"] * bool(o.stack)
-            lines += [f"--- rank {o.rank} printed ---\n{o.output[-2000:]}"] * bool(o.output)
+            if o.stack:
+                lines.append(f"--- rank {o.rank}, stack ---\n{o.stack}")
+            if o.output:
+                lines.append(f"--- rank {o.rank} printed ---\n{o.output[-2000:]}")
         super().__init__("\n".join(lines))
 
 
@@ -115,7 +117,8 @@ def attempt(
     work = cloudpickle.dumps((function, args))
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        ranks, outcomes = [], [Outcome(rank) for rank in range(world_size)]
+        ranks = []
+        outcomes = [Outcome(rank) for rank in range(world_size)]
         try:
             for rank in range(world_size):
                 inbox, outbox = server.Pipe(duplex=False)
@@ -152,7 +155,8 @@ def _watch(ranks: list, outcomes: list[Outcome], folder: str, deadline: float) -
                 how = f"by {signal.Signals(-code).name}" if code < 0 else f"with status {code}"
                 o.text = f"{how}, before the function returned"
             elif _size(folder, f"{o.rank}.out") > OUTPUT_LIMIT:
-                o.kind, o.text = "flooded", f"printed over {OUTPUT_LIMIT:,} bytes"
+                o.kind = "flooded"
+                o.text = f"printed over {OUTPUT_LIMIT:,} bytes"
         if any(o.kind not in ("running", "returned") for o in outcomes):
             stop = min(stop, time.monotonic() + GRACE)
         if time.monotonic() > stop:
@@ -162,7 +166,8 @@ def _watch(ranks: list, outcomes: list[Outcome], folder: str, deadline: float) -
         os.kill(ranks[o.rank][0].pid, signal.SIGUSR1)  # faulthandler answers, even inside C++
     time.sleep(0.3 if hung else 0)
     for o in hung:
-        o.kind, o.stack = "hung", _read(folder, f"{o.rank}.stack")
+        o.kind = "hung"
+        o.stack = _read(folder, f"{o.rank}.stack")
         o.text = where(o.stack)
 
 
@@ -234,8 +239,10 @@ def _be_rank(place: tuple, work: bytes, outbox: connection.Connection) -> None:
     os.dup2(os.open(f"{folder}/{rank}.out", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 1)
     os.dup2(1, 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w", 1), open(2, "w", 1)  # noqa: SIM115
-    stack = open(f"{folder}/{rank}.stack", "w")  # noqa: SIM115
+    sys.stdin = open(0)
+    sys.stdout = open(1, "w", 1)
+    sys.stderr = open(2, "w", 1)
+    stack = open(f"{folder}/{rank}.stack", "w")
     print(f"0x{threading.get_ident():016x}", file=stack, flush=True)
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     torch.set_num_threads(1)

@@ -1,30 +1,41 @@
-"""Check your machine: look at it, try it, know its failures
-==========================================================
+"""Check your machine: look at it, try what it promises, know its failures by their words
+======================================================================================
 
 **Question.** What can this machine train, and when something does not work, what is it?
 
-**Predict.** Which network interface will two ranks here talk through, and what decides it? How
-large is the shared memory, and who needs it? Two causes of `The client socket has timed out`?
+**Predict**, and write it down before you run:
 
-**Run.** One process, with 8 GPUs, one or none; it works where torchrun cannot start.
+1. Through which network interface will two ranks of this machine talk, with gloo and with NCCL, and
+   what decides it?
+2. A program asks for 128 MiB of shared memory. How many bytes of it does this machine really have?
+3. A job dies with `The client socket has timed out`. Name two different causes. Can a table tell
+   them apart?
+
+**Run.** One process, with 8 GPUs, one or none; it starts its own ranks, and works where torchrun
+cannot.
 
     python 00_check_your_machine.py
     python 00_check_your_machine.py --log train.log  # and name what killed the job that wrote it
 
-**You will have seen** (2 cores, torch 2.15, 9 s) that gloo listens where the host name points,
-foretold, then observed; that shared memory holds what it claims, by filling it; and five failures
-at init, recognised by their last words. An unknown host and an absent rank 0 die of the *same*
-words: only looking up the name in them tells which. Not run on GPUs.
+Takes 15 s on 2 cores (gloo, torch 2.15). Not run on several GPUs. Predict, run, then read.
 
-**Next.** fundamentals/01_gpu_interconnects.py
+**Try.** In `PROGRAM`, sum `rank + 2.0`: which claim fails? In `nccl_interfaces`, move `"lo"` to the
+front of the rules: which one now?
+
+**Before.** Nothing. You need not understand the code to use it: read what it prints.
+
+**Next.** fundamentals/01_gpu_interconnects.py: the links that it has just listed.
 """
 
 import argparse
+import ast
 import contextlib
 import ctypes
 import importlib.metadata
+import importlib.util
 import json
 import logging
+import math
 import os
 import platform
 import re
@@ -37,52 +48,34 @@ import tempfile
 import textwrap
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
-from unittest import mock
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # the failures provoked below are meant
 import torch
 import torch.distributed as dist
 
-WORLD_SIZES = range(1, 2)  # the doctor is one process
-FLAGS: dict[str, dict] = {"--log": {"metavar": "PATH", "help": "what a job that died had printed"}}
+# A *rank* is one of WORLD_SIZE processes that run one file together; this file is one process and
+# starts ranks of a smaller program. `claim(text, predicted, measured)` prints one row of the
+# ledger. It, `print0`, `blocked` and `finish` stand in the last cell, the same in every lesson.
+RANK = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1")))
+
 SHM = "/dev/shm"  # Linux keeps shared memory in files here; they live in RAM
-NOTHING = float("nan")  # measured where a trial failed: equal to no prediction
-
-
-def main(options: argparse.Namespace) -> None:
-    """No `setup()`: a doctor must speak where no process group can form."""
-    require(not options.log or os.path.isfile(options.log), f"--log: no file {options.log}")
-    gloo = look(torchrun, "gloo", 2)  # its ranks import torch while we look around
-    say(f"This machine, as torch {torch.__version__} finds it\n")
-    for name, probe in {"computer": computer, "GPUs": gpus, "network": network}.items():
-        show(name, look(probe)())
-    say(f"\n{'What it promises, tried':66}{'predicted':21}measured\n")
-    the_host_name_is_ours()
-    ranks_meet("gloo", 2, gloo(100))
-    every_gpu_joins()
-    shared_memory_is_there()
-    say("\nFailures that you will meet, provoked and recognised\n")
-    failures_are_recognised()
-    if options.log:
-        say(f"\nWhat killed the job that wrote {options.log}\n")
-        prescribe(look(Path(options.log).read_text)())
-    what_runs_here()
-    finish()
-
+NOTHING = math.nan  # measured where a trial failed: equal to no prediction
 
 # %% [markdown]
 # ## 1. Look, and do not get hurt
 #
-# A doctor is called to machines that are ill: a driver hangs, a name server is silent, a package is
-# missing. So every probe runs in a thread, has a deadline, and hands back its exception as a value.
+# This lesson is called to machines that are ill: a driver hangs, a name server is silent, a package
+# is missing. So every probe runs in a thread, has a deadline, and hands back its exception as a
+# value:
 #
-# Between GPUs the path matters more than the card. NVML names the highest thing on the way: NVLink;
-# PIX, a PCIe switch; PXB, several; PHB, a CPU's PCIe bridge; NODE, two bridges; SYS, the link from
-# CPU to CPU. PCIe below its full width is a badly seated card; below its generation, an idle one.
+#     probe ----> thread ----> value              shown
+#                        \---> exception          shown as "cannot look: ..."
+#                         \--> silence, 10 s      TimeoutError, shown too
 
 
 # %%
@@ -106,27 +99,46 @@ def look(probe: Callable, *args: object) -> Callable:
 
 
 def show(label: str, found: object) -> None:
-    """A labelled paragraph: text, or the exception of a probe that failed."""
+    """Print a labelled paragraph: text, or the exception of a probe that failed."""
     text = f"cannot look: {found!r}" if isinstance(found, Exception) else str(found)
-    lines = [part for line in text.splitlines() for part in textwrap.wrap(line, 78)]
-    say("\n".join(f"  {'' if i else label:18} {line}" for i, line in enumerate(lines)))
+    for line in text.splitlines():
+        for part in textwrap.wrap(line, 78):
+            print0(f"  {label:18} {part}")
+            label = ""
 
 
 def output(command: str) -> str:
-    """What a command prints; raises if it is missing or fails."""
+    """Return what a command prints; raise if it is missing or fails."""
     return subprocess.run(command.split(), capture_output=True, text=True, check=True).stdout
 
 
 def computer() -> str:
     import psutil
 
-    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    ram, shm = psutil.virtual_memory(), shutil.disk_usage(SHM).free if os.path.isdir(SHM) else 0
-    free = f"{ram.available / 1e9:.1f} of {ram.total / 1e9:.1f} GB free, {shm / 1e9:.3g} in {SHM}"
-    cores = f"{mine} of {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
-    return f"{cores}; {free}\n{platform.platform()}, Python {platform.python_version()}"
+    cores = os.cpu_count()
+    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    ram = psutil.virtual_memory()
+    shm = shutil.disk_usage(SHM).free if os.path.isdir(SHM) else 0
+    memory = f"{ram.available / 1e9:.1f} of {ram.total / 1e9:.1f} GB free, {shm / 1e9:.3g} in {SHM}"
+    busy = f"{mine} of {cores} cores, load {os.getloadavg()[0]:.1f}"
+    return f"{busy}; {memory}\n{platform.platform()}, Python {platform.python_version()}"
 
 
+# %% [markdown]
+# ## 2. GPUs, and what joins them
+#
+# Between GPUs the path matters more than the card. NVIDIA's management library (NVML) names the
+# highest thing on the way: NVLink; PIX, a PCIe switch; PXB, several; PHB, a CPU's PCIe bridge;
+# NODE, two bridges; SYS, the link from CPU to CPU. PCIe below its full *width* is wiring,
+# bifurcation, a riser or a badly seated card; below its *generation*, an idle GPU. `nvidia-smi topo
+# -m` also says how far each NIC is.
+#
+# A card that is there may still be slow or taken: other programs hold it, its compute mode admits
+# one process, heat or power hold its clock down, or its memory has had errors that nothing could
+# correct. What a card does not answer is left out.
+
+
+# %%
 def gpus() -> str:
     """What NVML sees, or nvidia-smi where NVML's package is missing; and what torch may use."""
     found = look(nvml)()
@@ -135,10 +147,11 @@ def gpus() -> str:
         found = output(f"nvidia-smi --query-gpu={what} --format=csv") + output("nvidia-smi topo -m")
     elif isinstance(found, Exception):
         found = f"none: {found or type(found).__name__}"
-    visible, nccl = os.environ.get("CUDA_VISIBLE_DEVICES"), look(torch.cuda.nccl.version)()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    nccl = look(torch.cuda.nccl.version)()
     built = f"NCCL {'.'.join(map(str, nccl))}" if isinstance(nccl, tuple) else "no NCCL in it"
     may = f"torch may use {torch.cuda.device_count()}; CUDA_VISIBLE_DEVICES={visible}"
-    return f"{found}\n{may}; {built}"
+    return f"{found}\n{may}; CUDA {torch.version.cuda}, {built}"
 
 
 def nvml() -> str:
@@ -146,21 +159,25 @@ def nvml() -> str:
     import pynvml
 
     def ask(question: str, *about: object) -> object:
-        with contextlib.suppress(pynvml.NVMLError):  # not every card can answer everything
-            return getattr(pynvml, "nvmlDeviceGet" + question)(*about)
+        with contextlib.suppress(pynvml.NVMLError, AttributeError):  # not every card answers all
+            function = getattr(pynvml, "nvmlDeviceGet" + question)
+            return function(*about)
 
     pynvml.nvmlInit()
     cards = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-    lines, paths = [f"{len(cards)}, driver {pynvml.nvmlSystemGetDriverVersion()}"], []
+    lines = [f"{len(cards)}, driver {pynvml.nvmlSystemGetDriverVersion()}"]
+    paths = []
     names = {0: "one board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
     for i, card in enumerate(cards):
-        ram, busy = ask("MemoryInfo", card), ask("UtilizationRates", card)
+        ram = ask("MemoryInfo", card)
+        busy = ask("UtilizationRates", card)
         links = [ask("NvLinkState", card, j) for j in range(pynvml.NVML_NVLINK_MAX_LINKS)]
-        gen, most = ask("CurrPcieLinkGeneration", card), ask("MaxPcieLinkGeneration", card)
-        wide, full = ask("CurrPcieLinkWidth", card), ask("MaxPcieLinkWidth", card)
         about = f"{ram.total / 1e9 if ram else 0:.0f} GB, {busy.gpu if busy else '?'}% busy"
-        wires = f"{links.count(1)} NVLinks up, PCIe gen {gen} of {most}, x{wide} of x{full}"
-        lines.append(f"{i}: {ask('Name', card)}, {about}, {wires}")
+        pcie = f"PCIe gen {ask('CurrPcieLinkGeneration', card)}"
+        pcie += f" of {ask('MaxPcieLinkGeneration', card)}, x{ask('CurrPcieLinkWidth', card)}"
+        pcie += f" of x{ask('MaxPcieLinkWidth', card)}"
+        wires = f"{links.count(1)} NVLinks up, {pcie}"
+        lines.append(f"{i}: {ask('Name', card)}, {about}, {wires}{ailing(ask, card)}")
         for j, peer in enumerate(cards[:i]):
             nvlink = ask("P2PStatus", card, peer, pynvml.NVML_P2P_CAPS_INDEX_NVLINK) == 0
             way = "NVLink" if nvlink else names.get(ask("TopologyCommonAncestor", card, peer), "?")
@@ -168,16 +185,39 @@ def nvml() -> str:
     return "\n".join([*lines, ", ".join(paths)])
 
 
+SLOWED = {0x4: "power cap", 0x8: "hardware slowdown", 0x20: "heat", 0x40: "heat, by hardware"}
+SLOWED[0x80] = "power brake"  # NVML's clocks throttle reasons
+
+
+def ailing(ask: Callable, card: object) -> str:
+    """What keeps this card from working, or from working fast; empty if nothing does."""
+    found = ""
+    others = ask("ComputeRunningProcesses", card)
+    if others:
+        found += f", {len(others)} programs on it"
+    if ask("ComputeMode", card) in (1, 2, 3):
+        found += ", compute mode NOT default: nvidia-smi -c 0"
+    reasons = ask("CurrentClocksThrottleReasons", card) or 0
+    found += "".join(f", SLOWED by {why}" for bit, why in SLOWED.items() if reasons & bit)
+    if ask("TotalEccErrors", card, 1, 0):  # uncorrected, since the driver was loaded
+        found += ", UNCORRECTABLE memory errors: nvidia-smi -q -d ECC"
+    return found
+
+
 # %% [markdown]
-# ## 2. Which network will they take?
+# ## 3. Which network will they take?
+#
+# Three programs choose, each by its own rule:
 #
 # - **torchrun** sends its ranks to `socket.getfqdn()`, even with `--standalone`, unless it is given
 #   `--local-addr`. Where that name does not resolve, they all hang.
-# - **gloo** listens on `GLOO_SOCKET_IFNAME`; else on the host name's first address that binds;
-#   else on 127.0.0.1 (ProcessGroupGloo.cpp, `createDefaultDevice`). Debian gives the host name
+# - **gloo** listens on `GLOO_SOCKET_IFNAME`; else on the host name's first address that binds; else
+#   on 127.0.0.1 (ProcessGroupGloo.cpp, `createDefaultDevice`). Debian gives the host name
 #   127.0.1.1: right for one machine, and the usual reason why ranks on two never meet.
-# - **NCCL** takes `NCCL_SOCKET_IFNAME`; else all `ib*`; else all but `docker*`, `lo*`, `virbr*`;
-#   else those, in this order (NCCL's socket.cc, `ncclFindInterfaces`).
+# - **NCCL** takes `NCCL_SOCKET_IFNAME`; else all `ib*`; else, if `NCCL_COMM_ID` is set, what shares
+#   its subnet; else all but `docker*`, `lo*`, `virbr*`; else those, in this order (NCCL's
+#   socket.cc, `ncclFindInterfaces`). That is for meeting, and for data over TCP. Where there is
+#   RDMA, data take the NICs of `NCCL_IB_HCA`, whatever the interface.
 
 
 # %%
@@ -185,10 +225,12 @@ def interfaces() -> dict[str, list[str]]:
     """The IP addresses of every interface that is up and has one."""
     import psutil
 
-    state, kinds, found = psutil.net_if_stats(), (socket.AF_INET, socket.AF_INET6), {}
+    state = psutil.net_if_stats()
+    found = {}
     for name, nets in psutil.net_if_addrs().items():
-        if held := [n.address.split("%")[0] for n in nets if n.family in kinds]:
-            found |= {name: held} if state[name].isup else {}
+        ips = [n.address for n in nets if n.family in (socket.AF_INET, socket.AF_INET6)]
+        if ips and state[name].isup:
+            found[name] = [address.split("%")[0] for address in ips]
     return found
 
 
@@ -204,7 +246,8 @@ def own_addresses(name: str) -> list[str]:
 
 def gloo_addresses() -> list[str]:
     """Where gloo will listen."""
-    if names := os.environ.get("GLOO_SOCKET_IFNAME"):
+    names = os.environ.get("GLOO_SOCKET_IFNAME")
+    if names:
         return [interfaces().get(name, [f"no {name}"])[0] for name in names.split(",")]
     with contextlib.suppress(OSError):
         return own_addresses(socket.gethostname())[:1] or ["127.0.0.1"]
@@ -214,27 +257,54 @@ def gloo_addresses() -> list[str]:
 def nccl_interfaces(names: list[str]) -> list[str]:
     """Which of these interfaces NCCL's sockets will take, if NCCL_SOCKET_IFNAME does not say."""
     rules = ("ib", "(?!docker|lo|virbr)", "docker", "lo", "virbr")
-    choices = ([name for name in names if re.match(rule, name)] for rule in rules)
-    return next(filter(None, choices), [])
-
-
-def network() -> str:
-    nets, gloo = interfaces(), gloo_addresses()
-    nccl = os.environ.get("NCCL_SOCKET_IFNAME") or ", ".join(nccl_interfaces(list(nets)))
-    lines = [f"{name} {', '.join(held)}" for name, held in nets.items()]
-    lines += [f"gloo will listen on {', '.join(gloo)}; NCCL, on {nccl}"]
-    lines += ["enough for one machine; for several, set GLOO_SOCKET_IFNAME"] * ("127." in gloo[0])
-    with socket.socket() as s:
-        taken = s.connect_ex(("127.0.0.1", 29500)) == 0
-    return "\n".join([*lines, f"port 29500, torchrun's default, is {'TAKEN' * taken or 'free'}"])
+    for rule in rules:
+        fitting = [name for name in names if re.match(rule, name)]
+        if fitting:
+            return fitting
+    return []
 
 
 # %% [markdown]
-# ## 3. Failures have faces
+# What is shown of it: every interface, both choices, RDMA's ports, and whether torchrun's default
+# port is free.
+
+
+# %%
+def network() -> str:
+    nets = interfaces()
+    gloo = gloo_addresses()
+    nccl = os.environ.get("NCCL_SOCKET_IFNAME") or ", ".join(nccl_interfaces(list(nets)))
+    lines = [f"{name} {', '.join(held)}" for name, held in nets.items()]
+    lines.append(f"gloo will listen on {', '.join(gloo)}; NCCL's sockets, on {nccl}")
+    if gloo[0].startswith("127."):
+        lines.append("enough for one machine; for several, set GLOO_SOCKET_IFNAME")
+    lines.append(rdma_ports(Path("/sys/class/infiniband")))
+    with socket.socket() as s:
+        taken = s.connect_ex(("127.0.0.1", 29500)) == 0
+    lines.append(f"port 29500, torchrun's default, is {'TAKEN' if taken else 'free'}")
+    return "\n".join(lines)
+
+
+def rdma_ports(root: Path) -> str:
+    """Every InfiniBand or RoCE port below `root`, with its state and rate."""
+    ports = []
+    for port in sorted(root.glob("*/ports/*")):
+        state = (port / "state").read_text().strip()  # "4: ACTIVE"
+        rate = (port / "rate").read_text().strip()  # "400 Gb/sec (4X NDR)"
+        ports.append(f"{port.parts[-3]} {state.partition(': ')[2]} {rate}")
+    return "RDMA: " + (", ".join(ports) or "no port; NCCL between nodes would take TCP")
+
+
+# %% [markdown]
+# ## 4. Failures have faces
 #
-# What a job says as it dies; what that means; how to be sure; what to do. Five are provoked: here
-# they take seconds, when you first meet one an evening. Where a client timed out, the host that it
-# called is looked up: no such name, or nobody at home?
+# What a job says as it dies; what that means; how to be sure; what to do. Causes stand first and
+# consequences last, for one failure speaks in many voices: when a rank runs out of memory, its
+# peers say "connection closed", and the watchdog of a third node says "timeout" half an hour later.
+#
+# Six are provoked below: here they take seconds, when you first meet one an evening. Two die with
+# the same words, `client socket has timed out`. There the host that was called is looked up: no
+# such name, or nobody at home?
 
 # %%
 TABLE = r"""
@@ -254,11 +324,43 @@ no NCCL: doesn't have NCCL built in|requires at least one CUDA device|no GPUs fo
   torch was built for CPUs, or may use no GPU
   python -c 'import torch; print(torch.version.cuda, torch.cuda.device_count())'
   torch's CUDA build, a driver, CUDA_VISIBLE_DEVICES not empty; or backend gloo
+two ranks on a GPU: Duplicate GPU detected|Multiple Ranks are using the same GPU
+  more ranks than GPUs, or no torch.cuda.set_device (NCCL before 2.30 says "Duplicate GPU detected")
+  nvidia-smi shows two ranks on one GPU; print LOCAL_RANK and torch.cuda.current_device()
+  torch.cuda.set_device(LOCAL_RANK) first of all; --nproc-per-node no more than the GPUs
+versions differ: [Mm]ismatched NCCL version|NCCL version mismatch
+  nodes run different builds of torch or NCCL
+  python -c 'import torch; print(torch.cuda.nccl.version())' on every node
+  one image, or one constraints file, for all nodes
+fabric manager: system not yet initialized|CUDA error 802|Error 802
+  the NVSwitches have not been set up, so CUDA refuses to start
+  systemctl status nvidia-fabricmanager
+  start it, in the driver's own version; after an update, restart the node
+broken GPU: \bXid\b|uncorrectable ECC|ECC error|fallen off the bus
+  the hardware, or its driver, has given up
+  dmesg -T | grep -i xid; nvidia-smi -q -d ECC; dcgmi diag -r 3
+  drain the node, restart from the last checkpoint without it, call who owns it
+GPU memory full: CUDA out of memory|torch\.OutOfMemoryError|CUDA error: out of memory
+  weights, gradients, optimizer and activations need more than the GPU has, or another job has it
+  torch.cuda.memory_summary(); nvidia-smi for other programs
+  smaller micro-batch, activation checkpointing, bf16, sharding (ZeRO, FSDP), in this order
+kernel too greedy: out of resource: shared memory|OutOfResources
+  a Triton kernel asks for more shared memory than a GPU's SM has; not /dev/shm
+  the message names Required and Hardware limit
+  smaller blocks or fewer stages (num_stages) in that kernel's configuration
 too little shared memory: /dev/shm|shared memory|</torch_\d+|Bus error|SIGBUS
   a container has 64 MB unless told otherwise; NCCL and DataLoader workers want more
   df -h /dev/shm
   docker run --shm-size=1g, or --ipc=host; Kubernetes: an emptyDir of medium Memory
-hang at init: clients joined|wait timeout after|monitoredBarrier|gave no answer|Watchdog caught
+killed for memory: exitcode *: -9|SIGKILL|[Oo]ut of memory: Killed|oom-kill
+  the kernel, Slurm or Kubernetes killed a rank, mostly for the host's memory
+  dmesg -T | grep -i 'out of memory'; sacct -o MaxRSS; memory.events of its cgroup
+  fewer DataLoader workers, load weights on one rank or on meta, ask for more memory
+hang in training: Watchdog caught|collective operation timeout|Timed out waiting \d+ms for
+  one rank did not call what the others called: it died, took another branch, or had no data left
+  the first error of any rank; py-spy dump --pid PID; torchfrtrace on the flight recorder's files
+  mend that rank; if it was only slow (a checkpoint, a download), a longer timeout
+hang at init: clients joined|wait timeout after|store based barrier|monitoredBarrier|gave no answer
   a rank is missing: not started, dead before init, or waiting in another call
   pgrep -af python counts them; py-spy dump --pid PID says where one waits
   start all that WORLD_SIZE promises; mend the first error of the first that died
@@ -266,18 +368,29 @@ nobody listens: client socket has (timed out|failed)|Connection refused
   rank 0 is not there, or its port is another, or a firewall stands before it
   nc -vz $MASTER_ADDR $MASTER_PORT
   the same MASTER_ADDR and MASTER_PORT on all nodes; open the ports between them
+a peer died: Connection (closed|reset) by peer|ncclRemoteError|remote process exited
+  another rank ended first, and this one only noticed
+  the first error, by time, in the logs of all ranks: torchrun --log-dir D -r 3 keeps them apart
+  run this tool on that rank's log
 """
 AILMENTS = re.findall(r"^(\w.*?): (.+)\n  (.+)\n  (.+)\n  (.+)", TABLE, re.M)
 
 
+# %% [markdown]
+# The first row whose words occur names the failure.
+
+
+# %%
 def diagnose(words: str) -> tuple[str, ...]:
     """The line that gives a job's last `words` away, then the row of the table that it fits."""
-    if called := re.search(r"connect to \((.+?), \d+\)", words):
+    called = re.search(r"connect to \((.+?), \d+\)", words)
+    if called:
         answer = look(socket.getaddrinfo, called[1], None)()
-        unknown = isinstance(answer, OSError | UnicodeError)
-        words += f"\nName or service not known: {called[0]}" * unknown
+        if isinstance(answer, OSError | UnicodeError):
+            words += f"\nName or service not known: {called[0]}"
     for row in AILMENTS:
-        if found := re.search(f".{{0,30}}({row[1]}).*", words):
+        found = re.search(f".{{0,30}}({row[1]}).*", words)
+        if found:
             return found[0], *row
     return words[-300:], "in no table", "", "?", "?", "mend the first error of the first rank"
 
@@ -291,40 +404,65 @@ def store(host: str = "127.0.0.1", port: int = 0, n: int = 1, serve: bool = True
     return dist.TCPStore(host, port, n, serve, timedelta(seconds=1))
 
 
+def taken_port() -> None:
+    first = store()
+    store(port=first.port)
+
+
+def silent_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    store(port=port, serve=False)
+
+
+def torch_without_nccl() -> None:
+    """What a torch built for CPUs says."""
+    c10d = dist.distributed_c10d
+    there = c10d._NCCL_AVAILABLE
+    c10d._NCCL_AVAILABLE = False
+    try:
+        dist.init_process_group("nccl", rank=0, world_size=1, store=store())
+    finally:
+        c10d._NCCL_AVAILABLE = there
+
+
 FAILURES = {
-    "port taken": lambda: (first := store(), store(port=first.port)),
+    "port taken": taken_port,
     "unknown host name": lambda: store("nowhere-" * 9, 29500, serve=False),  # too long for DNS
+    "nobody listens": silent_port,
     "wrong interface": lambda: dist.ProcessGroupGloo.create_device(interface="nowhere0"),
-    "no NCCL": lambda: dist.init_process_group("nccl", rank=0, world_size=1, store=store()),
+    "no NCCL": torch_without_nccl,
     "hang at init": lambda: store(n=2),  # and the other never comes
 }
 
 
-@mock.patch.object(dist.distributed_c10d, "_NCCL_AVAILABLE", False)  # as in torch built for CPUs
 def failures_are_recognised() -> None:
     right = 0
     for name, failure in FAILURES.items():
         said, found, _, _, _, remedy = diagnose(str(look(failure)()))
         right += found == name
         show(found, f'"{said[:76]}"\n{remedy}')
-    claim("failures that the table names rightly", len(FAILURES), right)
+    claim("failures that the table names rightly", len(FAILURES), right, question=3)
 
 
 # %% [markdown]
-# ## 4. Try what the machine promises
+# ## 5. How it is measured: try what the machine promises
 #
 # PROGRAM is the smallest there is: all that a rank must be told is in its environment, put there by
-# torchrun. NCCL needs a GPU for each: one proves that NCCL starts, two that they reach each other.
-#
-# DataLoader workers and NCCL hand data over in shared memory. A file there may be longer than the
-# memory behind it: then the *write* kills with SIGBUS. `posix_fallocate` asks before.
+# torchrun. The address that gloo listens on was foretold; the ranks look which sockets they have.
+# NCCL needs a GPU for each rank: one proves that NCCL starts, two that they reach each other. But
+# NCCL chooses its interface before it looks for GPUs, and says so: so that choice can be checked
+# everywhere.
 
 # %%
 PROGRAM = """
 import ctypes, datetime, json, os, sys, torch, torch.distributed as dist
 sys.platform == "linux" and ctypes.CDLL(None).prctl(1, 9)  # die with torchrun
 backend, rank, wait = sys.argv[1], int(os.environ["RANK"]), datetime.timedelta(seconds=40)
-device = torch.device("cuda", rank) if backend == "nccl" else None
+device = None
+if backend == "nccl":
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
 dist.init_process_group(backend, timeout=wait, device_id=device)
 x = torch.tensor([rank + 1.0], device=device)
 dist.all_reduce(x)
@@ -346,7 +484,7 @@ def torchrun(backend: str, n: int) -> str:
     env = os.environ | {"TORCH_CPP_LOG_LEVEL": "WARNING", "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     try:
-        return subprocess.run(command, env=env, **pipes, timeout=90).stdout
+        return subprocess.run(command, env=env, **pipes, timeout=170).stdout
     except subprocess.TimeoutExpired as late:  # killed, and its ranks with it
         return f"{(late.output or b'').decode()}\n{n} ranks gave no answer in {late.timeout} s"
 
@@ -354,24 +492,81 @@ def torchrun(backend: str, n: int) -> str:
 def ranks_meet(backend: str, n: int, said: object) -> None:
     """From what n ranks said: they summed right, and listened where it was foretold."""
     met = [json.loads(line) for line in re.findall("^MET (.*)", str(said), re.M)]
-    right, listens = n * (n + 1) / 2, {address for _, heard in met for address in heard}
-    worst = max((total for total, _ in met), key=lambda total: abs(total - right), default=NOTHING)
-    claim(f"1 + ... + {n}, summed through {backend}", right, worst if len(met) == n else NOTHING)
+    expected = n * (n + 1) / 2
+    totals = [total for total, _ in met]
+    worst = max(totals, key=lambda total: abs(total - expected), default=NOTHING)
+    claim(f"1 + ... + {n}, summed through {backend}", expected, worst if len(met) == n else NOTHING)
+    listens = set()
+    for _, addresses in met:
+        listens.update(addresses)
     if len(met) < n:
         prescribe(said)
     elif backend == "gloo" and listens:
-        claim("addresses gloo listens on, foretold wrongly", 0, len(listens ^ {*gloo_addresses()}))
+        wrong = len(listens ^ set(gloo_addresses()))
+        claim("addresses gloo listens on, foretold wrongly", 0, wrong, question=1)
 
 
 def every_gpu_joins() -> None:
-    if n := torch.cuda.device_count() if dist.is_nccl_available() else 0:
-        ranks_meet("nccl", n, look(torchrun, "nccl", n)(100))
-    if n < 2:
+    gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
+    if gpus:
+        ranks_meet("nccl", gpus, look(torchrun, "nccl", gpus)(180))
+    if gpus < 2:
         blocked("an all-reduce between GPUs through NCCL", needs="2 GPUs")
 
 
+# %% [markdown]
+# NCCL's own words, without a GPU: making a *unique id* opens the socket where ranks will meet.
+
+# %%
+ASK_NCCL = """
+import ctypes, os, sys
+ctypes.CDLL(sys.argv[1]).ncclGetUniqueId(ctypes.create_string_buffer(128))
+ctypes.CDLL(None).fflush(None)  # what NCCL printed lies in C's buffer
+os._exit(0)  # its thread would wait for ranks
+"""
+
+
+def nccl_library() -> str | None:
+    """The NCCL that torch brought."""
+    torch_folder = Path(importlib.util.find_spec("torch").origin).parent
+    found = sorted(torch_folder.parent.glob("nvidia/nccl/lib/libnccl.so*"))
+    return str(found[0]) if found else None
+
+
+def interface_nccl_takes(library: str) -> str:
+    """The first interface that NCCL names when it opens its bootstrap socket."""
+    command = [sys.executable, "-c", ASK_NCCL, library]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("NCCL_DEBUG")}
+    env["NCCL_DEBUG"] = "INFO"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    said = subprocess.run(command, env=env, **pipes, timeout=30).stdout
+    return re.search(r"Bootstrap ?: Using (\S+?):", said)[1]
+
+
+def nccl_takes_what_is_foretold() -> None:
+    text = "interfaces NCCL meets on, foretold wrongly"
+    library = nccl_library()
+    nets = look(interfaces)()
+    chosen = {"NCCL_SOCKET_IFNAME", "NCCL_COMM_ID"} & set(os.environ)
+    if library is None or isinstance(nets, Exception) or chosen:
+        blocked(text, needs="NCCL in torch, psutil, and no choice in NCCL_SOCKET_IFNAME")
+        return
+    taken = look(interface_nccl_takes, library)(40)
+    foretold = nccl_interfaces(list(nets))[:1]
+    show("NCCL meets on", taken)
+    claim(text, 0, int([taken] != foretold), question=1)
+
+
+# %% [markdown]
+# Does the host name lead here? And is shared memory there? DataLoader workers and NCCL hand data
+# over in it. A file in /dev/shm may be longer than the memory behind it: then the *write* kills
+# with SIGBUS. `posix_fallocate` asks before.
+
+
+# %%
 def the_host_name_is_ours() -> None:
-    held = look(own_addresses, name := socket.getfqdn())()
+    name = socket.getfqdn()
+    held = look(own_addresses, name)()
     count = len(held) if isinstance(held, list) else 0
     claim("addresses of the host name that are this machine's", 1, count, ">=")
     if not count:
@@ -385,21 +580,27 @@ def fill_shared_memory(size: int) -> int:
         os.posix_fallocate(file.fileno(), 0, size)
         file.writelines([block] * (size // len(block)))
         file.seek(0)
-        return sum(len(block) for got in iter(lambda: file.read(len(block)), b"") if got == block)
+        same = 0
+        while got := file.read(len(block)):
+            if got == block:
+                same += len(got)
+        return same
 
 
 def shared_memory_is_there() -> None:
     if not os.path.isdir(SHM):
-        return blocked(f"bytes that {SHM} gives back", needs="a system library: Linux")
+        blocked(f"bytes that {SHM} gives back", needs="a system library: Linux")
+        return
     size = min(shutil.disk_usage(SHM).free, 2**27) >> 20 << 20  # 2**27 is twice Docker's default
     same = look(fill_shared_memory, size)()
-    claim(f"bytes that {SHM} gives back", size, same if isinstance(same, int) else NOTHING)
+    count = same if isinstance(same, int) else NOTHING
+    claim(f"bytes that {SHM} gives back", size, count, question=2)
     if same != 2**27:
         prescribe(f"{SHM}: {same}" if isinstance(same, Exception) else f"{SHM}: {same:,} bytes")
 
 
 # %% [markdown]
-# ## 5. What is missing, and what that blocks
+# ## 6. What is missing, and what that blocks
 #
 # A lesson says in its own source what it needs: in its imports and its `blocked(...)` calls. So the
 # table of lessons is read off the lessons, and is never out of date.
@@ -426,175 +627,281 @@ def version(how: str) -> str:
     return importlib.metadata.version(how)
 
 
+def needs_of(tree: ast.AST) -> set[str]:
+    """What the `blocked(...)` calls of a lesson name, by keyword or by position."""
+    needs = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "blocked":
+            named = [keyword.value for keyword in node.keywords if keyword.arg == "needs"]
+            for argument in [*node.args[1:], *named]:
+                texts = [part for part in ast.walk(argument) if isinstance(part, ast.Constant)]
+                needs.update(str(text.value) for text in texts)
+    return needs
+
+
+def imports_of(tree: ast.AST) -> set[str]:
+    """The packages that a lesson imports, anywhere."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found.update(alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            found.add((node.module or "").partition(".")[0])
+    return found
+
+
 def lacking(lesson: str, missing: dict[str, str]) -> str:
     """What a lesson needs, going by its source, and this machine has not; `missing` parts."""
-    short = {part for part, how in missing.items() if f"import {how}" in lesson}
-    for need in re.findall(r'needs="(.+?)"', lesson):
-        gpu = re.match(r"(\d*) ?GPU", need)
-        if gpu and torch.cuda.device_count() < int(gpu[1] or 1):
-            short.add(need)
-        short |= {part for part in missing if part in need}
+    tree = ast.parse(lesson)
+    short = {part for part, how in missing.items() if how in imports_of(tree)}
+    for need in needs_of(tree):
+        gpu = re.match(r"(\d*)\+? ?GPU", need)
+        wanted = int(gpu[1] or 1) if gpu else 0
+        if torch.cuda.device_count() < wanted:
+            short.add("1 GPU" if wanted == 1 else f"{wanted} GPUs")
+        short |= {part for part in missing if re.search(rf"\b{re.escape(part)}\b", need)}
     return ", ".join(sorted(short))
 
 
 def what_runs_here() -> None:
-    say("\nWhat is here, and what is not\n")
-    parts = [[*map(str.strip, line.split("|"))] for line in PARTS.strip().splitlines()]
+    print0("\nWhat is here, and what is not\n")
+    parts = [line.split("|") for line in PARTS.strip().splitlines()]
+    parts = [tuple(map(str.strip, part)) for part in parts]
     found = {part: look(version, how)() for part, how, _, _ in parts}
     missing = {part: how for part, how, *_ in parts if isinstance(found[part], Exception)}
     show("here", ", ".join(f"{part} {found[part]}" for part in found if part not in missing))
     for part, _, blocks, get in parts:
         if part in missing:
             show(f"no {part}", f"blocks {blocks}. Get it: {get}")
-    say("\nWhich lessons run here\n")
+    print0("\nWhich lessons run here\n")
     root = Path(__file__).resolve().parents[1]
-    course = [p for f in FOLDERS for p in sorted(root.glob(f"{f}/[0-9][0-9]_*.py"))]
+    course = []
+    for folder in FOLDERS:
+        course += sorted(root.glob(f"{folder}/[0-9][0-9]_*.py"))
     for path in course:
         short = lacking(path.read_text(), missing)
         place = str(path.relative_to(root))
-        say(f"  {place:45} {'in part, without ' + short if short else 'in full'}")
+        print0(f"  {place:54} {'in part, without ' + short if short else 'in full'}")
     if not course:
-        say("  This file was copied out of the course; there it lists them.")
+        print0("  This file was copied out of the course; there it lists them.")
     step = f"python {course[1].relative_to(root)}" if course[1:] else "any lesson of the course"
     failed = any(row["verdict"] == "FAIL" for row in ledger)
-    say("\nMend the first FAIL, then run this again." if failed else f"\nAll well. Next: {step}")
+    print0("\nMend the first FAIL, then run this again." if failed else f"\nAll well. Next: {step}")
 
 
 # %% [markdown]
-# ## The plumbing, the same in every lesson; fundamentals/02_launching_processes.py explains it
+# ## What you should have seen
+#
+# 1. gloo listens where the *host name* points (or GLOO_SOCKET_IFNAME), NCCL on the first interface
+#    that is neither loopback nor docker. On a laptop these are often two different networks, and on
+#    a cluster both may be the slow one: NCCL's data then take InfiniBand all the same, gloo's never
+#    do. The claims compare what was foretold with the sockets that were really open.
+# 2. All 128 MiB, unless this is a container: Docker gives 64 MB, and then the claim shows how many
+#    there are, and the row of the table what to do. A program that only asks how long its file is
+#    would have been told 128 MiB.
+# 3. An unknown host name, and a host where nobody listens: both die with the same words. Only
+#    looking up the name tells which. All six provoked failures are named rightly.
+#
+# **Try.** `rank + 2.0` sums to 5 for 3: a wrong sum is a FAIL, as a hang or a crash would be. With
+# `lo` first, NCCL is foretold on the loopback, and NCCL itself says otherwise.
+#
+# On GPUs NCCL starts on every card and sums through all of them; look at the lines of the cards
+# first (width of PCIe, "SLOWED by", other programs). On a thousand GPUs this is a *prolog*: run on
+# each node before each job, for one node that fails stops all.
+
 
 # %%
-ledger: list[dict] = []  # every claim made so far, the same on every rank
-RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+def main() -> None:
+    about = {"metavar": "PATH", "help": "what a job that died had printed"}
+    options = command_line({"--log": about})
+    if WORLD_SIZE > 1:
+        refuse(f"needs 1 rank, for it starts its own; got {WORLD_SIZE}; run it with plain python")
+    if options.log and not os.path.isfile(options.log):
+        refuse(f"--log: no file {options.log}")
+    gloo = look(torchrun, "gloo", 2)  # its ranks import torch while we look around
+    print0(f"This machine, as torch {torch.__version__} finds it\n")
+    for name, probe in {"computer": computer, "GPUs": gpus, "network": network}.items():
+        show(name, look(probe)())
+    print0(f"\n{'What it promises, tried':63} {'predicted':22} {'measured':>11}\n")
+    the_host_name_is_ours()
+    ranks_meet("gloo", 2, gloo(180))
+    nccl_takes_what_is_foretold()
+    every_gpu_joins()
+    shared_memory_is_there()
+    print0("\nFailures that you will meet, provoked and recognised\n")
+    failures_are_recognised()
+    if options.log:
+        print0(f"\nWhat killed the job that wrote {options.log}\n")
+        prescribe(look(Path(options.log).read_text)())
+    what_runs_here()
+    finish()
 
 
-def command_line() -> argparse.Namespace:
-    """Read FLAGS; --help and mistakes end here, before any collective, and are said once."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    for flag, about in FLAGS.items():
-        parser.add_argument(flag, **about)
-    parser.print_help = lambda: say(parser.format_help())
-    parser.error = lambda text: require(False, f"{text}\n{parser.format_usage().rstrip()}")
-    rule = f"needs a number of ranks in {WORLD_SIZES}, got {WORLD_SIZE}; set --nproc-per-node"
-    require("RANK" not in os.environ or WORLD_SIZE in WORLD_SIZES, rule)
+# %% [markdown]
+# ## Plumbing, the same in every lesson: join the group, print, check a claim, leave
+
+# %%
+ledger: list[dict] = []  # one row per claim, the same on every rank
+
+
+def command_line(flags: dict[str, dict] | None = None) -> argparse.Namespace:
+    """Read the flags, given as {name: arguments of add_argument}; --help and mistakes end here."""
+    as_it_is = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_it_is)
+    for name, arguments in (flags or {}).items():
+        parser.add_argument(name, **arguments)
+    parser.error = refuse
     return parser.parse_args()
 
 
 def launch() -> None:
-    """Plain `python`: be torchrun, one rank per GPU, else 4, without its wall of text."""
-    from torch.distributed.elastic.multiprocessing import api, errors
+    """Plain `python lesson.py`: be torchrun, one rank per GPU if there are several, else 4."""
+    if "RANK" in os.environ or WORLD_SIZE > 1:
+        return  # this is a rank already: torchrun or srun has started it
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    ranks = gpus if (gpus := torch.cuda.device_count()) > 1 else 4
-    ranks = ranks if ranks in WORLD_SIZES else WORLD_SIZES[0]
-    os.environ |= {"LAUNCHER": str(os.getpid()), "OMP_NUM_THREADS": "1"}  # ranks share the cores
-    logging.disable()  # the rank that failed says why
-    here = ["--standalone", "--local-addr=127.0.0.1"]  # the host's name need not resolve
+    gpus = torch.cuda.device_count()
+    ranks = gpus if gpus > 1 else 4
+    os.environ["LAUNCHER"] = str(os.getpid())
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
+    logging.disable()  # the rank that fails says why
     try:
-        torchrun([*here, f"--nproc-per-node={ranks}", *sys.argv])
-    except errors.ChildFailedError as error:
-        rank, first = error.get_first_failure()
-        sys.exit(f"rank {rank} was ended by {first.signal_name()}" if first.exitcode < 0 else 1)
-    except api.SignalException as error:
+        torchrun(["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", *sys.argv])
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        sys.exit(f"rank {rank} was ended by {failure.signal_name()}" if failure.exitcode < 0 else 1)
+    except SignalException as error:
         sys.exit(128 + error.sigval)
+    sys.exit()
 
 
 def setup() -> torch.device:
-    """Join the group torchrun describes: NCCL if every rank here has its own GPU, else gloo."""
-    if sys.platform == "linux":  # PR_SET_PDEATHSIG: no rank outlives a killed launcher,
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.environ.pop("LAUNCHER", parent := str(os.getppid())) != parent:
-        sys.exit(1)  # nor one killed before this line
+    """Join the process group: NCCL if every local rank has a GPU of its own, else gloo."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the launcher
+    parent = str(os.getppid())
+    if os.environ.pop("LAUNCHER", parent) != parent:
+        sys.exit(1)  # it was killed before that line
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank that waits inside C++ too
-    gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
-    if gpu:
+    if "RANK" not in os.environ:
+        name_ranks_as_torchrun_does()
+    gpus = torch.cuda.device_count()
+    local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    if gpus >= local_ranks:
+        backend = "nccl"
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    backend, wait = "nccl" if gpu else "gloo", timedelta(minutes=2)
-    dist.init_process_group(backend, device_id=device if gpu else None, timeout=wait)
-    sys.excepthook = crash
-    say(f"{WORLD_SIZE} ranks, {backend}, torch {torch.__version__}\n")
-    say(f"{'':10}{'claim':55} {'predicted':20} measured")
+        dist.init_process_group(backend, device_id=device, timeout=timedelta(minutes=2))
+    else:
+        backend = f"gloo ({gpus} GPUs visible, {local_ranks} ranks here)"
+        device = torch.device("cpu")
+        dist.init_process_group("gloo", timeout=timedelta(minutes=2))
+    sys.excepthook = crash  # only now: init_process_group sets one of its own
+    print0(f"{WORLD_SIZE} ranks, {backend}, torch {torch.__version__}\n")
+    print0(f"{'':13}{'claim':50} {'predicted':22} {'measured':>11}")
     return device
 
 
-def crash(*error: object) -> NoReturn:
-    """An exception nobody caught: the first rank prints it, all leave at once; peers may wait."""
-    first = dist.distributed_c10d._get_default_store().add("crash", 1) == 1
-    time.sleep(1)  # if a peer's death is the cause, the launcher ends us meanwhile and names it
-    if first:
-        print(f"rank {RANK}:", file=sys.stderr)
-        sys.__excepthook__(*error)
-    os._exit(1)
+def name_ranks_as_torchrun_does() -> None:
+    """Under `srun`, one task per rank: set the variables that torchrun would have set."""
+    slurm = os.environ
+    first_node = re.match(r"([^,[]+)(?:\[(\d+))?", slurm["SLURM_STEP_NODELIST"])  # of "gpu[03-07]"
+    tasks_here = re.match(r"\d+", slurm["SLURM_STEP_TASKS_PER_NODE"])  # of "4(x2)"
+    os.environ |= {"RANK": str(RANK), "WORLD_SIZE": str(WORLD_SIZE)}
+    os.environ |= {"LOCAL_RANK": slurm["SLURM_LOCALID"], "LOCAL_WORLD_SIZE": tasks_here[0]}
+    os.environ["MASTER_ADDR"] = first_node[1] + (first_node[2] or "")
+    os.environ["MASTER_PORT"] = str(20_000 + int(slurm["SLURM_JOB_ID"]) % 10_000)
 
 
-def say(*words: object) -> None:
+def print0(*words: object) -> None:
     """Print on rank 0 only."""
     if RANK == 0:
         print(*words, flush=True)
 
 
-def require(holds: bool, rule: str) -> None:
-    """End the run, before its first collective, with one message: rule, value, remedy."""
-    if not holds:
-        time.sleep(10 if RANK else 0)  # rank 0 speaks; the launcher ends the others as it leaves
-        sys.exit(f"{sys.argv[0]}: {rule}")
+def refuse(rule: str) -> None:
+    """End before the first collective with one message, from rank 0: rule, value, remedy."""
+    if RANK != 0:
+        time.sleep(30)  # the launcher ends us meanwhile
+    sys.exit(f"{sys.argv[0]}: {rule}")
 
 
-def claim(text: str, predicted: float, measured: float, sign="=", atol=0.0, rtol=0.0) -> None:
-    """Record the worst rank's `measured sign predicted` (= <= >=), give or take the slack."""
-    mine = float(predicted), float(measured), atol + rtol * abs(predicted)
-    ranks = [mine] * WORLD_SIZE
+def claim(
+    text: str,
+    predicted: float,
+    measured: float,
+    sign: str = "=",
+    atol: float = 0.0,
+    question: int | None = None,
+    timed: bool = False,
+    rank: int | None = None,
+) -> None:
+    """Check `measured sign predicted` (=, <=, >=), give or take `atol`, on all ranks; all call.
+
+    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers;
+    `timed` says that a clock decides.
+    """
+    pairs = [(float(predicted), float(measured), float(atol))]
     if dist.is_initialized():
-        dist.all_gather_object(ranks, mine)
-    over = {"=": abs, "<=": float, ">=": float.__neg__}[sign]
-    excess = [over(m - p) - slack for p, m, slack in ranks]
-    worst = max(range(len(ranks)), key=lambda r: excess[r] if excess[r] == excess[r] else 1e999)
-    (p, m, slack), verdict = ranks[worst], "PASS" if excess[worst] <= 0 else "FAIL"  # NaN: FAIL
-    off = "" if verdict == "PASS" else f"\n{'':10}off by {m - p:.3g} on rank {worst}"
-    told, seen = (f"{x:,.{12 if x.is_integer() else 6}g}" for x in (p, m))
-    between = f"{sign:>2} {told}" + (f" ±{float(f'{slack:.1g}'):g}" if slack else "")
-    say(f"  {verdict:7} {text:55} {between:20} {seen}{off}")
-    row = {"claim": text, "verdict": verdict, "rank": worst, "sign": sign}
-    finite = m - m == 0  # JSON knows no other numbers
-    record(row | {"predicted": p, "measured": m if finite else str(m), "slack": slack})
+        pairs = pairs * WORLD_SIZE
+        dist.all_gather_object(pairs, pairs[0])
+    errors = []
+    for p, m, slack in pairs:
+        error = {"=": abs(m - p), "<=": m - p, ">=": p - m}[sign] - slack
+        errors.append(math.inf if math.isnan(error) else error)
+    worst = errors.index(max(errors)) if rank is None else rank
+    verdict = "PASS" if errors[worst] <= 0 else "FAIL"
+    p, m, slack = pairs[worst]
+    between = f"{sign:>2} {readable(p)}" + (f" ±{slack:.2g}" if slack else "")
+    mark = f"{question}." if question else ""
+    print0(f"  {verdict:7} {mark:2} {text:50} {between:22} {readable(m):>11}")
+    if verdict == "FAIL":
+        print0(f"{'':13}off by {m - p:.3g} on rank {worst}")
+    row = {"claim": text, "verdict": verdict, "sign": sign, "rank": worst, "slack": slack}
+    row |= {"predicted": p, "measured": m if math.isfinite(m) else str(m)}  # JSON knows no NaN
+    ledger.append(row | {"question": question, "timed": timed})
+
+
+def readable(x: float) -> str:
+    """Whole numbers in full, others to six digits."""
+    return f"{x:,.0f}" if x.is_integer() and abs(x) < 1e12 else f"{x:,.6g}"
 
 
 def blocked(text: str, needs: str) -> None:
     """Record what this machine cannot answer, and what would."""
-    say(f"  BLOCKED {text:55} needs {needs}")
-    record({"claim": text, "verdict": "BLOCKED", "needs": needs})
+    print0(f"  BLOCKED    {text:50} needs {needs}")
+    ledger.append({"claim": text, "verdict": "BLOCKED", "needs": needs})
 
 
-def record(row: dict) -> None:
-    """Add to the ledger; LESSON_JSON, if set, names a file that is whole after every claim."""
-    ledger.append(row)
-    if RANK == 0 and (path := os.environ.get("LESSON_JSON")):
-        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-        about = {"ranks": WORLD_SIZE, "gpu": gpu, "cpus": os.cpu_count(), "python": sys.version}
-        about |= {"torch": torch.__version__, "argv": sys.argv, "date": time.strftime("%F")}
-        with open(path + ".part", "w") as file:
-            json.dump(about | {"ledger": ledger}, file, indent=1)
-        os.replace(path + ".part", path)
+def crash(*error: object) -> None:
+    """Leave without ceremony, since peers may be stuck. The first rank that fails says why."""
+    first = dist.distributed_c10d._get_default_store().add("crashes", 1) == 1
+    time.sleep(1 if first else 30)  # the launcher ends us meanwhile, if a peer's death is the cause
+    print(f"rank {RANK}:", file=sys.stderr)
+    sys.__excepthook__(*error)
+    os._exit(1)
 
 
-def finish() -> NoReturn:
-    """Leave the group; exit 1 if a claim failed or none was made."""
+def finish() -> None:
+    """Write the ledger where LESSON_JSON says; exit 1 if a claim failed or none was made."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-    count = [row["verdict"] for row in ledger].count
-    say(f"\n  {count('PASS')} PASS, {count('FAIL')} FAIL, {count('BLOCKED')} BLOCKED")
-    code = int(count("PASS") == 0 or count("FAIL") > 0)
-    if __name__ == "__main__":  # threads of a group that something still holds can abort sys.exit
-        os._exit(code)
+    verdicts = Counter(row["verdict"] for row in ledger)
+    print0(f"\n  {verdicts['PASS']} PASS, {verdicts['FAIL']} FAIL, {verdicts['BLOCKED']} BLOCKED")
+    if RANK == 0 and "LESSON_JSON" in os.environ:
+        about = {"ranks": WORLD_SIZE, "torch": torch.__version__, "python": sys.version}
+        about["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        about |= {"cpus": os.cpu_count(), "date": time.strftime("%F"), "ledger": ledger}
+        with open(os.environ["LESSON_JSON"], "w") as file:
+            json.dump(about, file, indent=1)
+    code = int(verdicts["FAIL"] > 0 or verdicts["PASS"] == 0)
+    if __name__ == "__main__":
+        os._exit(code)  # threads of a group that something still holds can abort a plain exit
     sys.exit(code)
 
 
 if __name__ == "__main__":
-    options = command_line()
-    if "RANK" in os.environ or len(WORLD_SIZES) == 1:
-        main(options)
-    else:
-        launch()
+    main()

@@ -1,28 +1,39 @@
-"""The wires between GPUs: what a datasheet promises, what a copy gets
-===================================================================
+"""GPU interconnects: NVLink, NVSwitch, PCIe, InfiniBand, GPUDirect, and the roofline
+==================================================================================
 
-**Question.** How fast can data reach a GPU from its own memory, its host, another GPU; and when
-does that matter more than how fast it computes?
+**Question.** Over which links can data reach a GPU, who else uses them at the same moment, and when
+do links and memory limit training more than arithmetic does?
 
-**Predict.** Write down before you run this:
+**Predict**, and write it down before you run:
 
-1. NVLink 4 is sold as 900 GB/s per GPU, PCIe 5.0 x16 as 63 GB/s. How many times faster is it?
-2. An H100 does 989 TFLOP/s and reads 3.35 TB/s. How many FLOPs per byte keep it from waiting for
-   memory, and how many does adding two tensors do?
-3. Your CPU copies 256 KiB and 256 MiB. By what factor do the two differ in GB/s?
+1. Four GPUs hang below one PCIe 5.0 switch, which has one x16 uplink (63 GB/s one way) to the host.
+   All four read a batch from host memory at once. How many GB/s does each get? And how many if
+   instead each sends to its neighbor below the same switch?
+2. Eight H100s are joined by NVSwitch, each with 18 links (450 GB/s one way). All send to their
+   right neighbors at once: how many GB/s per GPU? And if seven send to the eighth?
+3. NVLink 4 is sold as 900 GB/s per GPU, PCIe 5.0 x16 as 63 GB/s. One GPU copies a tensor to
+   another. How many times faster is NVLink?
+4. Below the switch of question 1, each GPU has a NIC of 400 Gb/s beside it. All send to another
+   node at once, first by way of host memory, then straight to the NIC. How many GB/s each?
+5. An H100 does 989 TFLOP/s in bf16 and reads 3.35 TB/s. From which n on does the product of two
+   n x n matrices keep its arithmetic busy? How many FLOPs per byte does adding two tensors do?
 
 **Run.**
 
-    torchrun --standalone --nproc-per-node=8 01_gpu_interconnects.py   # a rank for each GPU
-    python 01_gpu_interconnects.py --figure interconnects.png          # CPU
+    torchrun --standalone --nproc-per-node=8 01_gpu_interconnects.py    # a rank for each GPU
+    python 01_gpu_interconnects.py --figure interconnects.png           # the same, started for you
 
-**You will have seen** (rank 0 of 4 on 2 cores, gloo, torch 2.15, 7 s; not yet run on GPUs) that
-NVLink 4 is 7.1 times PCIe 5.0, not 14; that with the ridge near 3 FLOP/byte a matrix-vector product
-leaves most FLOPs unused and a matrix product 98% of the memory bandwidth; and that a copy in cache
-is about twice as fast as one in DRAM, or more.
+Takes 12 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs. No clock decides
+anything here: packets, FLOPs and bytes are counted. Predict, run, then read.
 
-**Next.** `fundamentals/02_launching_processes.py`: how the ranks that waited here came to life;
-then what a message between two of them costs: `fundamentals/03_latency_and_bandwidth.py`.
+**Try.** Give the H100 1,979 TFLOP/s in `GPUS`, as its datasheet does in large print: which claims
+fail? In `fair_shares`, write `free[link] -= 0` for `free[link] -= share`: which ones now?
+
+**Before.** Nothing but one GPU's worth of PyTorch. fundamentals/00_check_your_machine.py shows
+which of these links your machine has.
+
+**Next.** fundamentals/02_launching_processes.py: how the ranks that ran this came to life. Then
+fundamentals/03_measure_your_machine.py puts a clock on your own links.
 """
 
 import argparse
@@ -30,459 +41,774 @@ import ctypes
 import itertools
 import json
 import logging
+import math
 import os
+import re
 import signal
 import sys
 import time
+from bisect import bisect_left
+from collections import Counter, deque
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from statistics import median
-from typing import NamedTuple, NoReturn
+from heapq import heappop, heappush
+from pathlib import Path
+from typing import NamedTuple
 
 import pynvml
 import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
-WORLD_SIZES = range(1, 65)  # what --nproc-per-node may be
-FLAGS: dict[str, dict] = {"--figure": {"metavar": "PNG", "help": "draw bandwidth against size"}}
-SIZES = [4**k for k in range(3, 15)]  # bytes: 64 B to 256 MiB, beyond every cache
-Curve = dict[int, float]  # bytes -> median seconds
-Copy = Callable[[int], Callable[[], object]]  # prepares a copy of so many bytes
+# A *rank* is one of WORLD_SIZE processes that run this same file. `claim(text, predicted,
+# measured)` prints one row of the ledger and must be called by every rank. It, `setup`, `print0`,
+# `blocked` and `finish` stand in the last cell, the same in every lesson; you need not read them.
+RANK = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1")))
 
 # %% [markdown]
-# ## 1. The datasheet, derived
+# ## 1. The links of a machine, and their rates
 #
-# A link is lanes; each carries so many bits a second, of which coding leaves a share: 128 of 130 in
-# PCIe 3.0 to 5.0, 242 of 256 in 6.0, while NVLink is quoted after coding (`nvidia-smi nvlink -s`
-# shows 26.6 GB/s a link where 25 arrive). The published figures follow (Bekman, Machine Learning
-# Engineering, commit 744d01e). **NVLink is quoted both ways summed, PCIe and networks one way.**
+# A **node** is one computer. This one has two CPUs, each with its own memory (two **NUMA nodes**),
+# four GPUs and two network cards (**NICs**):
 #
-# *PCIe* joins a GPU to its host, NIC and NVMe. *NVLink* joins GPU to GPU; through *NVSwitch* any
-# pair in a node (six chips in a DGX A100, four in an HGX H100) or a rack (NVL72) has all links.
-# *InfiniBand* and *Ethernet* (with RoCE) join nodes, in a good one with a NIC for each GPU.
+#      memory === CPU 0 ------- socket link (UPI, xGMI) ------- CPU 1 === memory
+#                   |                                             |
+#                   | PCIe uplink                                 | PCIe uplink
+#             +-----------+                                 +-----------+
+#             |PCIe switch|                                 |PCIe switch|
+#             +-----------+                                 +-----------+
+#              |   |   |  \                                  |   |   |  \
+#           GPU 0  |  NIC  SSD                            GPU 2  |  NIC  SSD
+#             :  GPU 1 |                                    :  GPU 3 |
+#             :    :   |                                    :    :   |
+#             :....:...|......... NVLink to NVSwitch .......:....:   |
+#                      |                                             |
+#                      +---- InfiniBand or Ethernet switches --------+----> other nodes
+#
+# **PCIe** joins a GPU to its host, its NIC and its disk. **NVLink** joins GPUs to each other. On
+# Grace machines (GH200, GB200) **NVLink-C2C** takes PCIe's place between a GPU and its CPU.
+# InfiniBand or Ethernet joins nodes.
+#
+# Each link is a number of **lanes**. A lane carries so many bits per second in each direction, and
+# a code that keeps the two ends in step takes some of them: 2 of 130 in PCIe 3.0 to 5.0, 14 of 256
+# in 6.0. NVLink and networks are quoted after coding. Everything below is **one way**. Beware that
+# NVLink is sold by *both* ways added up, PCIe and networks by one.
 
 
 # %%
 class Link(NamedTuple):
-    """A GPU's links of one kind: how many, lanes in each, Gb/s a lane one way, share left."""
+    """One GPU's, or one port's, links of a kind."""
 
-    count: int
-    lanes: int
-    rate: float
-    coding: float
+    links: int
+    lanes: int  # per link
+    gigabits: float  # per second and lane, one way
+    coding: float  # the share of them that is data
     published: float  # GB/s one way
-    found: str
+    seen_in: str
 
     @property
     def one_way(self) -> float:
-        """GB/s; both ways is twice that, for each way has wires of its own."""
-        return self.count * self.lanes * self.rate * self.coding / 8
+        """GB/s in one direction; the other direction has wires of its own."""
+        return self.links * self.lanes * self.gigabits * self.coding / 8
 
 
 LINKS = {
     "PCIe 3.0 x16": Link(1, 16, 8, 128 / 130, 15.75, "V100"),
     "PCIe 4.0 x16": Link(1, 16, 16, 128 / 130, 31, "A100"),
     "PCIe 5.0 x16": Link(1, 16, 32, 128 / 130, 63, "H100, H200, B200"),
-    "PCIe 6.0 x16": Link(1, 16, 64, 242 / 256, 121, "Blackwell, some boards"),
+    "PCIe 6.0 x16": Link(1, 16, 64, 242 / 256, 121, "some Blackwell boards"),
     "NVLink 1": Link(4, 8, 20, 1, 80, "P100"),
     "NVLink 2": Link(6, 8, 25, 1, 150, "V100"),
     "NVLink 3": Link(12, 4, 50, 1, 300, "A100"),
     "NVLink 4": Link(18, 2, 100, 1, 450, "H100, H200"),
     "NVLink 5": Link(18, 2, 200, 1, 900, "B200"),
-    "InfiniBand HDR": Link(1, 4, 50, 1, 25, "200 Gb/s; as 200G Ethernet"),
-    "InfiniBand NDR": Link(1, 4, 100, 1, 50, "400 Gb/s; as 400G Ethernet"),
-    "InfiniBand XDR": Link(1, 4, 200, 1, 100, "800 Gb/s; as 800G Ethernet"),
+    "NVLink-C2C": Link(10, 1, 360, 1, 450, "GH200: to its CPU; 10 links of 45"),
+    "InfiniBand HDR": Link(1, 4, 50, 1, 25, "200 Gb/s, as 200 GbE"),
+    "InfiniBand NDR": Link(1, 4, 100, 1, 50, "400 Gb/s, as 400 GbE"),
+    "InfiniBand XDR": Link(1, 4, 200, 1, 100, "800 Gb/s, as 800 GbE"),
+    "10 GbE": Link(1, 1, 10, 1, 1.25, "office networks, cheap clouds"),
+    "25 GbE": Link(1, 1, 25, 1, 3.125, "clouds"),
+    "100 GbE": Link(1, 4, 25, 1, 12.5, "clouds"),
 }
-# HBM TB/s, dense BF16 TFLOP/s of SXM boards; H100's 1,979 is with sparsity
-GPUS = {"A100": (2.0, 312), "H100": (3.35, 989), "H200": (4.8, 989), "B200": (8.0, 2250)}
 
 
-def the_datasheet_derived() -> None:
-    say(f"  {'GB/s per GPU or port':22}{'one way':>9}{'both ways':>11}{'published':>11}  seen in")
+def show_links() -> None:
+    """Print the rates that lanes, bits and coding give, beside those that are published."""
+    print0(f"\n  {'GB/s':16}{'one way':>9}{'both ways':>11}{'published':>11}  seen in")
     for name, link in LINKS.items():
         rates = f"{link.one_way:9.2f}{2 * link.one_way:11.2f}{link.published:11g}"
-        say(f"  {name:22}{rates}  {link.found}")
-    off = [abs(link.one_way - link.published) for link in LINKS.values()]
-    say("\n  PCIe is published in whole GB/s, cut or rounded, so less than 1 off:")
-    claim("PCIe: derived off published, at most, GB/s", 0, max(off[:4]), atol=0.99)
-    claim("NVLink and InfiniBand: the same", 0, max(off[4:]))
-    pcie, nvlink = LINKS["PCIe 5.0 x16"].one_way, LINKS["NVLink 4"].one_way
-    claim("NVLink 4 / PCIe 5.0, like for like", 7, nvlink / pcie, atol=0.5)
-    claim("  NVLink both ways / PCIe one way, a common slip", 14, 2 * nvlink / pcie, atol=0.5)
-    rack = 72 * 2 * LINKS["NVLink 5"].one_way / 1e3
-    claim("NVL72: 72 GPUs, both ways summed, TB/s", 130, rack, atol=0.5)
+        whole = link.published >= 20 and name.startswith("PCIe")  # published in whole GB/s
+        differs = abs(link.one_way - link.published) >= (1 if whole else 0.01)
+        print0(f"  {name:16}{rates}  {link.seen_in}{'  DIFFERS' if differs else ''}")
+    print0()
 
 
 # %% [markdown]
-# ## 2. Below the wires: caches, memory, the roofline
+# The table that the first cell prints spans a factor of 700: from 1.25 GB/s of a 10 GbE port to
+# 900 GB/s of a B200's NVLink. A gradient of 14 GB (7B parameters in bf16) crosses the second in 16
+# ms and the first in 11 s. That one sentence decides most of this course's questions.
+
+# %% [markdown]
+# ## 2. Who else is on the link? Max-min fair sharing
 #
-# Memory is a path too, and a hierarchy: on a CPU L1, L2, L3, DRAM; on a GPU shared memory and L1 in
-# each SM, one L2, HBM. *Arithmetic intensity* is FLOPs per byte moved, and a kernel attains at most
-# min(peak FLOP/s, intensity × bandwidth): the roofline (Williams et al., 2009). The two meet at the
-# *ridge*. Left of it FLOPs cost nothing extra, right of it bytes do not. Adding tensors, a norm, an
-# optimizer step, a token decoded lie left; a product of two n × n matrices has 2n³ FLOPs for 3n²
-# numbers, and moves to the right as n grows.
+# A link's rate says what you get *alone*. The picture has two places where several flows meet.
+# All devices below a **PCIe switch** share its **uplink** to the CPU, but two of them can talk
+# through the switch without touching it. Every byte between CPU 0's side and CPU 1's crosses the
+# socket link, with what the CPUs themselves send there.
+#
+# How do flows share? Links take turns among the flows that wait (for packets or credits), so no
+# flow gets less than another unless it cannot use more. That is **max-min fairness**: raise all
+# rates together; when a link is full, its flows keep what they have; go on with the rest
+# (Bertsekas and Gallager, 1992, section 6.5.2). A route is a list of the places it passes.
+
+# %%
+Wire = tuple[str, str]  # from, to: each direction has its own capacity
+
+
+def links_of(route: list[str]) -> list[Wire]:
+    return list(itertools.pairwise(route))
+
+
+def both_ways(a: str, b: str, rate: float) -> dict[Wire, float]:
+    return {(a, b): rate, (b, a): rate}
+
+
+def fair_shares(routes: list[list[str]], capacity: dict[Wire, float]) -> list[float]:
+    """Return the GB/s that each flow gets when all run at once."""
+    free = dict(capacity)  # what nobody has been given yet
+    rates: dict[int, float] = {}
+    while len(rates) < len(routes):
+        growing = [flow for flow in range(len(routes)) if flow not in rates]
+        load = Counter()
+        for flow in growing:
+            load.update(links_of(routes[flow]))
+        bottleneck = min(load, key=lambda link: free[link] / load[link])  # it is full first
+        share = free[bottleneck] / load[bottleneck]
+        for flow in growing:
+            if bottleneck in links_of(routes[flow]):
+                rates[flow] = share
+                for link in links_of(routes[flow]):
+                    free[link] -= share
+    return [rates[flow] for flow in range(len(routes))]
+
+
+# %% [markdown]
+# Question 1's machine: four GPUs and four NICs below one switch, with one uplink.
 
 
 # %%
-def from_rank_0(measure: Callable[[], object], host: dist.ProcessGroup) -> object:
-    """What rank 0 measured, for everybody; on gloo, waiting burns neither core nor GPU."""
-    box = [measure() if RANK == 0 else None]
-    dist.broadcast_object_list(box, src=0, group=host)
-    return box[0]
+def pcie_box(gpus: int = 4) -> dict[Wire, float]:
+    """GPUs and their NICs below one PCIe switch: the capacity of each wire."""
+    pcie = LINKS["PCIe 5.0 x16"].one_way
+    capacity = both_ways("switch", "host memory", pcie)
+    for gpu in range(gpus):
+        capacity |= both_ways(f"GPU {gpu}", "switch", pcie)
+        capacity |= both_ways(f"NIC {gpu}", "switch", pcie)
+        capacity |= both_ways(f"NIC {gpu}", "network", LINKS["InfiniBand NDR"].one_way)
+    return capacity
 
 
-def alternate(operations: dict, device: torch.device, rounds: int = 7) -> dict:
-    """Median seconds of each operation, in turns, each right after an untimed run of itself."""
-    seconds = {key: [] for key in operations}
-    for _, (key, operation) in itertools.product(range(rounds), operations.items()):
-        operation()
-        if device.type == "cuda":  # the host's clock would see the launch, not the copy
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            operation()
-            end.record()
-            end.synchronize()
-            seconds[key].append(start.elapsed_time(end) / 1e3)
+def check_pcie_switch() -> None:
+    box = pcie_box()
+    readers = [["host memory", "switch", f"GPU {gpu}"] for gpu in range(4)]
+    neighbors = [[f"GPU {gpu}", "switch", f"GPU {(gpu + 1) % 4}"] for gpu in range(4)]
+    rates = packets_delivered(readers, box)
+    claim("4 GPUs read host memory at once: GB/s each", 63 / 4, min(rates), atol=0.3, question=1)
+    rates = packets_delivered(neighbors, box)
+    claim("4 GPUs send to neighbors: GB/s each", 63, min(rates), atol=1, question=1)
+
+    together = [*readers, neighbors[3]]  # GPU 3 sends to GPU 0 while all four read
+    shares = fair_shares(together, box)
+    rates = packets_delivered(together, box)
+    claim("beside 4 readers, a neighbor's copy: GB/s", shares[4], rates[4], atol=1)
+    claim("  by hand, what a reader leaves of 63", 63 - 63 / 4, shares[4], atol=0.1)
+
+
+# %% [markdown]
+# ## 3. NVSwitch: a crossbar
+#
+# With four GPUs and 12 links each, one can wire every pair directly: each pair gets 4 links, and
+# two GPUs that talk while the others are silent leave 8 of 12 idle. A **crossbar** ends that. Every
+# GPU takes all its links to switch chips, and a chip can connect every input with every output at
+# once, so a pair has *all* links of both. No wire is shared unless two flows begin or end at the
+# same GPU:
+#
+#         direct, 4 GPUs x 12 links             NVSwitch, any number of GPUs
+#           GPU 0 ==4== GPU 1                  out 0 --o---o---o---o
+#             |  \4  4/  |                     out 1 --o---o---o---o     o: any input may be joined
+#             4    \/    4                     out 2 --o---o---o---o        to any output; only two
+#             |   /  \   |                     out 3 --o---o---o---o        inputs that want the
+#           GPU 2 ==4== GPU 3                        in 0  1   2   3        same output must share
+#
+# A DGX A100 has six such chips for 8 GPUs, an HGX H100 four, an NVL72 rack 18 for 72 GPUs: 72 x 2 x
+# 900 GB/s = 130 TB/s, as its makers sum up. All GPUs behind one crossbar are an **NVLink domain**.
+# Since NVLink 4's generation the chips also add: with NVLink SHARP a GPU sends its tensor *once*,
+# and the switch returns the sum (NCCL calls this NVLS).
+
+
+# %%
+def crossbar(gpus: int, rate: float) -> dict[Wire, float]:
+    """GPUs around a switch that never limits: only each GPU's own links do."""
+    capacity = {}
+    for gpu in range(gpus):
+        capacity |= both_ways(f"GPU {gpu}", "NVSwitch", rate)
+    return capacity
+
+
+def direct_mesh(gpus: int, rate: float) -> dict[Wire, float]:
+    """GPUs whose links are dealt out evenly to all others."""
+    capacity = {}
+    for a, b in itertools.combinations(range(gpus), 2):
+        capacity |= both_ways(f"GPU {a}", f"GPU {b}", rate / (gpus - 1))
+    return capacity
+
+
+def check_crossbar() -> None:
+    h100 = crossbar(8, LINKS["NVLink 4"].one_way)
+    ring = [[f"GPU {gpu}", "NVSwitch", f"GPU {(gpu + 1) % 8}"] for gpu in range(8)]
+    incast = [[f"GPU {gpu}", "NVSwitch", "GPU 7"] for gpu in range(7)]
+    rates = packets_delivered(ring, h100)
+    claim("crossbar, 8 send right at once: GB/s each", 450, min(rates), atol=5, question=2)
+    rates = packets_delivered(incast, h100)
+    claim("crossbar, 7 send to one: GB/s each", 450 / 7, min(rates), atol=1, question=2)
+    a100 = direct_mesh(4, LINKS["NVLink 3"].one_way)
+    alone = packets_delivered([["GPU 0", "GPU 1"]], a100)
+    claim("A100s wired directly, one pair: GB/s", 12 / 3 * 25, alone[0], atol=2)
+
+    over_nvlink = packets_delivered([ring[0]], h100)
+    over_pcie = packets_delivered([["GPU 0", "switch", "GPU 1"]], pcie_box())
+    faster = over_nvlink[0] / over_pcie[0]
+    claim("one copy: NVLink 4 / PCIe 5.0", 450 / 63, faster, atol=0.2, question=3)
+
+
+# %% [markdown]
+# ## 4. InfiniBand and Ethernet, side by side
+#
+# Both carry 100 to 800 Gb/s per port today, so bandwidth does not separate them. What does is who
+# moves the bytes. With **TCP** the kernel does: a message is copied into its buffers, cut into
+# packets by a CPU core, and copied out at the other end. With **RDMA** (remote direct memory
+# access) a program tells the NIC "send this memory there", and the NICs do the rest; no kernel call
+# and no copy lies on the way. InfiniBand was built for RDMA; **RoCE** (say "rocky") carries
+# InfiniBand's messages in UDP packets over Ethernet.
+#
+# The latencies are rules of thumb for small messages between two hosts below one switch; measure
+# yours (fundamentals/04_latency_and_bandwidth.py does it within a machine):
+#
+#                        InfiniBand          Ethernet, RoCE v2          Ethernet, TCP
+#     GB/s per port      25, 50, 100         12.5, 25, 50, 100          the same on the wire
+#     RDMA               always              yes                        no
+#     latency one way    1 to 2 us           2 to 5 us                  10 to 50 us
+#     a core is busy     no                  no                         yes, per 3 to 5 GB/s
+#     nothing lost by    credits per link    pause frames (PFC), ECN,   resending
+#                                            set up by hand
+#     many paths         adaptive routing    hashing per flow (ECMP)    hashing per flow
+#     adds up in switch  SHARP               no                         no
+#     NCCL calls it      NET/IB              NET/IB                     NET/Socket
+#     run by             a subnet manager    the network team           the network team
+#
+# So "400 Gb/s Ethernet" may be as good as InfiniBand, or (through TCP) a fifth of it. AWS's EFA is
+# a third kind: RDMA-like over Ethernet, through a plugin of NCCL. Good nodes have a NIC per GPU,
+# below the same PCIe switch: eight NDR ports are 400 GB/s per node, still 9 times less than the
+# NVLinks of its GPUs.
+
+# %% [markdown]
+# ## 5. GPUDirect: leave the host out
+#
+# A byte on its way from GPU memory to another node used to cross the uplink twice:
+#
+#     through host memory    GPU -> switch -> [host memory] -> switch -> NIC -> network
+#     GPUDirect RDMA         GPU -> switch ----------------------------> NIC -> network
+#
+# Four names, one idea:
+#
+# - **P2P**: a GPU reads and writes a peer's memory, over NVLink or PCIe. It skips the copy into
+#   host memory and the one out. *On?* `torch.cuda.can_device_access_peer(0, 1)`; `nvidia-smi topo
+#   -p2p r`; NCCL_DEBUG=INFO says `via P2P`, and `via SHM` where it had to go through the host.
+# - **RDMA**: the NIC reads and writes GPU memory. It skips the same copies on each side of the
+#   network. *On?* Kernel module `nvidia_peermem`, or DMA-BUF (open kernel modules, Linux 5.12);
+#   NCCL says `via NET/IB/0/GDRDMA`. Without that suffix it is off.
+# - **Storage** (GDS): the NVMe drive, or the NIC of a file server, reads and writes GPU memory.
+#   *On?* Module `nvidia_fs`; `gdscheck -p`. cuFile falls back to copies without a word
+#   ("compatibility mode"), so watch `/proc/driver/nvidia-fs/stats` count.
+# - **Async**: it skips no copy but the CPU's *order*: a kernel on the GPU itself rings the NIC's
+#   bell (IBGDA in NVSHMEM). *On?* `EnableStreamMemOPs: 1` in `/proc/driver/nvidia/params`.
+
+
+# %%
+def check_gpudirect_rdma() -> None:
+    """Four GPUs send to other nodes: by way of host memory, and straight to the NIC."""
+    box = pcie_box()
+    by_host = []
+    direct = []
+    for gpu in range(4):
+        to_network = ["switch", f"NIC {gpu}", "network"]
+        by_host.append([f"GPU {gpu}", "switch", "host memory", *to_network])
+        direct.append([f"GPU {gpu}", *to_network])
+    rates = packets_delivered(by_host, box)
+    claim("4 GPUs send through host memory: GB/s each", 63 / 4, min(rates), atol=0.3, question=4)
+    rates = packets_delivered(direct, box)
+    claim("  with GPUDirect RDMA: GB/s each", 50, min(rates), atol=1, question=4)
+
+
+def gpudirect_signs(root: Path) -> dict[str, bool]:
+    """What a Linux machine, its files below `root`, shows of each GPUDirect."""
+    modules = root / "proc/modules"
+    loaded = modules.read_text() if modules.is_file() else ""
+    driver = root / "proc/driver/nvidia/version"
+    parameters = root / "proc/driver/nvidia/params"
+    ports = root / "sys/class/infiniband"
+    signs = {"RDMA-capable NICs": ports.is_dir() and any(ports.iterdir())}
+    signs["RDMA: nvidia_peermem"] = "nvidia_peermem" in loaded
+    signs["RDMA: open driver (DMA-BUF)"] = driver.is_file() and "Open" in driver.read_text()
+    signs["Storage: nvidia_fs"] = "nvidia_fs" in loaded
+    on = "EnableStreamMemOPs: 1"
+    signs["Async: stream memory operations"] = parameters.is_file() and on in parameters.read_text()
+    return signs
+
+
+# %% [markdown]
+# ## 6. The roofline: memory is a link too
+#
+# The fastest link of a GPU is the one to its own memory (HBM), and most kernels wait for it. A
+# kernel's **arithmetic intensity** is its FLOPs per byte moved. It attains at most
+#
+#     min(peak FLOP/s, intensity x memory bandwidth)
+#
+# which is the **roofline** (Williams et al., 2009). The two limits meet at the **ridge**, peak over
+# bandwidth. Left of the ridge a kernel is **memory-bound**, and extra FLOPs are free; right of it,
+# **compute-bound**, and extra bytes are free:
+#
+#     FLOP/s
+#       |             ______________________  peak        matrix products, convolutions, prefill
+#       |            /
+#       |          /                                      additions, norms, activations, optimizer
+#       |        /  slope: bandwidth                      steps, one token of generation
+#       +-------+-------------------------> FLOPs per byte
+#             ridge
+#
+# The dense bf16 peak counts. H100's datasheet prints 1,979 TFLOP/s in bold, with sparsity that
+# training does not have; 989 is dense. Adding two tensors does 1 FLOP for 3 elements of 2 bytes. A
+# product of two n x n matrices does 2 n^3 FLOPs for 3 n^2 elements: 2 n^3 / (6 n^2) = n / 3.
+
+# %%
+GPUS = {  # HBM in TB/s, dense bf16 in TFLOP/s, of SXM boards
+    "A100": (2.0, 312),
+    "H100": (3.35, 989),
+    "H200": (4.8, 989),
+    "B200": (8.0, 2250),
+}
+
+
+def ridge(gpu: str) -> float:
+    """FLOPs per byte from which on arithmetic, not memory, limits this GPU."""
+    bandwidth, peak = GPUS[gpu]
+    return peak / bandwidth
+
+
+def attainable(intensity: float, gpu: str) -> float:
+    """TFLOP/s below the roofline."""
+    bandwidth, peak = GPUS[gpu]
+    return min(peak, intensity * bandwidth)
+
+
+def counted_intensity(operation: Callable, *shapes: tuple[int, int]) -> float:
+    """FLOPs per byte of an operation on bf16 operands: both are counted, neither is computed."""
+    operands = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
+    with FlopCounterMode(display=False) as counter:
+        result = operation(*operands)
+    flops = counter.get_total_flops() or result.numel()  # it leaves sums out: 1 FLOP per element
+    return flops / sum(tensor.nbytes for tensor in (*operands, result))
+
+
+def square(n: int) -> float:
+    """Intensity of a product of two n x n matrices."""
+    return counted_intensity(torch.mm, (n, n), (n, n))
+
+
+def layer(tokens: int) -> float:
+    """Intensity of a linear layer, 8192 to 8192, on so many tokens."""
+    return counted_intensity(torch.mm, (tokens, 8192), (8192, 8192))
+
+
+# %% [markdown]
+# Generating text multiplies the weights by one token's vector at a time: one FLOP per byte, so an
+# H100 attains 3.35 of its 989 TFLOP/s. The cure is to batch: how many tokens must meet a weight
+# while it is there? For B tokens and D x D weights the intensity is 2 B D^2 / (2 (D^2 + 2 B D)) =
+# B / (1 + 2 B / D). Set that equal to the ridge r and solve: B = r / (1 - 2 r / D).
+
+
+# %%
+def check_roofline() -> None:
+    print0(f"  {'FLOPs per byte':22}{'A100':>9}{'H100':>9}{'H200':>9}{'B200':>9}")
+    print0(f"  {'ridge':22}" + "".join(f"{ridge(gpu):9.0f}" for gpu in GPUS))
+    print0("  attainable TFLOP/s of")
+    add = counted_intensity(torch.add, (8192, 8192), (8192, 8192))
+    for name, intensity in {
+        "adding": add,
+        "1 token": layer(1),
+        "8192 x 8192": square(8192),
+    }.items():
+        rates = "".join(f"{attainable(intensity, gpu):9.2f}" for gpu in GPUS)
+        print0(f"    {name + f' ({intensity:.3g})':20}{rates}")
+    print0()
+    claim("adding: FLOPs per byte in bf16", 1 / 6, add, atol=1e-9, question=5)
+    claim("8192 x 8192 product: FLOPs per byte", 8192 / 3, square(8192), atol=1e-6)
+    sizes = range(1, 8193)
+    first = sizes[bisect_left(sizes, ridge("H100"), key=square)]
+    claim("H100: smallest compute-bound n x n product", math.ceil(3 * 295.22), first, question=5)
+    r = 989 / 3.35
+    first = sizes[bisect_left(sizes, ridge("H100"), key=layer)]
+    claim("H100: tokens that fill an 8192-wide layer", math.ceil(r / (1 - 2 * r / 8192)), first)
+
+
+# %% [markdown]
+# ## 7. How it is measured
+#
+# The **oracle** of fair sharing is a simulation that knows nothing of rates: packets of 4 MB queue
+# at each link, which serves the flows that wait in turns. Each flow may have WINDOW packets under
+# way; when one arrives, the next may leave, as PCIe's and InfiniBand's credits have it. Turns plus
+# windows lead to max-min fairness (Hahne, 1991). We count what arrives in the second half of a
+# tenth of a second: at least 190 packets per flow, so a count of one more or less is 0.5%. FLOPs
+# are counted by PyTorch's own `FlopCounterMode`, bytes by adding up the tensors. These bytes are
+# the least that an operation must move; a real kernel may move more.
+
+# %%
+PACKET = 0.004  # GB
+WINDOW = 8  # packets of a flow under way
+
+
+class Packets:
+    """Packets on their routes, event by event."""
+
+    def __init__(self, routes: list[list[str]], capacity: dict[Wire, float]) -> None:
+        self.paths = [links_of(route) for route in routes]
+        self.seconds = {link: PACKET / rate for link, rate in capacity.items()}
+        self.turns = {link: deque() for link in capacity}  # flows that wait, in order
+        self.waiting = Counter()  # (link, flow): packets
+        self.busy: set[Wire] = set()
+        self.crossings: list[tuple[float, int, int]] = []  # heap of (end, flow, hop)
+
+    def arrive(self, flow: int, hop: int, now: float) -> None:
+        """A packet of `flow` comes to the link number `hop` of its path."""
+        link = self.paths[flow][hop]
+        if self.waiting[link, flow] == 0:
+            self.turns[link].append(flow)
+        self.waiting[link, flow] += 1
+        self.serve(link, now)
+
+    def serve(self, link: Wire, now: float) -> None:
+        """If the link is free, let the next flow in turn send one packet."""
+        if link in self.busy or not self.turns[link]:
+            return
+        flow = self.turns[link].popleft()
+        self.waiting[link, flow] -= 1
+        if self.waiting[link, flow] > 0:
+            self.turns[link].append(flow)
+        self.busy.add(link)
+        hop = self.paths[flow].index(link)
+        heappush(self.crossings, (now + self.seconds[link], flow, hop))
+
+
+def packets_delivered(
+    routes: list[list[str]], capacity: dict[Wire, float], seconds: float = 0.1
+) -> list[float]:
+    """Return each flow's GB/s, counted at its end in the second half of the time."""
+    packets = Packets(routes, capacity)
+    delivered = [0] * len(routes)
+    for flow in range(len(routes)):
+        for _ in range(WINDOW):
+            packets.arrive(flow, 0, now=0.0)
+    while packets.crossings[0][0] <= seconds:
+        now, flow, hop = heappop(packets.crossings)
+        link = packets.paths[flow][hop]
+        packets.busy.remove(link)
+        if hop + 1 < len(packets.paths[flow]):
+            packets.arrive(flow, hop + 1, now)
         else:
-            started = time.perf_counter()
-            operation()
-            seconds[key].append(time.perf_counter() - started)
-    return {key: median(times) for key, times in seconds.items()}
-
-
-def copier(to: torch.Tensor, source: torch.Tensor) -> Copy:
-    return lambda n: partial(to[:n].copy_, source[:n], non_blocking=True)
-
-
-def curve_of(copy: Copy, device: torch.device) -> Curve:
-    return alternate({n: copy(n) for n in SIZES}, device)
-
-
-def memory_copy() -> Curve:
-    source, to = (torch.ones(SIZES[-1], dtype=torch.uint8) for _ in range(2))
-    return curve_of(copier(to, source), source.device)
-
-
-def kernels(device: torch.device) -> dict[str, tuple[float, float, float]]:
-    """Intensity (counted: FLOP/byte), FLOP/s and bytes/s (measured) of a sum and two products."""
-    n, m, dtype = (16384, 8192, torch.bfloat16) if device.type == "cuda" else (4096, 1024, None)
-    rand, work, runs = partial(torch.rand, device=device, dtype=dtype), {}, {}
-    shapes = {"add": (n, n), "matrix x vector": (n, 1), "matmul": (m, m)}
-    for name, (rows, columns) in shapes.items():
-        operation = torch.add if name == "add" else torch.mm
-        a, b = rand(rows, rows), rand(rows, columns)
-        with FlopCounterMode(display=False) as counter:
-            out = operation(a, b)
-        flops = counter.get_total_flops() or out.numel()  # it leaves sums out: one FLOP a number
-        work[name] = flops, a.nbytes + b.nbytes + out.nbytes
-        runs[name] = partial(operation, a, b, out=out)
-    took = alternate(runs, device)
-    return {k: (flops / size, flops / took[k], size / took[k]) for k, (flops, size) in work.items()}
-
-
-def the_roofline(ran: dict[str, tuple[float, float, float]], copied: Curve, on_gpu: bool) -> None:
-    for name, (intensity, flops, size) in ran.items():
-        rates = f"{flops / 1e9:12,.1f} GFLOP/s{size / 1e9:11,.1f} GB/s"
-        say(f"  {name:16}{intensity:9.3f} FLOP/byte{rates}")
-    (sum_intensity, _, bandwidth), (product_intensity, peak, moved) = ran["add"], ran["matmul"]
-    ridges = ", ".join(f"{name} {flops / hbm:.0f}" for name, (hbm, flops) in GPUS.items())
-    say(f"  ridge, FLOP/byte: {peak / bandwidth:.1f} measured here; by datasheet {ridges}\n")
-    n, width = (8192, 2) if on_gpu else (1024, 4)  # of the matmul; bytes a number
-    claim("add: FLOP/byte, one for three numbers", 1 / (3 * width), sum_intensity)
-    claim("matmul: FLOP/byte, 2n³ for 3n² numbers", 2 * n / (3 * width), product_intensity)
-    intensity, flops, _ = ran["matrix x vector"]
-    roof = min(peak, intensity * bandwidth)
-    claim("left of the ridge: matrix x vector / its roof", 1, flops / roof, atol=0.8)
-    claim("  and / peak FLOP/s: it waits for memory", 0.5, flops / peak, "<=")
-    claim("right of it: matmul / memory bandwidth", 0.5, moved / bandwidth, "<=")
-    gain = copied[4**14] / copied[4**9] / 4**5
-    claim("CPU copy: GB/s for 256 KiB / for 256 MiB", 1, gain, ">=")
+            if now > seconds / 2:
+                delivered[flow] += 1
+            packets.arrive(flow, 0, now)  # its credit is back: the next packet may leave
+        packets.serve(link, now)
+    return [PACKET * count / (seconds / 2) for count in delivered]
 
 
 # %% [markdown]
-# ## 3. Copies on and between GPUs
+# ## 8. On GPUs: is P2P on?
 #
-# Each is predicted first: HBM from its clock and width, PCIe from generation and width, a pair of
-# GPUs from the NVLinks that join it. Expect 80 to 90% (8 H200, published: 396 of 450 GB/s one way
-# between GPUs, 783.7 of 900 both ways, 55 of 63 from pinned host memory). *Pageable* memory is
-# first copied into a pinned buffer, and **hops one after another add their seconds**. *GPUDirect*
-# leaves hops out: **P2P** copies GPU to GPU, not through host memory; **RDMA** lets the NIC and
-# **Storage** the NVMe drive reach GPU memory; **Async** lets a GPU ring the NIC without the host.
+# CUDA says which GPUs it can reach; the driver's management library, NVML, says which it should.
+# If they differ, a setting stands in the way: a container that hides devices, an IOMMU, a virtual
+# machine. The signs of the other three GPUDirects are printed for your machine.
 
 
 # %%
-def handle(gpu: int) -> object:
-    """NVML's GPU for CUDA's: CUDA_VISIBLE_DEVICES renumbers only the latter."""
+def check_p2p() -> None:
+    signs = gpudirect_signs(Path("/"))
+    for sign, there in signs.items():
+        print0(f"  {sign:34} {'yes' if there else 'no'}")
+    gpus = torch.cuda.device_count()
+    text = "pairs of GPUs with P2P, by CUDA and by NVML"
+    if gpus < 2:
+        blocked(text, needs="2 GPUs")
+        return
+    pynvml.nvmlInit()
+    try:
+        expected = 0
+        for a, b in itertools.permutations(range(gpus), 2):
+            ask = partial(pynvml.nvmlDeviceGetP2PStatus, nvml_handle(a), nvml_handle(b))
+            expected += ask(pynvml.NVML_P2P_CAPS_INDEX_READ) == 0
+    except pynvml.NVMLError:
+        blocked(text, needs="GPUs of which NVML tells P2P (no MIG)")
+        return
+    pairs = itertools.permutations(range(gpus), 2)
+    reached = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
+    claim(text, expected, reached)
+
+
+def nvml_handle(gpu: int) -> object:
+    """NVML's name for CUDA's GPU: CUDA_VISIBLE_DEVICES renumbers only the latter."""
     uuid = str(torch.cuda.get_device_properties(gpu).uuid).removeprefix("GPU-")
     return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
 
 
-def pcie(gpu: int) -> float:
-    """GB/s one way between a GPU and its host, at the best that both can do."""
-    link = LINKS[f"PCIe {pynvml.nvmlDeviceGetMaxPcieLinkGeneration(handle(gpu))}.0 x16"]
-    return link.one_way * pynvml.nvmlDeviceGetMaxPcieLinkWidth(handle(gpu)) / 16
+# %% [markdown]
+# ## What you should have seen
+#
+# 1. 15.75 GB/s each through the uplink, and 63 each between neighbors, who do not touch it. A
+#    loader that feeds four GPUs is four times slower than a benchmark of one GPU says. And a flow
+#    beside the readers gets what they leave: 63 - 15.75 = 47.25 GB/s into GPU 0.
+# 2. 450 GB/s for all eight at once, since no wire is shared: that is what a crossbar is. But a
+#    crossbar cannot help an output: seven senders to one GPU get 64.3 GB/s each. This **incast** is
+#    why a sum is not gathered on one rank but goes around a ring, where each receives from one.
+# 3. 7.1 times. 900 / 63 = 14 divides both ways by one way, a common slip.
+# 4. 15.75 GB/s through host memory, for the uplink is shared again (in both directions at once); 50
+#    with GPUDirect RDMA, all that the NIC can. This is the difference that a missing kernel module
+#    makes, and nothing reports an error.
+# 5. From n = 886 on: the ridge is 989 / 3.35 = 295 FLOPs per byte, and n / 3 reaches it there.
+#    Adding does 1/6 of a FLOP per byte, 1,771 times too few, so it runs at 0.06% of the peak. A
+#    layer 8192 wide is compute-bound from 319 tokens on: a long prompt is, a single reply is not.
+#    `--figure` draws both: the ladder of links, and the rooflines with these operations on them.
+#
+# **Try.** With 1,979 TFLOP/s the ridge doubles, and n = 886 turns into 1,773; every MFU computed
+# with it is half the truth. Without the subtraction, `fair_shares` gives the neighbor's copy 63
+# GB/s, as if the readers were not there; the packets, and a pencil, say 47.
+#
+# On real machines: expect 80 to 90% of these rates (8 H200, published: 396 of 450 GB/s between two
+# GPUs, 784 of 900 both ways, 55 of 63 from pinned host memory). `nvidia-smi nvlink -s` shows 26.6
+# GB/s per link of NVLink 4, of which 25 are data. A PCIe device below its full width is as often
+# wiring, bifurcation or a riser as a badly seated card. At a thousand GPUs the same question
+# returns one level up: leaf switches have uplinks too, and if they are fewer than the ports below
+# (oversubscription), placing a job decides its speed.
 
 
-def joined(i: int, j: int) -> tuple[str, float]:
-    """What joins two GPUs, in the words of `nvidia-smi topo -m`, and its GB/s one way."""
-    a, b = handle(i), handle(j)
-    if pynvml.nvmlDeviceGetP2PStatus(a, b, pynvml.NVML_P2P_CAPS_INDEX_NVLINK) == 0:
-        there, ends, version = pynvml.nvmlDeviceGetPciInfo(b).busId, [], 0
-        for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
-            with suppress(pynvml.NVMLError):  # no such link
-                if pynvml.nvmlDeviceGetNvLinkState(a, link):
-                    version = pynvml.nvmlDeviceGetNvLinkVersion(a, link)
-                    ends.append(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(a, link).busId)
-        links = ends.count(there) or len(ends)  # none leads straight there: all do, by a switch
-        rate = 20 if version == 1 else 25 if version < 7 else 50  # 1: NVLink 1, 6: 4, 7: 5
-        return f"NV{links}", links * rate
-    ways = {10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
-    return ways[pynvml.nvmlDeviceGetTopologyCommonAncestor(a, b)], min(pcie(i), pcie(j))
-
-
-def at_once(one: Copy, other: Copy, side: torch.cuda.Stream) -> Copy:
-    """Both copies together, the other on a stream of its own."""
-
-    def together(n: int) -> None:
-        here = torch.cuda.current_stream()
-        side.wait_stream(here)
-        with torch.cuda.stream(side):
-            other(n)()
-        one(n)()
-        here.wait_stream(side)
-
-    return lambda n: partial(together, n)
-
-
-def copies_on_gpu_0() -> tuple[dict[str, Curve], dict[str, float]]:
-    """Curves of the copies within GPU 0 and to and from its host; GB/s promised, one way."""
-    pynvml.nvmlInit()
-    new, gpu = partial(torch.ones, SIZES[-1], dtype=torch.uint8), torch.device("cuda", 0)
-    near, far, pageable = new(device=gpu), new(device=gpu), new()
-    pinned, back = new(pin_memory=True), new(pin_memory=True)
-    up, down = copier(near, pinned), copier(back, far)
-    copies = {"HBM copy": copier(far, near), "H2D pinned": up, "D2H pinned": down}
-    copies |= {"H2D pageable": copier(near, pageable), "D2H pageable": copier(pageable, near)}
-    copies["H2D and D2H at once, each"] = at_once(up, down, torch.cuda.Stream())
-    clock = pynvml.nvmlDeviceGetMaxClockInfo(handle(0), pynvml.NVML_CLOCK_MEM)  # MHz
-    memory = 2 * clock * pynvml.nvmlDeviceGetMemoryBusWidth(handle(0)) / 8e3  # two bits a clock
-    promised = dict.fromkeys(copies, pcie(0)) | {"HBM copy": memory / 2}  # read and written
-    return {name: curve_of(copy, gpu) for name, copy in copies.items()}, promised
-
-
-def copies_between_gpus() -> tuple[dict[str, Curve], dict[str, float]]:
-    """Curves of the copies from each GPU to each other; GB/s promised to pairs with P2P."""
-    curves, promised = {}, {}
-    for i, j in itertools.permutations(range(torch.cuda.device_count()), 2):
-        kind, rate = joined(i, j)
-        name = f"GPU {i} to {j}, {kind}"
-        source, to = (torch.ones(SIZES[-1], dtype=torch.uint8, device=f"cuda:{k}") for k in (i, j))
-        with torch.cuda.device(i):
-            curves[name] = curve_of(copier(to, source), source.device)
-        if rate and torch.cuda.can_device_access_peer(i, j):  # else it goes through the host
-            promised[name] = rate
-    return curves, promised
-
-
-def judge(curves: dict[str, Curve], promised: dict[str, float]) -> None:
-    """Margins are wide, for hosts differ; above 1.05 the clock did not wait for the copy."""
-    for name, curve in curves.items():
-        got, small = (n / curve[n] / 1e9 for n in (SIZES[-1], 4**8))
-        say(f"  {name}: {got:,.1f} GB/s one way; {small:,.1f} for 64 KiB")
-        if name in promised and "pageable" not in name:
-            share = got / promised[name]
-            claim(f"{name} / {promised[name]:,.0f} GB/s promised", 0.7, share, atol=0.35)
-        elif name in promised:
-            slower = curve[SIZES[-1]] / curves[name.replace("pageable", "pinned")][SIZES[-1]]
-            claim(f"{name}, seconds / pinned", 0.95, slower, ">=")
-
-
-def draw(curves: dict[str, Curve], path: str) -> None:
-    """Bandwidth against size, both logarithmic; dashed, what the datasheets promise one way."""
+# %%
+def draw(path: str) -> None:
+    """Left: each link's rate, a ladder. Right: rooflines, with what stands on H100's."""
     from matplotlib.figure import Figure
 
-    axes = (figure := Figure(figsize=(9, 6), layout="constrained")).subplots()
-    ceilings = {"H100 HBM, copied": GPUS["H100"][0] * 1e3 / 2}  # each byte is read and written
-    ceilings |= {k: v.one_way for k, v in LINKS.items() if k[-1] not in "12" and "3.0" not in k}
-    for name, rate in ceilings.items():
-        color, x = ("C0", 0.22) if "Infini" in name else ("0.4", 0.01)
-        axes.axhline(rate, color=color, linewidth=0.8, linestyle="--")
-        style = {"transform": axes.get_yaxis_transform(), "fontsize": 8.5, "va": "center"}
-        style["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
-        axes.text(x, rate, f"{name}: {rate:,.0f}", color=color, **style)
-    for k, (name, curve) in enumerate(list(curves.items())[:8], start=1):  # one pair is enough
-        speed = [n / t / 1e9 for n, t in curve.items()]
-        axes.loglog(list(curve), speed, "o-", markersize=4, color=f"C{k}", label=name)
-    axes.set(xlabel="bytes copied", ylabel="GB/s, one way")
-    axes.set_xticks(SIZES[::2], ["64 B", "1 KiB", "16 KiB", "256 KiB", "4 MiB", "64 MiB"])
-    axes.minorticks_off()
-    axes.legend(frameon=False, loc="lower right")
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    ladder, roof = figure.subplots(1, 2)
+    names = sorted(LINKS, key=lambda name: LINKS[name].one_way)
+    ladder.barh(names, [LINKS[name].one_way for name in names], color="C0")
+    ladder.set(xscale="log", xlabel="GB/s, one way")
+    intensities = [2 ** (k / 8) / 16 for k in range(136)]
+    for gpu in GPUS:
+        heights = [attainable(intensity, gpu) for intensity in intensities]
+        roof.loglog(intensities, heights, label=f"{gpu}, ridge {ridge(gpu):.0f}")
+    add = counted_intensity(torch.add, (8192, 8192), (8192, 8192))
+    marks = {"adding": add, "1 token": layer(1), "319 tokens": layer(319)}
+    for name, intensity in marks.items():
+        height = attainable(intensity, "H100")
+        roof.plot(intensity, height, "ko", markersize=5)
+        roof.annotate(name, (intensity, height), (6, -12), textcoords="offset points")
+    roof.set(xlabel="FLOPs per byte", ylabel="TFLOP/s attainable, dense bf16")
+    roof.legend(frameon=False)
     figure.savefig(path, dpi=150)
 
 
-def main(options: argparse.Namespace) -> None:
+def main() -> None:
+    options = command_line({"--figure": {"metavar": "PATH", "help": "draw links and rooflines"}})
+    launch()
     setup()
-    host = dist.new_group(backend="gloo", timeout=timedelta(minutes=2))
-    torch.set_num_threads(1)  # one core's copies and FLOPs, also where nobody set OMP_NUM_THREADS
-    the_datasheet_derived()
-    gpus = from_rank_0(torch.cuda.device_count, host)
-    copied = from_rank_0(memory_copy, host)
-    ran = from_rank_0(partial(kernels, torch.device("cuda" if gpus else "cpu")), host)
-    the_roofline(ran, copied, bool(gpus))
-    curves = {"CPU memory copy": copied}
-    first = "HBM, host to device and back / the datasheet", copies_on_gpu_0
-    second = "each pair of GPUs / the links that join it", copies_between_gpus
-    for needs, (text, measure) in {"1 GPU": first, "2 GPUs": second}.items():
-        if gpus < int(needs[0]):
-            blocked(text, needs)
-        else:
-            found, promised = from_rank_0(measure, host)
-            judge(found, promised)
-            curves |= found
+    show_links()
+    check_pcie_switch()
+    check_crossbar()
+    check_gpudirect_rdma()
+    print0()
+    check_roofline()
+    print0()
+    check_p2p()
     if options.figure and RANK == 0:
-        draw(curves, options.figure)
+        draw(options.figure)
     finish()
 
 
 # %% [markdown]
-# ## The plumbing, the same in every lesson; fundamentals/02_launching_processes.py explains it
+# ## Plumbing, the same in every lesson: join the group, print, check a claim, leave
 
 # %%
-ledger: list[dict] = []  # every claim made so far, the same on every rank
-RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+ledger: list[dict] = []  # one row per claim, the same on every rank
 
 
-def command_line() -> argparse.Namespace:
-    """Read FLAGS; --help and mistakes end here, before any collective, and are said once."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    for flag, about in FLAGS.items():
-        parser.add_argument(flag, **about)
-    parser.print_help = lambda: say(parser.format_help())
-    parser.error = lambda text: require(False, f"{text}\n{parser.format_usage().rstrip()}")
-    rule = f"needs a number of ranks in {WORLD_SIZES}, got {WORLD_SIZE}; set --nproc-per-node"
-    require("RANK" not in os.environ or WORLD_SIZE in WORLD_SIZES, rule)
+def command_line(flags: dict[str, dict] | None = None) -> argparse.Namespace:
+    """Read the flags, given as {name: arguments of add_argument}; --help and mistakes end here."""
+    as_it_is = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_it_is)
+    for name, arguments in (flags or {}).items():
+        parser.add_argument(name, **arguments)
+    parser.error = refuse
     return parser.parse_args()
 
 
 def launch() -> None:
-    """Plain `python`: be torchrun, one rank per GPU, else 4, without its wall of text."""
-    from torch.distributed.elastic.multiprocessing import api, errors
+    """Plain `python lesson.py`: be torchrun, one rank per GPU if there are several, else 4."""
+    if "RANK" in os.environ or WORLD_SIZE > 1:
+        return  # this is a rank already: torchrun or srun has started it
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    ranks = gpus if (gpus := torch.cuda.device_count()) > 1 else 4
-    ranks = ranks if ranks in WORLD_SIZES else WORLD_SIZES[0]
-    os.environ |= {"LAUNCHER": str(os.getpid()), "OMP_NUM_THREADS": "1"}  # ranks share the cores
-    logging.disable()  # the rank that failed says why
-    here = ["--standalone", "--local-addr=127.0.0.1"]  # the host's name need not resolve
+    gpus = torch.cuda.device_count()
+    ranks = gpus if gpus > 1 else 4
+    os.environ["LAUNCHER"] = str(os.getpid())
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
+    logging.disable()  # the rank that fails says why
     try:
-        torchrun([*here, f"--nproc-per-node={ranks}", *sys.argv])
-    except errors.ChildFailedError as error:
-        rank, first = error.get_first_failure()
-        sys.exit(f"rank {rank} was ended by {first.signal_name()}" if first.exitcode < 0 else 1)
-    except api.SignalException as error:
+        torchrun(["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", *sys.argv])
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        sys.exit(f"rank {rank} was ended by {failure.signal_name()}" if failure.exitcode < 0 else 1)
+    except SignalException as error:
         sys.exit(128 + error.sigval)
+    sys.exit()
 
 
 def setup() -> torch.device:
-    """Join the group torchrun describes: NCCL if every rank here has its own GPU, else gloo."""
-    if sys.platform == "linux":  # PR_SET_PDEATHSIG: no rank outlives a killed launcher,
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.environ.pop("LAUNCHER", parent := str(os.getppid())) != parent:
-        sys.exit(1)  # nor one killed before this line
+    """Join the process group: NCCL if every local rank has a GPU of its own, else gloo."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the launcher
+    parent = str(os.getppid())
+    if os.environ.pop("LAUNCHER", parent) != parent:
+        sys.exit(1)  # it was killed before that line
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank that waits inside C++ too
-    gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
-    if gpu:
+    if "RANK" not in os.environ:
+        name_ranks_as_torchrun_does()
+    gpus = torch.cuda.device_count()
+    local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    if gpus >= local_ranks:
+        backend = "nccl"
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    backend, wait = "nccl" if gpu else "gloo", timedelta(minutes=2)
-    dist.init_process_group(backend, device_id=device if gpu else None, timeout=wait)
-    sys.excepthook = crash
-    say(f"{WORLD_SIZE} ranks, {backend}, torch {torch.__version__}\n")
-    say(f"{'':10}{'claim':55} {'predicted':20} measured")
+        dist.init_process_group(backend, device_id=device, timeout=timedelta(minutes=2))
+    else:
+        backend = f"gloo ({gpus} GPUs visible, {local_ranks} ranks here)"
+        device = torch.device("cpu")
+        dist.init_process_group("gloo", timeout=timedelta(minutes=2))
+    sys.excepthook = crash  # only now: init_process_group sets one of its own
+    print0(f"{WORLD_SIZE} ranks, {backend}, torch {torch.__version__}\n")
+    print0(f"{'':13}{'claim':50} {'predicted':22} {'measured':>11}")
     return device
 
 
-def crash(*error: object) -> NoReturn:
-    """An exception nobody caught: the first rank prints it, all leave at once; peers may wait."""
-    first = dist.distributed_c10d._get_default_store().add("crash", 1) == 1
-    time.sleep(1)  # if a peer's death is the cause, the launcher ends us meanwhile and names it
-    if first:
-        print(f"rank {RANK}:", file=sys.stderr)
-        sys.__excepthook__(*error)
-    os._exit(1)
+def name_ranks_as_torchrun_does() -> None:
+    """Under `srun`, one task per rank: set the variables that torchrun would have set."""
+    slurm = os.environ
+    first_node = re.match(r"([^,[]+)(?:\[(\d+))?", slurm["SLURM_STEP_NODELIST"])  # of "gpu[03-07]"
+    tasks_here = re.match(r"\d+", slurm["SLURM_STEP_TASKS_PER_NODE"])  # of "4(x2)"
+    os.environ |= {"RANK": str(RANK), "WORLD_SIZE": str(WORLD_SIZE)}
+    os.environ |= {"LOCAL_RANK": slurm["SLURM_LOCALID"], "LOCAL_WORLD_SIZE": tasks_here[0]}
+    os.environ["MASTER_ADDR"] = first_node[1] + (first_node[2] or "")
+    os.environ["MASTER_PORT"] = str(20_000 + int(slurm["SLURM_JOB_ID"]) % 10_000)
 
 
-def say(*words: object) -> None:
+def print0(*words: object) -> None:
     """Print on rank 0 only."""
     if RANK == 0:
         print(*words, flush=True)
 
 
-def require(holds: bool, rule: str) -> None:
-    """End the run, before its first collective, with one message: rule, value, remedy."""
-    if not holds:
-        time.sleep(10 if RANK else 0)  # rank 0 speaks; the launcher ends the others as it leaves
-        sys.exit(f"{sys.argv[0]}: {rule}")
+def refuse(rule: str) -> None:
+    """End before the first collective with one message, from rank 0: rule, value, remedy."""
+    if RANK != 0:
+        time.sleep(30)  # the launcher ends us meanwhile
+    sys.exit(f"{sys.argv[0]}: {rule}")
 
 
-def claim(text: str, predicted: float, measured: float, sign="=", atol=0.0, rtol=0.0) -> None:
-    """Record the worst rank's `measured sign predicted` (= <= >=), give or take the slack."""
-    mine = float(predicted), float(measured), atol + rtol * abs(predicted)
-    ranks = [mine] * WORLD_SIZE
+def claim(
+    text: str,
+    predicted: float,
+    measured: float,
+    sign: str = "=",
+    atol: float = 0.0,
+    question: int | None = None,
+    timed: bool = False,
+    rank: int | None = None,
+) -> None:
+    """Check `measured sign predicted` (=, <=, >=), give or take `atol`, on all ranks; all call.
+
+    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers;
+    `timed` says that a clock decides.
+    """
+    pairs = [(float(predicted), float(measured), float(atol))]
     if dist.is_initialized():
-        dist.all_gather_object(ranks, mine)
-    over = {"=": abs, "<=": float, ">=": float.__neg__}[sign]
-    excess = [over(m - p) - slack for p, m, slack in ranks]
-    worst = max(range(len(ranks)), key=lambda r: excess[r] if excess[r] == excess[r] else 1e999)
-    (p, m, slack), verdict = ranks[worst], "PASS" if excess[worst] <= 0 else "FAIL"  # NaN: FAIL
-    off = "" if verdict == "PASS" else f"\n{'':10}off by {m - p:.3g} on rank {worst}"
-    told, seen = (f"{x:,.{12 if x.is_integer() else 6}g}" for x in (p, m))
-    between = f"{sign:>2} {told}" + (f" ±{float(f'{slack:.1g}'):g}" if slack else "")
-    say(f"  {verdict:7} {text:55} {between:20} {seen}{off}")
-    row = {"claim": text, "verdict": verdict, "rank": worst, "sign": sign}
-    finite = m - m == 0  # JSON knows no other numbers
-    record(row | {"predicted": p, "measured": m if finite else str(m), "slack": slack})
+        pairs = pairs * WORLD_SIZE
+        dist.all_gather_object(pairs, pairs[0])
+    errors = []
+    for p, m, slack in pairs:
+        error = {"=": abs(m - p), "<=": m - p, ">=": p - m}[sign] - slack
+        errors.append(math.inf if math.isnan(error) else error)
+    worst = errors.index(max(errors)) if rank is None else rank
+    verdict = "PASS" if errors[worst] <= 0 else "FAIL"
+    p, m, slack = pairs[worst]
+    between = f"{sign:>2} {readable(p)}" + (f" ±{slack:.2g}" if slack else "")
+    mark = f"{question}." if question else ""
+    print0(f"  {verdict:7} {mark:2} {text:50} {between:22} {readable(m):>11}")
+    if verdict == "FAIL":
+        print0(f"{'':13}off by {m - p:.3g} on rank {worst}")
+    row = {"claim": text, "verdict": verdict, "sign": sign, "rank": worst, "slack": slack}
+    row |= {"predicted": p, "measured": m if math.isfinite(m) else str(m)}  # JSON knows no NaN
+    ledger.append(row | {"question": question, "timed": timed})
+
+
+def readable(x: float) -> str:
+    """Whole numbers in full, others to six digits."""
+    return f"{x:,.0f}" if x.is_integer() and abs(x) < 1e12 else f"{x:,.6g}"
 
 
 def blocked(text: str, needs: str) -> None:
     """Record what this machine cannot answer, and what would."""
-    say(f"  BLOCKED {text:55} needs {needs}")
-    record({"claim": text, "verdict": "BLOCKED", "needs": needs})
+    print0(f"  BLOCKED    {text:50} needs {needs}")
+    ledger.append({"claim": text, "verdict": "BLOCKED", "needs": needs})
 
 
-def record(row: dict) -> None:
-    """Add to the ledger; LESSON_JSON, if set, names a file that is whole after every claim."""
-    ledger.append(row)
-    if RANK == 0 and (path := os.environ.get("LESSON_JSON")):
-        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-        about = {"ranks": WORLD_SIZE, "gpu": gpu, "cpus": os.cpu_count(), "python": sys.version}
-        about |= {"torch": torch.__version__, "argv": sys.argv, "date": time.strftime("%F")}
-        with open(path + ".part", "w") as file:
-            json.dump(about | {"ledger": ledger}, file, indent=1)
-        os.replace(path + ".part", path)
+def crash(*error: object) -> None:
+    """Leave without ceremony, since peers may be stuck. The first rank that fails says why."""
+    first = dist.distributed_c10d._get_default_store().add("crashes", 1) == 1
+    time.sleep(1 if first else 30)  # the launcher ends us meanwhile, if a peer's death is the cause
+    print(f"rank {RANK}:", file=sys.stderr)
+    sys.__excepthook__(*error)
+    os._exit(1)
 
 
-def finish() -> NoReturn:
-    """Leave the group; exit 1 if a claim failed or none was made."""
+def finish() -> None:
+    """Write the ledger where LESSON_JSON says; exit 1 if a claim failed or none was made."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-    count = [row["verdict"] for row in ledger].count
-    say(f"\n  {count('PASS')} PASS, {count('FAIL')} FAIL, {count('BLOCKED')} BLOCKED")
-    code = int(count("PASS") == 0 or count("FAIL") > 0)
-    if __name__ == "__main__":  # threads of a group that something still holds can abort sys.exit
-        os._exit(code)
+    verdicts = Counter(row["verdict"] for row in ledger)
+    print0(f"\n  {verdicts['PASS']} PASS, {verdicts['FAIL']} FAIL, {verdicts['BLOCKED']} BLOCKED")
+    if RANK == 0 and "LESSON_JSON" in os.environ:
+        about = {"ranks": WORLD_SIZE, "torch": torch.__version__, "python": sys.version}
+        about["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        about |= {"cpus": os.cpu_count(), "date": time.strftime("%F"), "ledger": ledger}
+        with open(os.environ["LESSON_JSON"], "w") as file:
+            json.dump(about, file, indent=1)
+    code = int(verdicts["FAIL"] > 0 or verdicts["PASS"] == 0)
+    if __name__ == "__main__":
+        os._exit(code)  # threads of a group that something still holds can abort a plain exit
     sys.exit(code)
 
 
 if __name__ == "__main__":
-    options = command_line()
-    if "RANK" in os.environ or len(WORLD_SIZES) == 1:
-        main(options)
-    else:
-        launch()
+    main()

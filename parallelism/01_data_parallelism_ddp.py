@@ -1,82 +1,149 @@
-"""Data parallelism three times: by hand, in your own buckets, by DistributedDataParallel
+"""Data parallelism: average the gradients by hand, then with DistributedDataParallel
+==================================================================================
 
-**Question.** n ranks hold the same model and see different samples. What must they tell each other,
-when, and at what cost, so that training goes as if one process saw all the samples?
+**Question.** Several ranks hold the same model and see different samples. What must they tell each
+other, so that training goes as if one process had seen all the samples?
 
-**Predict.** Four layers, 8 tensors, 341 kB. Write down, for one step: the bytes a rank hands to
-all-reduce; how many all-reduces, if each tensor goes alone and if buckets close at 100 kB; how many
-of the 8 gradients are missing when the first one starts. And: memory for 7 billion parameters.
+**Predict**, and write it down before you run:
+
+1. A training set has 1,437 samples, and every rank draws equally many in an epoch. How many do 4
+   ranks draw together, and how many of these are different?
+2. Ranks train for 150 steps and exchange nothing but gradients. How far apart are their weights in
+   the end, and how far from the weights of one process that saw all samples: nothing, rounding
+   errors, or more?
+3. The model has 8 parameter tensors with 42,634 elements of 8 bytes. If the gradients are averaged
+   tensor by tensor, how many all-reduces does a step make, and how many bytes does a rank hand to
+   them? How many all-reduces does DistributedDataParallel make?
+4. A batch is computed in 4 micro-batches. How many bytes does a rank hand over per step, with and
+   without `no_sync`?
+5. Training in bfloat16 with Adam in float32: how many bytes per parameter does each rank hold
+   between two steps? How many GB is that for 7 billion parameters?
 
 **Run.**
 
-    torchrun --standalone --nproc-per-node=4 01_data_parallelism_ddp.py  # NCCL, given 4 GPUs
-    python 01_data_parallelism_ddp.py                                    # the same; gloo if not
+    torchrun --standalone --nproc-per-node=4 01_data_parallelism_ddp.py  # NCCL on 4 GPUs, or gloo
+    python 01_data_parallelism_ddp.py                                    # the same, started for you
 
-**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 25 s; not run on several GPUs) that
-after 150 steps all three ways are within 5e-15 of one process, at 97% on new digits. Each hands
-341,072 bytes a step to all-reduce: by hand in 8 calls once backward is over, in buckets in 3, the
-first with 4 gradients still to come (DDP's first step: 1 call, none to come). Mixed precision takes
-16 bytes a parameter, 18 in DDP as it comes: 7 billion parameters, 112 GB on every rank.
+Takes 26 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs. Predict, run, read.
 
-**Next.** exercises/05_data_parallel_hooks, exercises/06_gradient_accumulation and
-exercises/07_distributed_sampler; then parallelism/02_fsdp_zero.py: why should every rank hold all
-of that?
+**Try.** Delete the line `sampler.set_epoch(epoch)`: what fails? Put it back, and delete the line
+that divides by WORLD_SIZE: do the ranks' weights drift apart now?
+
+**Before.** communication/01_nccl_collectives.py: what an all-reduce and a broadcast do.
+
+**Next.** exercises/06_gradient_accumulation and exercises/07_distributed_sampler; then
+parallelism/02_fsdp_zero.py: why should every rank hold all of that?
 """
 
 import argparse
+import copy
 import ctypes
 import json
 import logging
+import math
 import os
+import re
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from datetime import timedelta
-from itertools import chain, pairwise, zip_longest
-from typing import NoReturn
-from unittest import mock
+from itertools import chain, pairwise
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from sklearn.datasets import load_digits
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from tqdm import tqdm
 
-WORLD_SIZES = range(1, 65)  # beyond, a rank would have less than one sample a step
-FLAGS: dict[str, dict] = {"--figure": {"metavar": "PATH", "help": "save losses and events as PNG"}}
-GLOBAL_BATCH, EPOCHS = 96, 10  # samples a step, all ranks together; passes over the data
-CAPACITY = 100_000  # bytes: a bucket is closed as soon as it holds this much
-EPS = torch.finfo(torch.float64).eps
-A, B, C = "(a) by hand", "(b) own DDP", "(c) torch's"
-Batch = list[torch.Tensor]  # image_BD, label_B: B samples of D = 64 pixels
-Events = list[tuple[str, torch.Tensor]]  # ("gradient", its parameter) or ("all-reduce", its bucket)
-Group = dist.ProcessGroup | None
+# A *rank* is one of WORLD_SIZE processes that run this same file. `claim(text, predicted,
+# measured)` prints one row of the ledger and must be called by every rank. It, `setup`, `print0`,
+# `blocked` and `finish` stand in the last cell, the same in every lesson; you need not read them.
+RANK = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1")))
+
+GLOBAL_BATCH = 96  # samples per step, all ranks together
+EPOCHS = 10  # passes over the data
+LEARNING_RATE = 0.1
+MOMENTUM = 0.9
+Batch = tuple[torch.Tensor, torch.Tensor]  # image_BD, label_B: B samples of D = 64 pixels
 
 # %% [markdown]
-# ## 1. Every rank draws its own samples
+# ## 1. Data parallelism by hand: broadcast the weights, all-reduce the gradients
 #
-# `DistributedSampler` shuffles with a seed that ranks share, repeats a few indices so that they
-# divide evenly, and gives rank r every n-th from the r-th on. The seed is `seed + epoch`: forget
-# `set_epoch` and every epoch repeats the first one's order, and nothing complains. The mean of the
-# ranks' mean losses is the mean over all samples *only if all ranks hold equally many*: with 3 here
-# and 1 there, that one weighs thrice. Repeating sees to that, even in an epoch's short last batch.
+# In **data parallelism** every rank holds the whole model and sees its own share of each batch. Two
+# rules make n ranks train as one process would. They start from the same weights, so rank 0
+# broadcasts its own. And in every step each optimizer gets the same gradient: the mean over ranks.
+# Equal weights and equal gradients make equal weights, so the weights never travel again:
+#
+#                    rank 0                       rank 1                       rank 2
+#     start          weights ----broadcast------> weights ----broadcast------> weights
+#
+#     every step     samples 0, 3, 6, ...         samples 1, 4, 7, ...         samples 2, 5, 8, ...
+#                    forward, backward            forward, backward            forward, backward
+#                    gradient g_0                 gradient g_1                 gradient g_2
+#                        |                            |                            |
+#                        +-------- all-reduce, then divide: (g_0 + g_1 + g_2) / 3 -+
+#                        |                            |                            |
+#                    optimizer.step()             optimizer.step()             optimizer.step()
+#
+# Why the mean? A loss is usually a mean over samples. If all ranks hold equally many samples, the
+# mean of their gradients is the gradient of the whole batch's mean loss. With 3 samples here and 1
+# there it is not: the lonely sample would weigh three times as much as the others. Then a rank's
+# gradient must be weighted by its share of the samples (or, for padded text, of the valid tokens).
 
 
 # %%
-def digits(device: torch.device) -> list[TensorDataset]:
-    """Training and test set of (index, image, label): 1,797 handwritten digits, in float64."""
-    image_ND, label_N = (torch.tensor(a, device=device) for a in load_digits(return_X_y=True))
-    test = torch.arange(len(label_N), device=device) % 5 == 0
-    halves = [(image_ND[half] / 8 - 0.6, label_N[half]) for half in (~test, test)]
-    return [TensorDataset(torch.arange(len(y)), x, y) for x, y in halves]
+def broadcast_weights(model: nn.Module) -> None:
+    """Give every rank the weights and buffers of rank 0."""
+    for tensor in model.state_dict().values():
+        dist.broadcast(tensor, src=0)
 
 
+def average_gradients(model: nn.Module) -> None:
+    """After backward: replace each gradient by its mean over ranks."""
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= WORLD_SIZE
+
+
+def train(model: nn.Module, batches: Iterable[Batch], by_hand: bool = False) -> list[float]:
+    """Train with SGD; return the loss of each step. `by_hand` adds the line that matters."""
+    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, MOMENTUM)
+    losses = []
+    for image_BD, label_B in batches:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(image_BD), label_B)
+        losses.append(loss.item())
+        loss.backward()
+        if by_hand:
+            average_gradients(model)
+        optimizer.step()
+    return losses
+
+
+# %% [markdown]
+# ## 2. DistributedSampler: every rank draws its own samples
+#
+# `DistributedSampler` shuffles all indices with a seed that the ranks share and gives rank r every
+# n-th of them, from the r-th on. If n does not divide their number, it repeats a few from the
+# beginning, so that all ranks take equally many steps: a rank with one batch more would wait for
+# ever in its last all-reduce.
+#
+# The seed is `seed + epoch`, and the sampler cannot know the epoch. So call `set_epoch` before each
+# one. Forget it, and all epochs come in the order of the first: nothing complains, and the training
+# is a little worse than it should be.
+
+
+# %%
 def my_share(train_set: TensorDataset, drawn: list[list[int]]) -> Iterator[Batch]:
     """Yield this rank's batches, epoch after epoch; add the indices of each to `drawn`."""
     sampler = DistributedSampler(train_set)
@@ -85,511 +152,624 @@ def my_share(train_set: TensorDataset, drawn: list[list[int]]) -> Iterator[Batch
         sampler.set_epoch(epoch)
         for index_B, image_BD, label_B in loader:
             drawn.append(index_B.tolist())
-            yield [image_BD, label_B]
-
-
-def gather(mine: object, group: Group = None) -> list:
-    everyone: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group)
-    return everyone
+            yield image_BD, label_B
 
 
 # %% [markdown]
-# ## 2. (a) By hand: all-reduce after backward
+# ## 3. DistributedDataParallel: the same, while backward still runs
 #
-# Start from the same weights and give every optimizer the mean gradient: equal weights and equal
-# gradients make equal weights, so weights never travel again. That is all of data parallelism. It
-# is slow: every tensor pays an all-reduce's latency, and none starts before backward has ended.
+# Averaging by hand is right and slow: every tensor pays the latency of an all-reduce, and none
+# starts before backward has ended. `DistributedDataParallel` (DDP) wraps a module, broadcasts its
+# weights when it is built, and hangs hooks on its parameters. The hooks collect gradients in
+# **buckets**, flat buffers of 25 MiB, and start the all-reduce of a bucket as soon as it is full.
+# The gradients are averaged when `backward()` returns, not in `optimizer.step()`.
+# parallelism/04_buckets_and_overlap.py builds all of it.
+#
+# The training loop stays as it was. `device_ids` names this process's GPU and is None on CPU.
 
 
 # %%
-def broadcast(tensors: Iterable[torch.Tensor], group: Group = None) -> None:
-    """Copy the tensors of the group's first rank to all."""
-    for tensor in tensors:
-        dense = tensor.detach().contiguous()  # the tensor itself, unless it is transposed
-        dist.broadcast(dense, group_src=0, group=group)
-        tensor.detach().copy_(dense)
-
-
-def average_gradients(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= WORLD_SIZE
+def wrap(model: nn.Module) -> DistributedDataParallel:
+    """Make a module data-parallel: after each backward, all ranks hold the mean gradients."""
+    device = next(model.parameters()).device
+    return DistributedDataParallel(model, [device] if device.type == "cuda" else None)
 
 
 # %% [markdown]
-# ## 3. (b) Your own DDP: buckets that leave while backward goes on
+# ## 4. Gradient accumulation: `no_sync`, until the last micro-batch
 #
-# Backward makes the last layer's gradients first. So fill buckets in *reverse* order, let a hook
-# tick off each gradient, and once a bucket is complete launch one all-reduce for all of it and go
-# on (Li et al., 2020, section 3.2). Three rules make this right on any module. All ranks launch in
-# the buckets' order, for collectives are matched by order alone. What is missing at the end of
-# backward, a layer this rank did not use, is sent as zeros. And the division comes *before* the
-# sum, which then cannot overflow in float16. A gradient *is* its part of the bucket: `zero_grad`
-# sets it to None, backward makes a new one, and the hook moves that in, dividing as it copies.
+# A batch that does not fit into memory is computed in **micro-batches**: backward *adds* to the
+# gradients that are there, so several backwards make the gradient of the whole batch, provided that
+# each loss is divided by their number. DDP knows nothing of this plan and averages after every
+# backward. The result would be right, since the mean of means that all ranks share is itself; but
+# 4 micro-batches would hand over the gradients 4 times.
 #
-# Beware: `register_post_accumulate_grad_hook` hands its hook the *parameter*. Average that, and you
-# have averaged weights and left the gradients alone: no error, and the ranks drift apart.
+#     micro-batch          0            1            2            3
+#     without no_sync      B --reduce   B --reduce   B --reduce   B --reduce   step
+#     with no_sync         B            B            B            B --reduce   step
+#
+# `no_sync` switches the hooks off. It must enclose the forward pass too, where DDP decides whether
+# this backward will communicate.
 
 
 # %%
-class Bucket:
-    """One flat buffer; `views` maps each parameter to its gradient, a part with its strides."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self.flat = parameters[0].new_zeros(sum(p.numel() for p in parameters))
-        parts = self.flat.split([p.numel() for p in parameters])
-        strides = [torch.empty_like(p, device="meta").stride() for p in parameters]
-        triples = zip(parameters, parts, strides, strict=True)
-        self.views = {p: part.as_strided(p.shape, stride) for p, part, stride in triples}
-
-
-def in_buckets(parameters: list[nn.Parameter], capacity: float) -> list[Bucket]:
-    """Last parameter first, one dtype and device each, closed once it holds `capacity` bytes."""
-    closed, filling = [], {}
-    for p in reversed(parameters):
-        filling.setdefault(kind := (p.dtype, p.device), []).append(p)
-        if sum(q.nbytes for q in filling[kind]) >= capacity:
-            closed.append(filling.pop(kind))
-    return [Bucket(ps) for ps in [*closed, *filling.values()]]
-
-
-class BucketedDDP(nn.Module):
-    """Data parallelism for any module: after backward every rank has the mean gradient.
-
-    `bucket_mb` is in 1e6 bytes. Gradients are views of the buckets (sparse ones become dense). What
-    no rank used gets zeros; with `find_unused` it keeps None, as in one process, for one small
-    all-reduce more. Buffers follow the group's first rank, before each forward that trains. Raises
-    ValueError on every rank if the modules differ.
-    """
-
-    def __init__(self, module: nn.Module, bucket_mb=25.0, group: Group = None, find_unused=False):
-        super().__init__()
-        self.module, self.group, self.find_unused = module, group, find_unused
-        self.n, self.sync, self.reducing = dist.get_world_size(group), True, False
-        tensors = dict([*module.named_parameters(), *module.named_buffers()])
-        mine = [(s, tuple(t.shape), t.dtype, t.requires_grad) for s, t in tensors.items()]
-        rows = zip_longest(*gather([("bucket_mb", bucket_mb), *mine], group))
-        if unequal := [row for row in rows if len(set(row)) > 1]:  # in broadcast, gloo would abort
-            rule = "every rank must wrap the same module; build it from one configuration"
-            raise ValueError(f"{rule}: the first difference, by rank: {unequal[0]}")
-        broadcast(tensors.values(), group)
-        trained = [p for p in module.parameters() if p.requires_grad]  # a tied weight counts once
-        self.buckets = in_buckets(trained, bucket_mb * 1e6)
-        self.home = {p: bucket for bucket in self.buckets for p in bucket.views}
-        for p in trained:
-            p.register_post_accumulate_grad_hook(self._ready)
-
-    def forward(self, *args: object, **kwargs: object) -> object:
-        self.reducing = False  # start afresh even if the last backward died half-way
-        if self.sync and self.training and torch.is_grad_enabled():
-            broadcast(self.module.buffers(), self.group)
-        return self.module(*args, **kwargs)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward in here adds up local gradients; the next one outside sends the sum."""
-        before, self.sync = self.sync, False
-        try:
-            yield
-        finally:
-            self.sync = before
-
-    def _ready(self, parameter: nn.Parameter) -> None:
-        """Hook: this parameter's gradient is complete. Launch the buckets whose turn it is."""
-        if not self.sync:
-            return
-        if not self.reducing:  # the first gradient of this backward
-            self.reducing, self.works = True, []
-            for bucket in self.buckets:
-                bucket.missing = set(bucket.views)
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        self._take_in(parameter)
-        if not self.home[parameter].missing:
-            self._launch()
-
-    def _take_in(self, parameter: nn.Parameter) -> None:
-        """Move the gradient, divided by n, into its bucket; none counts as zero."""
-        bucket, grad = self.home[parameter], parameter.grad
-        parameter.grad = bucket.views[parameter]
-        bucket.missing.remove(parameter)  # KeyError: a second gradient in one backward
-        if grad is None:
-            parameter.grad.zero_()
-        else:
-            dense = grad.detach().to_dense() if grad.is_sparse else grad.detach()
-            torch.div(dense, self.n, out=parameter.grad)
-
-    def _launch(self, incomplete: bool = False) -> None:
-        """Start the all-reduce of the next buckets in line; stop at one that is not complete."""
-        for bucket in self.buckets[len(self.works) :]:
-            if bucket.missing and not incomplete:
-                break
-            for parameter in list(bucket.missing):
-                self._take_in(parameter)
-            self.works.append(dist.all_reduce(bucket.flat, group=self.group, async_op=True))
-
-    @torch.no_grad()
-    def _finish(self) -> None:
-        """End of backward: send what never filled, then wait, so that the optimizer may step."""
-        used = [parameter.grad is not None for parameter in self.home]
-        self._launch(incomplete=True)
-        if self.find_unused:
-            used_N = torch.tensor(used, dtype=torch.int32, device=self.buckets[0].flat.device)
-            dist.all_reduce(used_N, dist.ReduceOp.MAX, group=self.group)
-            for parameter, by_anyone in zip(self.home, used_N.tolist(), strict=True):
-                parameter.grad = parameter.grad if by_anyone else None
-        for work in self.works:
-            work.wait()  # on NCCL the current stream waits, not the CPU
-        self.reducing = False
+def accumulate(
+    model: DistributedDataParallel, batch: Batch, pieces: int, use_no_sync: bool = True
+) -> None:
+    """One step of SGD in so many micro-batches."""
+    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, MOMENTUM)
+    optimizer.zero_grad()
+    image_chunks = batch[0].chunk(pieces)
+    label_chunks = batch[1].chunk(pieces)
+    for i in range(pieces):
+        local_only = use_no_sync and i < pieces - 1
+        with model.no_sync() if local_only else nullcontext():
+            loss = cross_entropy(model(image_chunks[i]), label_chunks[i])
+            (loss / pieces).backward()
+    optimizer.step()
 
 
 # %% [markdown]
-# ## 4. (c) `DistributedDataParallel`, and all three beside one process
+# ## 5. What every rank holds: sixteen bytes per parameter
 #
-# The same in C++, and one thing more: after the first step it *rebuilds* its buckets in the order
-# in which gradients came. Until then all share one bucket, and nothing overlaps. `device_ids` names
-# this process's GPU. `gradient_as_bucket_view=True` makes gradients views, as ours are. A parameter
-# without a gradient makes it refuse the next step, unless `find_unused_parameters=True` looks for
-# such in every step, or `static_graph=True` promises that all steps use the same.
+# Data parallelism divides the work and not the memory. In **mixed precision** forward and backward
+# run in bfloat16, while Adam updates a float32 copy of each weight, its **master**: a small update
+# to a large weight would be lost in bfloat16's 8 bits. Between two steps a rank holds
 #
-# Every rank seeds its weights differently, so only a broadcast makes them agree. The one process
-# gets rank 0's weights and, step by step, the samples that all ranks drew. *Tolerance:* adding up B
-# gradients in another order moves the sum by up to B eps of the terms' size. Learning rate 0.1 and
-# momentum 0.9 hand 0.1/(1 - 0.9) = 1 of that on to the weights. S steps: S B eps, to first order.
+#     weight    gradient    master    Adam's two moments
+#     2         2           4         4 + 4                  = 16 bytes per parameter
+#
+# (Rajbhandari et al., 2020, section 3.1). All ranks hold all of it, whatever n is.
 
 
 # %%
-def wrap(name: str, model: nn.Module, **options: bool) -> nn.Module:
-    if name == A:
-        broadcast(model.state_dict().values())
-    if name == B:
-        return BucketedDDP(model, CAPACITY / 1e6)
-    if name == C:
-        ids = [torch.cuda.current_device()] if next(model.parameters()).is_cuda else None
-        model = DistributedDataParallel(model, ids, bucket_cap_mb=CAPACITY / 2**20, **options)
-        model.register_comm_hook(None, allreduce_hook)  # its own reduction, where we can count it
-    return model
+def mixed_precision_step(
+    model: nn.Module, masters: list[torch.Tensor], adam: torch.optim.Adam, batch: Batch
+) -> None:
+    """Compute in the model's bfloat16, update the float32 masters, and round them back."""
+    image_BD, label_B = batch
+    model.zero_grad()
+    cross_entropy(model(image_BD.bfloat16()), label_B).backward()
+    average_gradients(model)
+    for parameter, master in zip(model.parameters(), masters, strict=True):
+        master.grad = parameter.grad.float()
+    adam.step()
+    adam.zero_grad()  # keeping the gradients in float32 as well would cost 4 bytes more
+    for parameter, master in zip(model.parameters(), masters, strict=True):
+        parameter.data.copy_(master)
+
+
+# %% [markdown]
+# ## 6. How it is measured
+#
+# The data are scikit-learn's 1,797 handwritten digits, which rank 0 reads and broadcasts; every
+# fifth is kept for the test. Every rank seeds its weights differently, so that only the broadcast
+# can make them agree.
+#
+# The **oracle** is one process: it starts from rank 0's weights and gets, step by step, the samples
+# that all ranks drew for that step. All weights are float64. How exactly must we meet it? Adding up
+# the B gradients of a batch in another order moves the sum by at most B eps, relative to the size
+# of the terms. SGD hands a gradient's error on to the weights with a total gain of
+# lr / (1 - momentum) = 0.1 / (1 - 0.9) = 1. So after S steps the weights may differ by S B eps, to
+# first order: 3e-12 for 150 steps of 96 samples. (The terms of this network are smaller than 1, so
+# expect to stay well below.) Between ranks the difference must be zero: they add the same numbers.
+
+
+# %%
+def digits(device: torch.device) -> tuple[TensorDataset, TensorDataset]:
+    """The training and the test set of (index, image, label), in float64."""
+    read = [None, None]
+    if RANK == 0:
+        from sklearn.datasets import load_digits  # takes a second, which one rank has to spend
+
+        read = list(load_digits(return_X_y=True))
+    dist.broadcast_object_list(read)
+    image_ND, label_N = read
+    whole = TensorDataset(
+        torch.arange(len(label_N), device=device),
+        torch.tensor(image_ND / 8 - 0.6, device=device),
+        torch.tensor(label_N, device=device),
+    )
+    is_test_N = torch.arange(len(label_N), device=device) % 5 == 0
+    train_set = TensorDataset(*whole[~is_test_N])
+    train_set.tensors[0].copy_(torch.arange(len(train_set)))  # count them anew
+    return train_set, TensorDataset(*whole[is_test_N])
 
 
 def net(device: torch.device, seed: int, dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    """Four linear layers, 8 parameter tensors."""
     torch.manual_seed(seed)
-    widths = pairwise([64, 128, 128, 128, 10])
-    layers = [layer for ends in widths for layer in (nn.Linear(*ends), nn.ReLU())]
+    layers = []
+    for inputs, outputs in pairwise([64, 128, 128, 128, 10]):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
     return nn.Sequential(*layers[:-1]).to(device, dtype)
 
 
-def train(
-    name: str, model: nn.Module, batches: Iterable[Batch], micro: int = 1, **options: bool
-) -> tuple[list[float], list[Events]]:
-    """SGD, each batch in `micro` micro-batches; return this rank's losses and events by step."""
-    losses, steps, real = [], [], dist.all_reduce
-
-    def all_reduce(tensor: torch.Tensor, *args: object, **kwargs: object) -> dist.Work | None:
-        steps[-1].append(("all-reduce", tensor))
-        return real(tensor, *args, **kwargs)
-
-    for parameter in model.parameters():  # before wrapping: hooks run in order of registration
-        parameter.register_post_accumulate_grad_hook(lambda p: steps[-1].append(("gradient", p)))
-    with mock.patch.object(dist, "all_reduce", all_reduce):
-        wrapped = wrap(name, model, **options)
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        for batch in batches:
-            steps.append([])
-            sgd.zero_grad()
-            pieces = zip(*(t.chunk(micro) for t in batch), strict=True)
-            for i, (image_BD, label_B) in enumerate(pieces, 1):
-                with wrapped.no_sync() if i < micro else nullcontext():
-                    loss = cross_entropy(wrapped(image_BD), label_B)
-                    (loss / micro).backward()
-            if name == A:
-                average_gradients(model)
-            sgd.step()
-            losses.append(loss.item())
-    return losses, steps
+def largest_difference(ours: nn.Module, expected: nn.Module) -> float:
+    """Between the parameters of two modules."""
+    pairs = zip(ours.parameters(), expected.parameters(), strict=True)
+    return max((a - b).abs().max().item() for a, b in pairs)
 
 
-def gap(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor]) -> float:
-    """The largest distance, to three digits."""
-    off = max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True))
-    return float(f"{off:.2e}")
+def gather_objects(value: object) -> list:
+    """Return every rank's `value`, in order, on every rank."""
+    values = [None] * WORLD_SIZE
+    dist.all_gather_object(values, value)
+    return values
 
 
-def three_ways_and_one(device: torch.device) -> tuple[dict, dict]:
-    """Train four times; claim that all go the same way; return losses and events, by name."""
+# %% [markdown]
+# The training runs three times: by hand, with DDP, and in one process. Afterwards the claims are
+# made: on what the samplers drew, on the weights, and on the accuracy over digits that none of them
+# has seen.
+
+
+# %%
+def train_three_times(device: torch.device) -> dict[str, list[float]]:
+    """Train by hand, with DDP and in one process; claim that all agree; return their losses."""
     train_set, test_set = digits(device)
-    curves, events, trained = {}, {}, {name: net(device, seed=RANK) for name in (A, B, C)}
-    for name, model in trained.items():
-        losses, events[name] = train(name, model, my_share(train_set, drawn := []))
-        curves[name] = [sum(step) / WORLD_SIZE for step in zip(*gather(losses), strict=True)]
-    steps = [list(chain(*shares)) for shares in zip(*gather(drawn), strict=True)]
-    batches = (train_set[step][1:] for step in steps)
-    curves["one process"], _ = train("one process", alone := net(device, seed=0), batches)
-    starts = range(0, len(steps), len(steps) // EPOCHS)
-    first, *others = (list(chain(*steps[i : i + starts.step])) for i in starts)
-    even = -(-len(train_set) // WORLD_SIZE) * WORLD_SIZE
-    claim("samples drawn in one epoch", even, len(first))
-    claim("different samples among them", len(train_set), len(set(first)))
-    claim("different orders in all epochs", EPOCHS, len({tuple(e) for e in (first, *others)}))
-    for name, model in trained.items():
-        ours, (_, image_ND, label_N) = list(model.parameters()), test_set.tensors
-        broadcast(rank_0s := [p.detach().clone() for p in ours])
-        off, accuracy = gap(ours, alone.parameters()), model(image_ND).argmax(1) == label_N
-        claim(f"{name}: weights, gap to rank 0's", 0, gap(ours, rank_0s))
-        claim(f"{name}: gap to one process", 0, off, atol=len(steps) * GLOBAL_BATCH * EPS)
-        claim(f"{name}: accuracy on new digits", 0.95, accuracy.double().mean(), ">=")
-    return curves, events
+    drawn = []
+    by_hand = net(device, seed=RANK)
+    broadcast_weights(by_hand)
+    curves = {"by hand": train(by_hand, my_share(train_set, drawn), by_hand=True)}
+    ddp = net(device, seed=RANK)
+    curves["DDP"] = train(wrap(ddp), my_share(train_set, []))
+    for name in curves:
+        per_rank = gather_objects(curves[name])
+        curves[name] = [sum(step) / WORLD_SIZE for step in zip(*per_rank, strict=True)]
+
+    steps = []  # the indices that all ranks together drew for each step
+    for shares in zip(*gather_objects(drawn), strict=True):
+        steps.append(list(chain(*shares)))
+    check_sampler(steps, len(train_set))
+    alone = net(device, seed=0)
+    curves["one process"] = train(alone, (train_set[step][1:] for step in steps))
+    atol = len(steps) * GLOBAL_BATCH * torch.finfo(torch.float64).eps
+    for name, model in (("by hand", by_hand), ("DDP", ddp)):
+        check_weights(name, model, alone, atol)
+        accuracy = accuracy_on(test_set, model)
+        claim(f"{name}: accuracy on new digits", 0.95, accuracy, ">=")
+    return curves
+
+
+def check_sampler(steps: list[list[int]], samples: int) -> None:
+    steps_per_epoch = len(steps) // EPOCHS
+    epochs = []
+    for start in range(0, len(steps), steps_per_epoch):
+        epochs.append(list(chain(*steps[start : start + steps_per_epoch])))
+    divisible = math.ceil(samples / WORLD_SIZE) * WORLD_SIZE
+    claim("samples drawn in one epoch, by all ranks", divisible, len(epochs[0]), question=1)
+    claim("different samples among them", samples, len(set(epochs[0])), question=1)
+    claim("different orders in all epochs", EPOCHS, len({tuple(epoch) for epoch in epochs}))
+
+
+def check_weights(name: str, model: nn.Module, alone: nn.Module, atol: float) -> None:
+    if WORLD_SIZE == 1:
+        blocked(f"{name}: weights, difference between ranks", needs="2 ranks")
+    else:
+        of_rank_0 = copy.deepcopy(model)
+        broadcast_weights(of_rank_0)
+        between_ranks = largest_difference(model, of_rank_0)
+        claim(f"{name}: weights, difference between ranks", 0, between_ranks, question=2)
+    error = largest_difference(model, alone)
+    claim(f"{name}: weights, error against one process", 0, error, atol=atol, question=2)
+
+
+def accuracy_on(test_set: TensorDataset, model: nn.Module) -> float:
+    _, image_ND, label_N = test_set.tensors
+    return (model(image_ND).argmax(1) == label_N).double().mean().item()
 
 
 # %% [markdown]
-# ## 5. What is sent, and when
-#
-# A clock cannot show overlap where ranks share cores; the order of events can. Each rank hands its
-# P bytes of gradients to all-reduce once, however they are cut (a ring then sends 2(n-1)/n P).
-# Layers 4 and 3 make 142 kB, over the 100 kB that close a bucket; layer 2 fills one; layer 1 is
-# what is left: 3 buckets. When the first leaves, layers 2 and 1 lack their 4 gradients.
-#
-# Four micro-batches make the big batch if each loss is divided by 4, and only the last backward
-# communicates. And an all-reduce may finish as late as in its `wait()`: `late` is a network that
-# moves nothing before. If you forget the wait, a network that happens to be quick hides it.
+# Collectives are counted beneath torch's dispatcher, where every call passes, also those that DDP
+# makes from C++. What is counted is what a rank hands over to an all-reduce. What a backend then
+# sends is its own affair: a ring sends 2(n-1)/n times as much (communication/03_ring_and_tree.py).
 
 
 # %%
-def count(step: Events, kind: str = "all-reduce") -> int:
-    return [which for which, _ in step].count(kind)
+class Call(NamedTuple):
+    """One collective, send or receive of this rank, as it was handed to the process group."""
+
+    operation: str  # "all_reduce", "all_gather", "reduce_scatter", "send", ...
+    elements: int  # of its input or its output, whichever is larger
+    nbytes: int  # of the same
+    ranks: tuple[int, ...]  # of the group
+    peer: int | None  # of a send or receive: the other rank; None: any
 
 
-def what_is_sent(events: dict[str, list[Events]]) -> None:
-    for name, calls, missing in ((A, 8, 0), (B, 3, 4), (C, 3, 4)):
-        last = events[name][-1]
-        sent = [tensor.nbytes for kind, tensor in last if kind == "all-reduce"]
-        first = [kind for kind, _ in last].index("all-reduce")
-        claim(f"{name}: all-reduces a step", calls, len(sent))
-        claim(f"{name}: bytes a step", 8 * 42_634, sum(sent))
-        claim(f"{name}: gradients missing at the first", missing, count(last[first:], "gradient"))
-    claim(f"{C}: all-reduces in its very first step", 1, count(events[C][0]))
+class CountedCommunication(TorchDispatchMode):
+    """Records this rank's communication in `log`, beneath torch's dispatcher: DDP's and FSDP's too.
 
+    It sees what is handed to a backend, not what the backend then sends.
+    """
 
-def accumulation_and_waiting(device: torch.device, mine: Batch, everyone: Batch) -> None:
-    alone, real = net(device, seed=0), dist.all_reduce
-    train("one process", alone, [everyone] * 3)
+    NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier")
+    NAMES += ("send", "recv", "reduce", "gather", "scatter")  # "_allgather_base_" is an all_gather
 
-    def late(x: torch.Tensor, group: Group = None, async_op: bool = True) -> mock.Mock:
-        return mock.Mock(wait=lambda: real(x, group=group))
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[Call] = []
 
-    def follows(what: str, name: str, **how: int) -> Events:
-        _, steps = train(name, model := net(device, seed=RANK), [mine] * 3, **how)
-        off = gap(model.parameters(), alone.parameters())
-        claim(f"{name}: {what}, gap", 0, off, atol=3 * len(everyone[1]) * EPS)
-        return steps[-1]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # its local tensors come by here in a moment
+        if func.namespace.lstrip("_").startswith("c10d"):
+            self.record(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
-    for name in (B, C):
-        last = follows("4 micro-batches", name, micro=4)
-        claim(f"{name}: 4 micro-batches, all-reduces", 3, count(last))
-    with mock.patch.object(dist, "all_reduce", late):
-        follows("latest network", B)
-    follows("static_graph", C, static_graph=True)
+    def record(self, func, args: tuple, kwargs: dict) -> None:
+        spelled = func._schema.name.replace("_", "")
+        names = [name for name in self.NAMES if name.replace("_", "") in spelled]
+        if not names:
+            return  # it waits for a result or wraps one
+        given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}
+        given |= kwargs
+        if "process_group" in given:
+            group = dist.ProcessGroup.unbox(given["process_group"])
+        else:
+            group = dist.distributed_c10d._resolve_process_group(given["group_name"])
+        ranks = tuple(dist.get_process_group_ranks(group))
+        sizes = [(0, 0)]
+        for argument in args:
+            tensors = [leaf for leaf in tree_leaves(argument) if isinstance(leaf, torch.Tensor)]
+            sizes.append((sum(t.numel() for t in tensors), sum(t.nbytes for t in tensors)))
+        peer = given.get("dst", given.get("src")) if names[0] in ("send", "recv") else None
+        peer = None if peer is None or peer < 0 else ranks[peer]
+        self.log.append(Call(names[0], *max(sizes), ranks, peer))
+
+    def calls(self, operation: str = "") -> list[Call]:
+        """The calls of one operation, in order; of all without a name."""
+        return [call for call in self.log if operation in ("", call.operation)]
+
+    def elements(self, operation: str = "") -> int:
+        """Elements handed over in all calls of one operation."""
+        return sum(call.elements for call in self.calls(operation))
 
 
 # %% [markdown]
-# ## 6. What it costs
-#
-# Every rank holds everything. In mixed precision a parameter takes 2 bytes, its gradient 2, and
-# Adam 12 in float32: a copy and two moments (Rajbhandari et al., 2020, section 3.1). 7 billion
-# parameters: 112 GB on *each* GPU, before any activation. And 2 bytes more where buckets are a
-# second copy of the gradients, as in DDP unless you ask for views.
+# One step of each kind is counted. Micro-batches must end at the weights of one process as well;
+# after a single step the tolerance is B eps.
 
 
 # %%
-def bytes_per_parameter(name: str, device: torch.device, mine: Batch, **options: bool) -> float:
-    """Count the storages alive between two steps: weights, gradients, buckets, Adam's state."""
-    model = net(device, RANK, torch.bfloat16)
-    _, steps = train(name, model, [(mine[0].bfloat16(), mine[1])] * 3, **options)
-    copies = [p.detach().float() for p in model.parameters()]
-    for copy, p in zip(copies, model.parameters(), strict=True):
-        copy.grad = p.grad.float()
-    (adam := torch.optim.Adam(copies)).step()
-    held = [tensor for _, tensor in steps[-1]] + [p.grad for p in model.parameters()] + copies
-    held += [moment for state in adam.state.values() for moment in state.values()]
-    storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in held)}
-    return sum(storages.values()) / sum(p.numel() for p in model.parameters())
+def check_communication(device: torch.device) -> None:
+    train_set, _ = digits(device)
+    everyone = train_set[: 16 * WORLD_SIZE][1:]
+    mine = tuple(tensor.chunk(WORLD_SIZE)[RANK] for tensor in everyone)
+    alone = net(device, seed=0)
+    train(alone, [everyone])
+    tolerance = len(everyone[1]) * torch.finfo(torch.float64).eps
+
+    by_hand = net(device, seed=0)
+    gradient_bytes = sum(parameter.nbytes for parameter in by_hand.parameters())
+    with CountedCommunication() as counted:
+        train(by_hand, [mine], by_hand=True)
+    claim("by hand: all-reduces per step", 8, len(counted.calls("all_reduce")), question=3)
+    claim("by hand: bytes per step", gradient_bytes, bytes_of(counted), question=3)
+    ddp = wrap(net(device, seed=0))
+    with CountedCommunication() as counted:
+        train(ddp, [mine])
+    claim("DDP: all-reduces per step", 1, len(counted.calls("all_reduce")), question=3)
+    claim("DDP: bytes per step", gradient_bytes, bytes_of(counted), question=3)
+
+    for name, use_no_sync, times in (("no_sync", True, 1), ("without no_sync", False, 4)):
+        ddp = wrap(net(device, seed=0))
+        with CountedCommunication() as counted:
+            accumulate(ddp, mine, pieces=4, use_no_sync=use_no_sync)
+        name = f"4 micro-batches, {name}"
+        claim(f"{name}: bytes", times * gradient_bytes, bytes_of(counted), question=4)
+        error = largest_difference(ddp.module, alone)
+        claim(f"{name}: error", 0, error, atol=tolerance)
 
 
-def what_it_costs(device: torch.device, mine: Batch) -> None:
-    slack = 0.001  # Adam counts its steps, 4 bytes a tensor: 32 bytes over 42,634 parameters
-    ours = bytes_per_parameter(B, device, mine)
-    claim(f"{B}: bytes per parameter", 16, ours, atol=slack)
-    claim(f"{B}: 7 billion parameters, GB on each rank", 112, 7 * ours, atol=7 * slack)
-    for views, predicted in ((False, 18), (True, 16)):
-        theirs = bytes_per_parameter(C, device, mine, gradient_as_bucket_view=views)
-        claim(f"{C}: bytes per parameter, views={views}", predicted, theirs, atol=slack)
+def bytes_of(counted: CountedCommunication) -> int:
+    """What this rank handed to all-reduces."""
+    return sum(call.nbytes for call in counted.calls("all_reduce"))
 
 
-def draw(path: str, curves: dict[str, list[float]], rows: dict[str, Events]) -> None:
+# %% [markdown]
+# For the memory, three steps of mixed precision are trained, and the storages that are alive
+# between two steps are added up, each once. (Adam's counters of steps, 4 bytes per tensor, are left
+# out.)
+
+
+# %%
+def check_memory(device: torch.device) -> None:
+    train_set, _ = digits(device)
+    mine = train_set[RANK * 16 : (RANK + 1) * 16][1:]
+    model = net(device, 0, torch.bfloat16)
+    masters = [parameter.detach().float() for parameter in model.parameters()]
+    adam = torch.optim.Adam(masters)
+    for _ in range(3):
+        mixed_precision_step(model, masters, adam, mine)
+
+    held = [*model.parameters(), *masters]
+    held += [parameter.grad for parameter in model.parameters()]
+    for state in adam.state.values():
+        held += [state["exp_avg"], state["exp_avg_sq"]]
+    storages = [tensor.untyped_storage() for tensor in held]
+    held_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    per_parameter = held_bytes / sum(parameter.numel() for parameter in model.parameters())
+    claim("bytes held per parameter", 16, per_parameter, question=5)
+    print0(f"{'':13}7 billion parameters: {7 * per_parameter:.0f} GB on every rank")
+
+
+# %% [markdown]
+# ## 7. On GPUs: what n GPUs do more than one
+#
+# A GPU user asks how many samples per second n GPUs train. `no_sync` gives the answer for one GPU
+# in the same run: a step without communication. The share of n times its speed that is reached is
+# the **scaling efficiency**. Eight layers 8,192 wide have 0.5 billion parameters; in bfloat16 their
+# gradients are 1.1 GB per step. CUDA events are the clock. Over NVLink expect an efficiency above
+# 0.9; over PCIe much of an all-reduce does not fit behind backward.
+
+
+# %%
+def measure_on_gpus(device: torch.device) -> None:
+    if device.type == "cpu" or WORLD_SIZE == 1:
+        blocked("samples per s, of n GPUs over one", needs="2 GPUs")
+        return
+    layers = [nn.Linear(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(8)]
+    ddp = wrap(nn.Sequential(*layers))
+    x_BD = torch.randn(16_384, 8192, device=device, dtype=torch.bfloat16)
+
+    def step() -> None:
+        with torch.enable_grad():
+            ddp(x_BD).square().mean().backward()
+        ddp.zero_grad()
+
+    def step_alone() -> None:
+        with ddp.no_sync():
+            step()
+
+    alone = median_ms(step_alone)
+    together = median_ms(step)
+    print0(f"{'':13}ms per step: {alone:.1f} alone, {together:.1f} with all-reduces")
+    print0(f"{'':13}scaling efficiency of {WORLD_SIZE} GPUs: {alone / together:.2f}")
+    claim("samples per s, of n GPUs over one", 1, WORLD_SIZE * alone / together, ">=", timed=True)
+
+
+def median_ms(work: Callable, repeats: int = 20) -> float:
+    """Return the median time of `work()` on this rank's GPU, in milliseconds."""
+    times = []
+    with torch.no_grad():
+        for _ in range(repeats + 3):
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            start.record()
+            work()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+    return sorted(times[3:])[repeats // 2]
+
+
+# %% [markdown]
+# ## What you should have seen
+#
+# 1. The sampler repeats as many samples as it takes for n to divide their number: 4 ranks draw
+#    1,440, of which 1,437 are different. That is right for training. When you *evaluate*, drop the
+#    repeated ones, or three samples count twice in your accuracy.
+# 2. Between ranks the weights differ by nothing at all, since every rank adds the same numbers to
+#    the same weights. From one process they differ by rounding errors only, some 1e-15 here, and
+#    `--figure PATH` draws the three curves of the loss, which lie on top of each other. So data
+#    parallelism *is* training with the larger batch: no better, no worse. It is the larger batch
+#    that may want a larger learning rate, in proportion, after a warm-up (Goyal et al., 2017).
+# 3. Eight all-reduces by hand, one per tensor. DDP hands over the same 341,072 bytes in one, since
+#    its buckets take up to 25 MiB. Real models fill many, which is what lets them leave early.
+# 4. With `no_sync` a step of 4 micro-batches hands over what a plain step does, 341,072 bytes, and
+#    without it four times that. The weights are right both ways: forgotten, it only costs time.
+# 5. Sixteen bytes: 112 GB for 7 billion parameters, on every rank, before any activation. No GPU
+#    of 80 GB trains that, and adding GPUs does not help. DDP holds 18, unless you ask it for
+#    `gradient_as_bucket_view=True`: its buckets are a second copy of the gradients.
+#
+# **Try.** Without `set_epoch` only the number of different orders gives it away: the weights still
+# agree with one process, for that one follows the same order. Without the division the ranks agree
+# too, on a step n times too large, and only the comparison with one process (and perhaps the
+# accuracy) fails. Ranks that agree with each other prove little.
+#
+# On real systems: a model with batch norm needs `SyncBatchNorm` where a rank's share is small,
+# since each rank normalizes with the statistics of its own samples. In float16, a sum of n
+# gradients may overflow before it is divided, and dividing first may lose small ones; so DDP
+# divides first, and FSDP and DeepSpeed let you split the factor between before and after. At a
+# thousand ranks a batch of 32 per rank is 32,000 samples, which many models no longer learn well
+# from: the limit of data parallelism is the batch before it is the network.
+
+
+# %%
+def draw(curves: dict[str, list[float]], path: str) -> None:
     from matplotlib.figure import Figure
 
-    left, right = (figure := Figure((13, 4.5), layout="constrained")).subplots(1, 2)
-    for width, name in zip((9, 6, 3, 1), curves, strict=True):
-        left.semilogy(curves[name], lw=width, label=name, color="k" if width == 1 else None)
-    left.set(title="Four trainings, one curve", xlabel="step", ylabel="loss, mean over ranks")
-    left.legend()
-    for y, events in enumerate(rows.values()):
-        for x, (kind, tensor) in enumerate(events):
-            right.plot(x, -y, "C0o" if kind == "gradient" else "C3>", ms=9)
-            right.annotate(f"{tensor.nbytes / 1e3:.0f}", (x, -y - 0.3), ha="center", size=8)
-    right.set(title="One step: gradients (o) and all-reduces (>), kB", xticks=[], ylim=(-3.6, 0.4))
-    right.set_yticks([0, -1, -2, -3], rows)
+    figure = Figure((7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for width, (name, losses) in zip((7, 4, 1), curves.items(), strict=True):
+        axes.semilogy(losses, linewidth=width, label=name)
+    axes.set(title="Three trainings, one curve", xlabel="step", ylabel="loss, mean over ranks")
+    axes.legend()
     figure.savefig(path, dpi=120)
 
 
-def main(options: argparse.Namespace) -> None:
+def main() -> None:
+    figure = {"metavar": "PATH", "help": "save the curves of the loss as PNG"}
+    options = command_line({"--figure": figure})
+    launch()
+    if WORLD_SIZE > GLOBAL_BATCH:
+        refuse(f"a rank needs a sample per step: at most {GLOBAL_BATCH} ranks, not {WORLD_SIZE}")
     device = setup()
-    curves, events = three_ways_and_one(device)
-    everyone = [t[: 16 * WORLD_SIZE] for t in digits(device)[0].tensors[1:]]
-    mine = [t.chunk(WORLD_SIZE)[RANK] for t in everyone]
-    what_is_sent(events)
-    accumulation_and_waiting(device, mine, everyone)
-    what_it_costs(device, mine)
+    curves = train_three_times(device)
+    check_communication(device)
+    check_memory(device)
+    measure_on_gpus(device)
     if options.figure and RANK == 0:
-        rows = {name: steps[-1] for name, steps in events.items()}
-        draw(options.figure, curves, rows | {"(c), first step": events[C][0]})
+        draw(curves, options.figure)
     finish()
 
 
 # %% [markdown]
-# ## The plumbing, the same in every lesson; fundamentals/02_launching_processes.py explains it
+# ## Plumbing, the same in every lesson: join the group, print, check a claim, leave
 
 # %%
-ledger: list[dict] = []  # every claim made so far, the same on every rank
-RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+ledger: list[dict] = []  # one row per claim, the same on every rank
 
 
-def command_line() -> argparse.Namespace:
-    """Read FLAGS; --help and mistakes end here, before any collective, and are said once."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    for flag, about in FLAGS.items():
-        parser.add_argument(flag, **about)
-    parser.print_help = lambda: say(parser.format_help())
-    parser.error = lambda text: require(False, f"{text}\n{parser.format_usage().rstrip()}")
-    rule = f"needs a number of ranks in {WORLD_SIZES}, got {WORLD_SIZE}; set --nproc-per-node"
-    require("RANK" not in os.environ or WORLD_SIZE in WORLD_SIZES, rule)
+def command_line(flags: dict[str, dict] | None = None) -> argparse.Namespace:
+    """Read the flags, given as {name: arguments of add_argument}; --help and mistakes end here."""
+    as_it_is = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_it_is)
+    for name, arguments in (flags or {}).items():
+        parser.add_argument(name, **arguments)
+    parser.error = refuse
     return parser.parse_args()
 
 
 def launch() -> None:
-    """Plain `python`: be torchrun, one rank per GPU, else 4, without its wall of text."""
-    from torch.distributed.elastic.multiprocessing import api, errors
+    """Plain `python lesson.py`: be torchrun, one rank per GPU if there are several, else 4."""
+    if "RANK" in os.environ or WORLD_SIZE > 1:
+        return  # this is a rank already: torchrun or srun has started it
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    ranks = gpus if (gpus := torch.cuda.device_count()) > 1 else 4
-    ranks = ranks if ranks in WORLD_SIZES else WORLD_SIZES[0]
-    os.environ |= {"LAUNCHER": str(os.getpid()), "OMP_NUM_THREADS": "1"}  # ranks share the cores
-    logging.disable()  # the rank that failed says why
-    here = ["--standalone", "--local-addr=127.0.0.1"]  # the host's name need not resolve
+    gpus = torch.cuda.device_count()
+    ranks = gpus if gpus > 1 else 4
+    os.environ["LAUNCHER"] = str(os.getpid())
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
+    logging.disable()  # the rank that fails says why
     try:
-        torchrun([*here, f"--nproc-per-node={ranks}", *sys.argv])
-    except errors.ChildFailedError as error:
-        rank, first = error.get_first_failure()
-        sys.exit(f"rank {rank} was ended by {first.signal_name()}" if first.exitcode < 0 else 1)
-    except api.SignalException as error:
+        torchrun(["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", *sys.argv])
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        sys.exit(f"rank {rank} was ended by {failure.signal_name()}" if failure.exitcode < 0 else 1)
+    except SignalException as error:
         sys.exit(128 + error.sigval)
+    sys.exit()
 
 
 def setup() -> torch.device:
-    """Join the group torchrun describes: NCCL if every rank here has its own GPU, else gloo."""
-    if sys.platform == "linux":  # PR_SET_PDEATHSIG: no rank outlives a killed launcher,
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.environ.pop("LAUNCHER", parent := str(os.getppid())) != parent:
-        sys.exit(1)  # nor one killed before this line
+    """Join the process group: NCCL if every local rank has a GPU of its own, else gloo."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the launcher
+    parent = str(os.getppid())
+    if os.environ.pop("LAUNCHER", parent) != parent:
+        sys.exit(1)  # it was killed before that line
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank that waits inside C++ too
-    gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
-    if gpu:
+    if "RANK" not in os.environ:
+        name_ranks_as_torchrun_does()
+    gpus = torch.cuda.device_count()
+    local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    if gpus >= local_ranks:
+        backend = "nccl"
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    backend, wait = "nccl" if gpu else "gloo", timedelta(minutes=2)
-    dist.init_process_group(backend, device_id=device if gpu else None, timeout=wait)
-    sys.excepthook = crash
-    say(f"{WORLD_SIZE} ranks, {backend}, torch {torch.__version__}\n")
-    say(f"{'':10}{'claim':55} {'predicted':20} measured")
+        dist.init_process_group(backend, device_id=device, timeout=timedelta(minutes=2))
+    else:
+        backend = f"gloo ({gpus} GPUs visible, {local_ranks} ranks here)"
+        device = torch.device("cpu")
+        dist.init_process_group("gloo", timeout=timedelta(minutes=2))
+    sys.excepthook = crash  # only now: init_process_group sets one of its own
+    print0(f"{WORLD_SIZE} ranks, {backend}, torch {torch.__version__}\n")
+    print0(f"{'':13}{'claim':50} {'predicted':22} {'measured':>11}")
     return device
 
 
-def crash(*error: object) -> NoReturn:
-    """An exception nobody caught: the first rank prints it, all leave at once; peers may wait."""
-    first = dist.distributed_c10d._get_default_store().add("crash", 1) == 1
-    time.sleep(1)  # if a peer's death is the cause, the launcher ends us meanwhile and names it
-    if first:
-        print(f"rank {RANK}:", file=sys.stderr)
-        sys.__excepthook__(*error)
-    os._exit(1)
+def name_ranks_as_torchrun_does() -> None:
+    """Under `srun`, one task per rank: set the variables that torchrun would have set."""
+    slurm = os.environ
+    first_node = re.match(r"([^,[]+)(?:\[(\d+))?", slurm["SLURM_STEP_NODELIST"])  # of "gpu[03-07]"
+    tasks_here = re.match(r"\d+", slurm["SLURM_STEP_TASKS_PER_NODE"])  # of "4(x2)"
+    os.environ |= {"RANK": str(RANK), "WORLD_SIZE": str(WORLD_SIZE)}
+    os.environ |= {"LOCAL_RANK": slurm["SLURM_LOCALID"], "LOCAL_WORLD_SIZE": tasks_here[0]}
+    os.environ["MASTER_ADDR"] = first_node[1] + (first_node[2] or "")
+    os.environ["MASTER_PORT"] = str(20_000 + int(slurm["SLURM_JOB_ID"]) % 10_000)
 
 
-def say(*words: object) -> None:
+def print0(*words: object) -> None:
     """Print on rank 0 only."""
     if RANK == 0:
         print(*words, flush=True)
 
 
-def require(holds: bool, rule: str) -> None:
-    """End the run, before its first collective, with one message: rule, value, remedy."""
-    if not holds:
-        time.sleep(10 if RANK else 0)  # rank 0 speaks; the launcher ends the others as it leaves
-        sys.exit(f"{sys.argv[0]}: {rule}")
+def refuse(rule: str) -> None:
+    """End before the first collective with one message, from rank 0: rule, value, remedy."""
+    if RANK != 0:
+        time.sleep(30)  # the launcher ends us meanwhile
+    sys.exit(f"{sys.argv[0]}: {rule}")
 
 
-def claim(text: str, predicted: float, measured: float, sign="=", atol=0.0, rtol=0.0) -> None:
-    """Record the worst rank's `measured sign predicted` (= <= >=), give or take the slack."""
-    mine = float(predicted), float(measured), atol + rtol * abs(predicted)
-    ranks = [mine] * WORLD_SIZE
+def claim(
+    text: str,
+    predicted: float,
+    measured: float,
+    sign: str = "=",
+    atol: float = 0.0,
+    question: int | None = None,
+    timed: bool = False,
+    rank: int | None = None,
+) -> None:
+    """Check `measured sign predicted` (=, <=, >=), give or take `atol`, on all ranks; all call.
+
+    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers;
+    `timed` says that a clock decides.
+    """
+    pairs = [(float(predicted), float(measured), float(atol))]
     if dist.is_initialized():
-        dist.all_gather_object(ranks, mine)
-    over = {"=": abs, "<=": float, ">=": float.__neg__}[sign]
-    excess = [over(m - p) - slack for p, m, slack in ranks]
-    worst = max(range(len(ranks)), key=lambda r: excess[r] if excess[r] == excess[r] else 1e999)
-    (p, m, slack), verdict = ranks[worst], "PASS" if excess[worst] <= 0 else "FAIL"  # NaN: FAIL
-    off = "" if verdict == "PASS" else f"\n{'':10}off by {m - p:.3g} on rank {worst}"
-    told, seen = (f"{x:,.{12 if x.is_integer() else 6}g}" for x in (p, m))
-    between = f"{sign:>2} {told}" + (f" ±{float(f'{slack:.1g}'):g}" if slack else "")
-    say(f"  {verdict:7} {text:55} {between:20} {seen}{off}")
-    row = {"claim": text, "verdict": verdict, "rank": worst, "sign": sign}
-    finite = m - m == 0  # JSON knows no other numbers
-    record(row | {"predicted": p, "measured": m if finite else str(m), "slack": slack})
+        pairs = pairs * WORLD_SIZE
+        dist.all_gather_object(pairs, pairs[0])
+    errors = []
+    for p, m, slack in pairs:
+        error = {"=": abs(m - p), "<=": m - p, ">=": p - m}[sign] - slack
+        errors.append(math.inf if math.isnan(error) else error)
+    worst = errors.index(max(errors)) if rank is None else rank
+    verdict = "PASS" if errors[worst] <= 0 else "FAIL"
+    p, m, slack = pairs[worst]
+    between = f"{sign:>2} {readable(p)}" + (f" ±{slack:.2g}" if slack else "")
+    mark = f"{question}." if question else ""
+    print0(f"  {verdict:7} {mark:2} {text:50} {between:22} {readable(m):>11}")
+    if verdict == "FAIL":
+        print0(f"{'':13}off by {m - p:.3g} on rank {worst}")
+    row = {"claim": text, "verdict": verdict, "sign": sign, "rank": worst, "slack": slack}
+    row |= {"predicted": p, "measured": m if math.isfinite(m) else str(m)}  # JSON knows no NaN
+    ledger.append(row | {"question": question, "timed": timed})
+
+
+def readable(x: float) -> str:
+    """Whole numbers in full, others to six digits."""
+    return f"{x:,.0f}" if x.is_integer() and abs(x) < 1e12 else f"{x:,.6g}"
 
 
 def blocked(text: str, needs: str) -> None:
     """Record what this machine cannot answer, and what would."""
-    say(f"  BLOCKED {text:55} needs {needs}")
-    record({"claim": text, "verdict": "BLOCKED", "needs": needs})
+    print0(f"  BLOCKED    {text:50} needs {needs}")
+    ledger.append({"claim": text, "verdict": "BLOCKED", "needs": needs})
 
 
-def record(row: dict) -> None:
-    """Add to the ledger; LESSON_JSON, if set, names a file that is whole after every claim."""
-    ledger.append(row)
-    if RANK == 0 and (path := os.environ.get("LESSON_JSON")):
-        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-        about = {"ranks": WORLD_SIZE, "gpu": gpu, "cpus": os.cpu_count(), "python": sys.version}
-        about |= {"torch": torch.__version__, "argv": sys.argv, "date": time.strftime("%F")}
-        with open(path + ".part", "w") as file:
-            json.dump(about | {"ledger": ledger}, file, indent=1)
-        os.replace(path + ".part", path)
+def crash(*error: object) -> None:
+    """Leave without ceremony, since peers may be stuck. The first rank that fails says why."""
+    first = dist.distributed_c10d._get_default_store().add("crashes", 1) == 1
+    time.sleep(1 if first else 30)  # the launcher ends us meanwhile, if a peer's death is the cause
+    print(f"rank {RANK}:", file=sys.stderr)
+    sys.__excepthook__(*error)
+    os._exit(1)
 
 
-def finish() -> NoReturn:
-    """Leave the group; exit 1 if a claim failed or none was made."""
+def finish() -> None:
+    """Write the ledger where LESSON_JSON says; exit 1 if a claim failed or none was made."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-    count = [row["verdict"] for row in ledger].count
-    say(f"\n  {count('PASS')} PASS, {count('FAIL')} FAIL, {count('BLOCKED')} BLOCKED")
-    code = int(count("PASS") == 0 or count("FAIL") > 0)
-    if __name__ == "__main__":  # threads of a group that something still holds can abort sys.exit
-        os._exit(code)
+    verdicts = Counter(row["verdict"] for row in ledger)
+    print0(f"\n  {verdicts['PASS']} PASS, {verdicts['FAIL']} FAIL, {verdicts['BLOCKED']} BLOCKED")
+    if RANK == 0 and "LESSON_JSON" in os.environ:
+        about = {"ranks": WORLD_SIZE, "torch": torch.__version__, "python": sys.version}
+        about["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        about |= {"cpus": os.cpu_count(), "date": time.strftime("%F"), "ledger": ledger}
+        with open(os.environ["LESSON_JSON"], "w") as file:
+            json.dump(about, file, indent=1)
+    code = int(verdicts["FAIL"] > 0 or verdicts["PASS"] == 0)
+    if __name__ == "__main__":
+        os._exit(code)  # threads of a group that something still holds can abort a plain exit
     sys.exit(code)
 
 
 if __name__ == "__main__":
-    options = command_line()
-    if "RANK" in os.environ or len(WORLD_SIZES) == 1:
-        main(options)
-    else:
-        launch()
+    main()

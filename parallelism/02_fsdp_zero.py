@@ -1,27 +1,36 @@
-"""ZeRO by hand, stage 1: sixteen bytes a parameter, and an optimizer that holds 1/n of its state
-==============================================================================================
+"""ZeRO: why 7 billion parameters do not train on 80 GB, and stage 1 from scratch
+==============================================================================
 
-**Question.** Why does a model of 7B parameters, 14 GB of bfloat16, not train on a GPU of 80 GB, and
-what do n ranks save when each keeps only the n-th part of the optimizer?
+**Question.** The weights of a model of 7 billion parameters take 14 GB in bfloat16. Why does it not
+train on a GPU of 80 GB, and what do n ranks gain if each keeps 1/n of the optimizer's state?
 
-**Predict.** Mixed precision, Adam, four ranks. With data parallelism, and with ZeRO-1: how many
-bytes a parameter does a rank hold when backward has ended, and how many numbers a parameter must
-it send in a step?
+**Predict**, and write it down before you run:
+
+1. Data parallelism, Adam. How many bytes per parameter does a rank hold when backward has ended:
+   in mixed precision (bfloat16 with a float32 master), and in plain float32?
+2. The same for ZeRO stage 1 on 4 ranks, where each rank keeps 1/4 of what the optimizer needs.
+3. How many elements per parameter go through collectives on a rank in one step, and through which
+   ones: with data parallelism, and with ZeRO-1? Count the whole array: what goes into a
+   reduce-scatter, what comes out of an all-gather.
+4. In mixed precision the optimizer updates a float32 copy of each weight, its *master*. After three
+   steps, how many bfloat16 weights differ from their master rounded to bfloat16?
 
 **Run.**
 
-    torchrun --standalone --nproc-per-node=4 02_fsdp_zero.py   # NCCL, if there are 4 GPUs
-    python 02_fsdp_zero.py                                     # the same; else gloo
+    torchrun --standalone --nproc-per-node=4 02_fsdp_zero.py   # NCCL on 4 GPUs, else gloo
+    python 02_fsdp_zero.py                                     # the same, started for you
 
-**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 7 s) that data parallelism holds 16
-bytes a parameter, so 7B need 112 GB on every rank, in bfloat16 as in float32. ZeRO-1 holds 7 and
-10: 4 + 12/n and 8 + 8/n. Both send 1.5 numbers a parameter, 2(n-1)/n, for an all-reduce is a
-reduce-scatter and an all-gather. Weights and the gradient's norm follow one process to 1e-8, as
-torch's DDP does. The paper's Table 1 comes out in all 54 cells. tests/test_fsdp_zero.py trains
-odder modules: tied, frozen, unused parameters, mixed dtypes. Not run on several GPUs.
+Takes 15 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs. Predict, run, read.
 
-**Next.** exercises/08_zero1; then parallelism/03_fsdp_zero3.py cuts up gradients, then
-parameters: stages 2 and 3, FSDP.
+**Try.** Replace `bucket.shard_K.copy_(bucket.master_K)` by `pass`, so that the weights never see an
+update: which claims notice? Put it back. In `reduce`, change the last `if` to `if True:`: is the
+training still right?
+
+**Before.** parallelism/01_data_parallelism_ddp.py: what every rank holds, and why gradients are
+averaged.
+
+**Next.** exercises/08_zero1; then parallelism/03_model_tensor_pipeline_parallel.py divides the
+computation itself, and parallelism/05_zero2_and_zero3.py shards gradients and weights.
 """
 
 import argparse
@@ -29,7 +38,9 @@ import ctypes
 import gc
 import json
 import logging
+import math
 import os
+import re
 import signal
 import sys
 import time
@@ -37,120 +48,203 @@ from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from itertools import accumulate
-from typing import NoReturn
-from unittest import mock
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-WORLD_SIZES = range(1, 65)  # what --nproc-per-node may be
-FLAGS: dict[str, dict] = {"--figure": {"metavar": "PATH", "help": "draw memory against n here"}}
+# A *rank* is one of WORLD_SIZE processes that run this same file. `claim(text, predicted,
+# measured)` prints one row of the ledger and must be called by every rank. It, `setup`, `print0`,
+# `blocked` and `finish` stand in the last cell, the same in every lesson; you need not read them.
+RANK = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1")))
 
-
-def main(options: argparse.Namespace) -> None:
-    device = setup()
-    the_papers_table()
-    x_RBD = torch.randn(WORLD_SIZE, 8, WIDTH, generator=torch.Generator().manual_seed(2)).to(device)
-    alone, ddp = plainly(x_RBD), plainly(x_RBD[RANK], nn.parallel.DistributedDataParallel)
-    gc.freeze()  # what there is already need not be searched for tensors
-    claim("torch's DDP: distance from one process", 0, gap(ddp, alone), atol=SLACK)
-    held = {(s, low): by_hand(s, low, x_RBD, alone) for s in (0, 1) for low in LAYOUT}
-    claim("GB on each rank for 7B parameters", 112, 7 * held[0, torch.bfloat16], rtol=1e-3)
-    if options.figure and RANK == 0:
-        draw(held, options.figure)
-    gc.unfreeze()
-    finish()
-
+# Shapes: N elements of a bucket with its padding, K = N / n of a rank's shard; B samples of D
+# features on a rank, R ranks. P counts the parameters of a model.
 
 # %% [markdown]
-# ## 1. Sixteen bytes a parameter
+# ## 1. Sixteen bytes per parameter, and what ZeRO shards
 #
-# Mixed precision computes in bfloat16 and accumulates in float32. A parameter is a weight (2 bytes)
-# and a gradient (2) to compute with and, for Adam, a float32 master of the weight (4), a momentum
-# (4) and a variance (4): 16, and under data parallelism n ranks hold all of it n times. ZeRO
-# (Rajbhandari et al., 2019) cuts into n shards: in stage 1 the optimizer's 12 bytes, in stage 2 the
-# gradient too, in stage 3 the weight as well. In plain float32 the master *is* the weight: 4 + 4 +
-# 8, sixteen again, differently cut.
+# **Mixed precision** computes in bfloat16 and updates in float32. Each parameter then has a weight
+# and a gradient in bfloat16, of 2 bytes each, which forward and backward use. The optimizer adds a
+# float32 copy of the weight, its **master** (4 bytes), and Adam's momentum (4) and variance (4).
+# Together that is 16 bytes: 112 GB for 7 billion parameters, before a single activation. In plain
+# float32 the weight is its own master: 4 + 4 + 8, sixteen again.
+#
+# Data parallelism stores all of it n times. The Zero Redundancy Optimizer, **ZeRO** (Rajbhandari
+# et al., 2019), lets each rank keep one n-th, a **shard**: in stage 1 of what the optimizer needs,
+# in stage 2 of the gradients too, in stage 3 of the weights as well. **FSDP** is stage 3 in
+# PyTorch, by the function `fully_shard` (fsdp/01_fsdp_basics.py). This is what one of 4 ranks holds
+# in mixed precision, to scale:
+#
+#              weights   gradients   masters and Adam
+#                2P         2P             12P                  bytes per parameter
+#     DDP      [####]     [####]   [########################]   16
+#     ZeRO-1   [####]     [####]   [######                  ]    4 + 12/4 = 7
+#     ZeRO-2   [####]     [#   ]   [######                  ]    2 + 14/4 = 5.5
+#     ZeRO-3   [#   ]     [#   ]   [######                  ]        16/4 = 4
+#
+# The paper's "4x less memory" for stage 1 and "8x" for stage 2 are limits for large n: 16/4 and
+# 16/2.
+
 
 # %%
-LAYOUT = {torch.bfloat16: (2, 2, 12), torch.float32: (4, 4, 8)}  # weight, gradient, optimizer
-TABLE_1 = """\
-1    120  120  120  2048 2048 2048 16000 16000 16000
-4    52.5 41.3 30   896  704  512  7000  5500  4000
-16   35.6 21.6 7.5  608  368  128  4750  2875  1000
-64   31.4 16.6 1.88 536  284  32   4187  2218  250
-256  30.4 15.4 0.47 518  263  8    4046  2054  62.5
-1024 30.1 15.1 0.12 513  257  2    4011  2013  15.6"""  # n; GB in stages 1 2 3 of 7.5B, 128B, 1T
+class Sizes(NamedTuple):
+    """Bytes per parameter."""
+
+    weight: int
+    gradient: int
+    optimizer: int
 
 
-def parts(stage: int, n: int, P: float, layout: torch.dtype = torch.bfloat16) -> list[float]:
-    """Bytes a rank holds for P parameters: of weights, of gradients, of the optimizer."""
-    cut = stage >= 3, stage >= 2, stage >= 1
-    return [P * size / n if c else P * size for size, c in zip(LAYOUT[layout], cut, strict=True)]
+SIZES = {
+    torch.bfloat16: Sizes(weight=2, gradient=2, optimizer=12),
+    torch.float32: Sizes(weight=4, gradient=4, optimizer=8),
+}
 
 
-def the_papers_table() -> None:
-    right = 0
-    for n, *cells in map(str.split, TABLE_1.splitlines()):
-        for i, printed in enumerate(cells):
-            gigabytes = sum(parts(i % 3 + 1, int(n), P=(7.5, 128, 1000)[i // 3]))
-            unit = 10.0 ** -len(printed.partition(".")[2])  # some are rounded, some truncated
-            right += abs(gigabytes - float(printed)) < unit
-    claim("cells of the ZeRO paper's Table 1 within one unit", 54, right)
+def bytes_held(stage: int, n: int, dtype: torch.dtype = torch.bfloat16) -> list[float]:
+    """Bytes per parameter on one of n ranks: of weights, of gradients, of the optimizer."""
+    held = []
+    for size, first_sharding_stage in zip(SIZES[dtype], (3, 2, 1), strict=True):
+        held.append(size / n if stage >= first_sharding_stage else size)
+    return held
 
+
+def print_table(billions: float) -> None:
+    """What the formula says of a model on n ranks. The paper's Table 1 prints the same figures."""
+    print0(f"{'':13}{billions} billion parameters, GB per rank by the formula")
+    print0(f"{'':13}ranks  " + "".join(f"{stage:>9}" for stage in ("DDP", *STAGES)))
+    for n in (1, 4, 16, 64, 256, 1024):
+        gigabytes = [billions * sum(bytes_held(stage, n)) for stage in range(4)]
+        print0(f"{'':13}{n:5}  " + "".join(f"{each:9.2f}" for each in gigabytes))
+
+
+STAGES = ("ZeRO-1", "ZeRO-2", "ZeRO-3")
 
 # %% [markdown]
-# ## 2. Stages 0 and 1: shard the optimizer
+# ## 2. A flat bucket: parameters of any shape, in n equal shards
 #
-# Parameters of any shape are cut evenly once they lie end to end in a flat bucket with some zeros
-# for padding. The module's parameters become views of it. The optimizer gets one flat tensor a
-# bucket and never knows: SGD, Adam, AdamW treat every number by itself. (Muon and Adafactor look at
-# whole matrices: `ZeroRedundancyOptimizer` deals out whole parameters.)
+# Weights come in all shapes, and few can be divided by n. So lay them end to end in one flat
+# tensor, a **bucket**, and add a few zeros: then N elements make n shards of K = N/n. The module's
+# parameters become views of the bucket and notice nothing. A second flat tensor, the buffer,
+# collects the gradients. It is zero when a step begins, and every gradient is divided by n and
+# added to it, so the gradients of several micro-batches add up, and what goes unused counts as
+# zero.
 #
-# An all-reduce is a reduce-scatter, then an all-gather. Stage 1 puts the optimizer between the two
-# halves: a rank receives the gradient of its own shard only and updates that, and what is gathered
-# is new weights. Both halves work in place, a shard being a view of its bucket.
+#     full_N     [ weight 1          | bias 1 | weight 2              | bias 2 | 0 0 ]
+#     shards     [ rank 0         | rank 1         | rank 2         | rank 3         ]
+#
+# The optimizer gets this rank's flat shard and never knows: SGD, Adam and AdamW treat every element
+# by itself. (Muon and Adafactor look at whole matrices; PyTorch's `ZeroRedundancyOptimizer` deals
+# out whole parameters for them.)
+#
+# `reduce` and `gather` are the two halves of an all-reduce. A **reduce-scatter** leaves each rank
+# the sum of one shard; an **all-gather** gives all shards to all. With A = a0 + a1 + a2 + a3, where
+# rank r brings ar, br, cr and dr:
+#
+#                       rank 0         rank 1         rank 2         rank 3
+#     before            a0 b0 c0 d0    a1 b1 c1 d1    a2 b2 c2 d2    a3 b3 c3 d3
+#     reduce-scatter    A              B              C              D
+#     all-gather        A  B  C  D     A  B  C  D     A  B  C  D     A  B  C  D
+#
+# Both work in place, since a shard is a view of its bucket. Stage 0, plain data parallelism, uses
+# the same class: its bucket has one shard, the whole, which every rank owns. Then `reduce` is an
+# all-reduce over all ranks, and `gather` has nobody to gather from.
 
 
 # %%
 class Bucket:
-    """Parameters of one dtype laid end to end: N numbers with the padding, in shards of K.
+    """Parameters of one dtype laid end to end.
 
     full_N      weights in the dtype that computes; the module's parameters are views of it
-    shard_K     this rank's shard, a view of full_N
-    master_K    the shard the optimizer updates: shard_K, or if that is of lower precision a copy
-    buffer_N    this rank's gradients / n       gradient_K  its shard of their sum over ranks
-    missing     parameters that have no gradient in the buffer
+    shard_K     this rank's shard of them, a view of full_N
+    master_K    the shard that the optimizer updates: shard_K, or a copy of higher precision
+    buffer_N    this rank's gradients, divided by the number of ranks
+    gradient_K  the shard of their sum over ranks, a view of buffer_N
+
+    `group` shares out the shards: all ranks (None), or this rank alone, which then owns the whole.
     """
 
-    def __init__(self, ps: list[nn.Parameter], shards: int, mine: int, compute: torch.dtype):
-        ends = accumulate(p.numel() for p in ps)
-        self.place = {p: slice(end - p.numel(), end) for p, end in zip(ps, ends, strict=True)}
-        whole = torch.cat([p.detach().flatten() for p in ps])
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        group: dist.ProcessGroup | None,
+        compute: torch.dtype,
+    ) -> None:
+        self.group = group
+        shards = dist.get_world_size(group)
+        mine = dist.get_rank(group)
+        whole = torch.cat([p.detach().flatten() for p in parameters])
         whole_N = F.pad(whole, (0, -len(whole) % shards))
         self.full_N = whole_N.to(compute)
-        for p in ps:
+        self.place = {}
+        end = 0
+        for p in parameters:
+            self.place[p] = slice(end, end + p.numel())
+            end += p.numel()
             p.data = self.view(p, self.full_N)
+            p.register_post_accumulate_grad_hook(self.add_gradient)
         self.shard_K = self.full_N.view(shards, -1)[mine]
-        low = compute != whole.dtype
-        master_K = whole_N.view(shards, -1)[mine].clone() if low else self.shard_K
-        self.master_K = nn.Parameter(master_K)
-        self.buffer_N, self.missing = torch.zeros_like(self.full_N), set(ps)
+        if compute == whole.dtype:
+            self.master_K = nn.Parameter(self.shard_K)
+        else:
+            self.master_K = nn.Parameter(whole_N.view(shards, -1)[mine].clone())
+        self.buffer_N = torch.zeros_like(self.full_N)
         self.gradient_K = self.buffer_N.view(shards, -1)[mine]
 
     def view(self, p: nn.Parameter, flat_N: torch.Tensor) -> torch.Tensor:
         return flat_N[self.place[p]].view(p.shape)
 
+    def add_gradient(self, p: nn.Parameter) -> None:
+        """p.grad is complete. (A hook of this kind is handed p, not its gradient.)"""
+        self.view(p, self.buffer_N).add_(p.grad, alpha=1 / dist.get_world_size())
+        p.grad = None
 
+    def reduce(self) -> dist.Work:
+        """Start to add up the gradients over all ranks, whoever shares out the shards."""
+        if len(self.shard_K) == len(self.full_N):
+            return dist.all_reduce(self.buffer_N, async_op=True)  # stage 0: the shard is the whole
+        return dist.reduce_scatter_tensor(self.gradient_K, self.buffer_N, async_op=True)
+
+    def gather(self, full_N: torch.Tensor, shard_K: torch.Tensor) -> dist.Work:
+        """Start to collect the shards of all ranks in `full_N`."""
+        return dist.all_gather_into_tensor(full_N, shard_K, group=self.group, async_op=True)
+
+
+# %% [markdown]
+# ## 3. Stage 1: the optimizer steps between the two halves of an all-reduce
+#
+# Data parallelism all-reduces the gradients, and then all ranks compute the same update. Stage 1
+# puts the optimizer *between* the halves of that all-reduce: a rank receives the gradient of its
+# own shard only and updates that shard. The all-gather then carries updated weights, where in data
+# parallelism it carries gradients:
+#
+#     DDP       gradients --reduce-scatter--> --all-gather--> all gradients, all updates
+#     ZeRO-1    gradients --reduce-scatter--> own update --all-gather--> all weights
+#
+# So no more goes through collectives than before. All reductions are started at once. Without
+# clipping a bucket is updated while the next is still being reduced. With clipping, which needs the
+# norm of all gradients, the updates wait for the last reduction; the gathers still overlap with the
+# updates.
+#
+# **Clipping** needs the norm of the whole gradient. Each rank adds up the squares of its own shard,
+# and one all-reduce of a single element adds these up. The padding is zero and adds nothing.
+
+
+# %%
 class ZeRO1:
     """A sharded optimizer. Call the module, `backward` once or more, then `step`.
 
     `optimizer` builds any elementwise torch optimizer. With `compute` the module is of that dtype
     and wants inputs of it; masters keep their precision. The gradient is clipped to norm `clip`;
     an unused parameter's is zero. `sharded=False` is stage 0: one shard, which every rank owns.
+    Every rank then forms a group of its own, so that a bucket is divided by 1 instead of by n.
     """
 
     def __init__(
@@ -159,315 +253,579 @@ class ZeRO1:
         optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
         compute: torch.dtype | None = None,
         clip: float | None = None,
-        numel: int = 1 << 22,  # numbers in a bucket, about
+        numel: int = 1 << 22,  # elements in a bucket, about
         sharded: bool = True,
     ) -> None:
-        self.module, self.clip, self.n = module, clip, dist.get_world_size()
-        self.group = None if sharded else dist.new_subgroups(1)[0]  # those who share out a bucket
-        shards, mine = dist.get_world_size(self.group), dist.get_rank(self.group)
-        groups, seen = {}, Counter()
-        for t in (*module.parameters(), *module.buffers()):
-            dist.broadcast(t.data, 0)  # at the start; later each rank has its own buffers
-            if t.requires_grad:
-                groups.setdefault((t.dtype, seen[t.dtype] // numel), []).append(t)
-                seen[t.dtype] += t.numel()
+        self.module = module
+        self.clip = clip
+        self.group = None if sharded else dist.new_subgroups(1)[0]  # see above
+        members: dict[tuple, list[nn.Parameter]] = {}  # of each bucket
+        seen = Counter()  # elements so far, by dtype
+        for tensor in (*module.parameters(), *module.buffers()):
+            dist.broadcast(tensor.data, 0)  # at the start; later each rank has its own buffers
+            if tensor.requires_grad:
+                bucket_number = seen[tensor.dtype] // numel
+                members.setdefault((tensor.dtype, bucket_number), []).append(tensor)
+                seen[tensor.dtype] += tensor.numel()
         self.buckets = []
-        for (dtype, _), ps in groups.items():
-            self.buckets.append(b := Bucket(ps, shards, mine, compute or dtype))
-            for p in ps:
-                p.register_post_accumulate_grad_hook(partial(self.arrived, b))
+        for (dtype, _), parameters in members.items():
+            self.buckets.append(Bucket(parameters, self.group, compute or dtype))
         module.to(compute)  # frozen parameters and buffers too
-        self.optimizer = optimizer([b.master_K for b in self.buckets])
-
-    def arrived(self, b: Bucket, p: nn.Parameter) -> None:
-        """p.grad is complete. (A hook of this kind is handed p, not its gradient.)"""
-        if p in b.missing:
-            torch.mul(p.grad, 1 / self.n, out=b.view(p, b.buffer_N))
-        else:
-            b.view(p, b.buffer_N).add_(p.grad, alpha=1 / self.n)
-        b.missing.discard(p)
-        p.grad = None
-
-    def reduce(self, b: Bucket) -> dist.Work:
-        for p in b.missing:
-            b.view(p, b.buffer_N).zero_()
-        b.missing = set(b.place)
-        if len(b.shard_K) == len(b.full_N):
-            return dist.all_reduce(b.buffer_N, async_op=True)
-        return dist.reduce_scatter_tensor(b.gradient_K, b.buffer_N, async_op=True)
-
-    def gather(self, full_N: torch.Tensor, shard_K: torch.Tensor) -> dist.Work:
-        return dist.all_gather_into_tensor(full_N, shard_K, group=self.group, async_op=True)
+        self.optimizer = optimizer([bucket.master_K for bucket in self.buckets])
 
     @torch.no_grad()
     def step(self) -> torch.Tensor | None:
-        """Reduce, average, clip, update this rank's shards, gather; return the norm if clipping."""
-        reducing, gathering, norm = {b: self.reduce(b) for b in self.buckets}, [], None
-        if self.clip is not None:  # a number is counted by its owner, padding is zero
-            for work in reducing.values():
+        """Reduce, clip, update this rank's shards, gather; return the norm if clipping."""
+        reducing = [bucket.reduce() for bucket in self.buckets]
+        norm = None
+        if self.clip is not None:
+            for work in reducing:
                 work.wait()
-            squares = [b.gradient_K.to(b.master_K.dtype).square().sum() for b in self.buckets]
-            dist.all_reduce(square := torch.stack(squares).sum(), group=self.group)
-            norm = square.sqrt()
-        for b, work in reducing.items():
+            norm = self.gradient_norm()
+        gathering = []
+        for bucket, work in zip(self.buckets, reducing, strict=True):
             work.wait()
-            b.master_K.grad = b.gradient_K.to(b.master_K.dtype)
-            if norm is not None:
-                b.master_K.grad.mul_((self.clip / (norm + 1e-6)).clamp(max=1))
-            self.optimizer.step()  # passes over masters without a gradient: all but this one
-            b.master_K.grad = None
-            if b.master_K.dtype != b.shard_K.dtype:
-                b.shard_K.copy_(b.master_K)
-            gathering.append(self.gather(b.full_N, b.shard_K))  # while the next one is updated
+            self.update(bucket, norm)
+            gathering.append(bucket.gather(bucket.full_N, bucket.shard_K))
         for work in gathering:
             work.wait()
         return norm
 
+    def gradient_norm(self) -> torch.Tensor:
+        squares = [b.gradient_K.to(b.master_K.dtype).square().sum() for b in self.buckets]
+        square = torch.stack(squares).sum()
+        dist.all_reduce(square, group=self.group)
+        return square.sqrt()
+
+    def update(self, bucket: Bucket, norm: torch.Tensor | None) -> None:
+        """Let the optimizer step on this rank's shard, and round the result into the weights."""
+        bucket.master_K.grad = bucket.gradient_K.to(bucket.master_K.dtype)
+        if norm is not None:
+            bucket.master_K.grad.mul_((self.clip / (norm + 1e-6)).clamp(max=1))
+        self.optimizer.step()  # passes over masters without a gradient: all but this one
+        bucket.master_K.grad = None
+        if bucket.master_K.dtype != bucket.shard_K.dtype:
+            bucket.shard_K.copy_(bucket.master_K)
+        bucket.buffer_N.zero_()  # a parameter that goes unused next time counts as zero
+
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """The bare module's, in the masters' precision, on every rank."""
+        """Return the module's state dict, whole, in the masters' precision, on every rank."""
         whole = {}
-        for b in self.buckets:
-            full_N = torch.empty_like(b.full_N, dtype=b.master_K.dtype)
-            self.gather(full_N, b.master_K.detach()).wait()
-            whole |= {p: b.view(p, full_N) for p in b.place}
+        for bucket in self.buckets:
+            full_N = torch.empty_like(bucket.full_N, dtype=bucket.master_K.dtype)
+            bucket.gather(full_N, bucket.master_K.detach()).wait()
+            for p in bucket.place:
+                whole[p] = bucket.view(p, full_N)
         state = self.module.state_dict(keep_vars=True)
-        return {name: whole.get(t, t).detach() for name, t in state.items()}
+        return {name: whole.get(tensor, tensor).detach() for name, tensor in state.items()}
 
 
 # %% [markdown]
-# ## 3. One run: weights, bytes, numbers
+# The gradients here are bfloat16 throughout: micro-batches and ranks are added up in it, as
+# DeepSpeed does by default (`data_types.grad_accum_dtype` changes it). A bfloat16 number has 8
+# significant bits, so a sum does not change when a gradient is added that is 1000 times smaller,
+# however often that happens. Megatron-LM therefore accumulates and reduces gradients in float32,
+# whenever it trains in bfloat16: 18 bytes per parameter instead of 16, or 6 + 12/n sharded, 126 GB
+# for 7 billion parameters.
+
+# %% [markdown]
+# ## 4. How it is measured
 #
-# Three steps of two micro-batches on ranks seeded differently, against one process: the order of
-# some 100 additions in a gradient differs, and Adam's slope lr / eps is 1. Bytes: every tensor that
-# Python can reach is asked for its storage, between backward and step. Numbers: counted at the
-# collectives, from the tensors handed to them; of N a rank must send (n-1)/n N in a reduce-scatter,
-# as many in an all-gather, twice that in an all-reduce.
+# **Weights.** Three steps of two micro-batches, on ranks that are seeded differently, against the
+# **oracle**, one process that sees all samples. In the first and the third step the last block is
+# skipped, so its gradient must count as zero, not as what it was in the second. All in float32.
+#
+# Sharded or not, the additions come in another order than in one process, so they round otherwise.
+# 100 roundings of 2**-24 are allowed per gradient, whose terms are below 1. Adam's first step is
+# lr g / (|g| + eps), whose slope in g is at most lr / eps = 1: it changes by no more than g does.
+# So three steps may move a weight by 3 x 100 x 2**-24 = 1.8e-5. Expect much less. One update
+# that is left out would move some weight by 1.2e-3, some sixty times as far.
+
 
 # %%
-WIDTH, STEPS, LR, EPS, CLIP = 420, 3, 0.01, 0.01, 0.1
+D, HIDDEN, STEPS, LR, EPS, CLIP = 420, 120, 3, 0.01, 0.01, 0.1
 SLACK = STEPS * 100 * 2**-24
 ADAM = partial(torch.optim.Adam, lr=LR, eps=EPS)
-PASSES = {"reduce_scatter_tensor": 1, "all_gather_into_tensor": 1, "all_reduce": 2}
 
 
-def network(seed: int, device: torch.device) -> nn.Sequential:
-    torch.manual_seed(seed)
-    wide = partial(nn.Linear, bias=False)  # 840 divides the 420 * 240 numbers: 8 ranks, no padding
-    blocks = [nn.Sequential(wide(WIDTH, 120), nn.ReLU(), wide(120, WIDTH)) for _ in range(4)]
-    return nn.Sequential(*blocks).to(device)
+class Net(nn.Module):
+    """Four residual blocks, of which the last can be skipped, and a layer that nobody uses."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.blocks = nn.ModuleList()
+        for _ in range(4):
+            up = nn.Linear(D, HIDDEN, bias=False)
+            down = nn.Linear(HIDDEN, D, bias=False)
+            self.blocks.append(nn.Sequential(up, nn.ReLU(), down))
+        self.spare = nn.Linear(D, 2, bias=False)
+        self.to(device)
+
+    def forward(self, x_BD: torch.Tensor, skip: bool) -> torch.Tensor:
+        for block in self.blocks[: 4 - skip]:
+            x_BD = x_BD + block(x_BD)
+        return x_BD
 
 
-def plainly(x_BD: torch.Tensor, wrap: Callable = nn.Sequential) -> dict[str, torch.Tensor]:
-    model = network(0, x_BD.device)
-    optimizer, wrapped = ADAM(model.parameters()), wrap(model)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        (wrapped(x_BD) - x_BD).square().mean().backward()
+def loss_of(model: nn.Module, x_BD: torch.Tensor, step: int) -> torch.Tensor:
+    """How far the outputs are from the inputs, in reverse order."""
+    return (model(x_BD, skip=step != 1) - x_BD.flip(-1)).square().mean()
+
+
+def train_plainly(x_BD: torch.Tensor, ddp: bool) -> dict[str, torch.Tensor]:
+    """Train without ZeRO: in one process, or with PyTorch's DDP; return weights and norm."""
+    model = Net(0, x_BD.device)
+    wrapped = model
+    if ddp:
+        wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = ADAM(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)  # a gradient that is not made counts as zero
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=False)
+        loss_of(wrapped, x_BD, step).backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
     return model.state_dict() | {"norm": norm}
 
 
-def gap(state: dict[str, torch.Tensor], due: dict[str, torch.Tensor]) -> float:
-    return max((state[name] - due[name]).abs().max().item() for name in due)
+def largest_difference(state: dict, expected: dict) -> float:
+    return max((state[name] - expected[name]).abs().max().item() for name in expected)
 
 
-def live_storages() -> dict[int, torch.UntypedStorage]:
-    """By address. Adam's counters of steps, scalars, are left out."""
+# %% [markdown]
+# **Bytes held.** Between backward and step, every tensor that Python can reach is asked for its
+# storage, and what was there before is left out.
+#
+# **Elements** are counted beneath torch's dispatcher, as they are handed to a collective. A call
+# counts with its input or its output, whichever is larger, as in nccl-tests. What then travels is
+# up to the backend: of N elements, a ring sends (n-1)/n N in a reduce-scatter, as many in an
+# all-gather, and 2(n-1)/n N in an all-reduce. Over such a ring ZeRO-1 costs what data parallelism
+# costs. On gloo it costs more: its reduce-scatter is an all-reduce inside and moves twice as much
+# (communication/01_nccl_collectives.py counts it on the sockets).
+
+
+# %%
+def live_storages() -> dict[int, int]:
+    """Return the bytes of every storage that a tensor within Python's reach holds, by address.
+
+    Scalars are left out, such as Adam's counters of steps.
+    """
     gc.collect()
-    tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
     tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
-    return {s.data_ptr(): s for s in (t.untyped_storage() for t in tensors if t.dim()) if s.size()}
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.dim() > 0]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes() > 0}
 
 
-def by_hand(stage: int, layout: torch.dtype, x_RBD: torch.Tensor, alone: dict) -> float:
-    """Bytes held for each parameter."""
-    x_BD, before, moved = x_RBD[RANK].to(layout), live_storages(), Counter()
-    model, n = network(RANK, x_BD.device), WORLD_SIZE
-    P = sum(p.numel() for p in model.parameters())
+class Call(NamedTuple):
+    """One collective, send or receive of this rank, as it was handed to the process group."""
+
+    operation: str  # "all_reduce", "all_gather", "reduce_scatter", "send", ...
+    elements: int  # of its input or its output, whichever is larger
+    nbytes: int  # of the same
+    ranks: tuple[int, ...]  # of the group
+    peer: int | None
+
+
+class CountedCommunication(TorchDispatchMode):
+    """Records this rank's communication in `log`, beneath torch's dispatcher: DDP's and FSDP's too.
+
+    It sees what is handed to a backend, not what the backend then sends.
+    """
+
+    NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier")
+    NAMES += ("send", "recv", "reduce", "gather", "scatter")  # "_allgather_base_" is an all_gather
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[Call] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # its local tensors come by here in a moment
+        if func.namespace.lstrip("_").startswith("c10d"):
+            self.record(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def record(self, func, args: tuple, kwargs: dict) -> None:
+        spelled = func._schema.name.replace("_", "")
+        names = [name for name in self.NAMES if name.replace("_", "") in spelled]
+        if not names:
+            return  # it waits for a result or wraps one
+        given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}
+        given |= kwargs
+        if "process_group" in given:
+            group = dist.ProcessGroup.unbox(given["process_group"])
+        else:
+            group = dist.distributed_c10d._resolve_process_group(given["group_name"])
+        ranks = tuple(dist.get_process_group_ranks(group))
+        sizes = [(0, 0)]
+        for argument in args:
+            tensors = [leaf for leaf in tree_leaves(argument) if isinstance(leaf, torch.Tensor)]
+            sizes.append((sum(t.numel() for t in tensors), sum(t.nbytes for t in tensors)))
+        peer = given.get("dst", given.get("src")) if names[0] in ("send", "recv") else None
+        peer = None if peer is None or peer < 0 else ranks[peer]
+        self.log.append(Call(names[0], *max(sizes), ranks, peer))
+
+    def calls(self, operation: str = "") -> list[Call]:
+        """The calls of one operation, in order; of all without a name."""
+        return [call for call in self.log if operation in ("", call.operation)]
+
+    def elements(self, operation: str = "") -> int:
+        """Elements handed over in all calls of one operation."""
+        return sum(call.elements for call in self.calls(operation))
+
+
+# %% [markdown]
+# One run trains three steps and looks at the last one. All weights have a multiple of 840 elements,
+# so that 1 to 8 ranks need no padding. For more ranks it adds at most n - 1 elements to each of 4
+# buckets.
+
+
+# %%
+def check_stage(
+    stage: int, layout: torch.dtype, x_RBD: torch.Tensor, alone: dict[str, torch.Tensor]
+) -> float:
+    """Train in stage 0 or 1; claim bytes, elements and weights; return bytes per parameter."""
+    name = f"stage {stage}, {str(layout).removeprefix('torch.')}"
+    x_BD = x_RBD[RANK].to(layout)
+    before = live_storages()
+    model = Net(RANK, x_BD.device)
+    P = sum(parameter.numel() for parameter in model.parameters())
     zero = ZeRO1(model, ADAM, layout, CLIP, numel=P // 4, sharded=stage == 1)
-
-    def watched(name: str, call: Callable, *tensors: torch.Tensor, **options) -> dist.Work:
-        n, big = dist.get_world_size(options.get("group")), max(tensors, key=torch.Tensor.numel)
-        if big.dim():  # not for the norm
-            times = PASSES[name] * (n - 1)
-            moved.update(numbers=times * big.numel() / n, bytes=times * big.nbytes / n)
-        return call(*tensors, **options)
-
-    spies = {name: partial(watched, name, getattr(dist, name)) for name in PASSES}
-    for _ in range(STEPS):
-        moved.clear()
-        with mock.patch.multiple(dist, **spies):
+    for step in range(STEPS):
+        with CountedCommunication() as counted:
             for half_BD in x_BD.chunk(2):
-                ((model(half_BD) - half_BD).square().mean() / 2).backward()
-            held = sum(s.size() for at, s in live_storages().items() if at not in before)
+                (loss_of(model, half_BD, step) / 2).backward()
+            held = sum(size for at, size in live_storages().items() if at not in before) / P
             norm = zero.step()
-    what = f"stage {stage}, {str(layout).removeprefix('torch.')}: "
-    due, pad = 2 * P * (n - 1) / n, 0 if 840 % n == 0 else 4 * n  # numbers in 4 buckets
-    claim(f"{what}bytes held", sum(parts(stage, n, P, layout)), held, atol=16 * pad)
-    claim(f"{what}numbers sent", due, moved["numbers"], atol=2 * pad)
-    claim(f"{what}bytes sent", due * layout.itemsize, moved["bytes"], atol=8 * pad)
+    padding = 4 * (WORLD_SIZE - 1) / P if 840 % WORLD_SIZE else 0  # elements per parameter
+    expected = sum(bytes_held(stage, WORLD_SIZE, layout))
+    text = f"{name}: bytes held per parameter"
+    if stage == 0:
+        claim(text, expected, held, atol=16 * padding, question=1)
+    else:
+        claim(text, expected, held, atol=16 * padding, question=2)
+    check_elements(name, stage, layout, counted, P, padding)
+    state = zero.full_state_dict()
     if layout == torch.float32:
-        far = gap(zero.full_state_dict() | {"norm": norm}, alone)
-        claim(f"{what}distance from one process", 0, far, atol=SLACK)
-    return held / P
+        error = largest_difference(state | {"norm": norm}, alone)
+        claim(f"{name}: error against one process", 0, error, atol=SLACK)
+    else:
+        unlike = [(state[k].to(layout) != weight).sum() for k, weight in model.state_dict().items()]
+        claim(f"{name}: weights unlike their master", 0, sum(unlike), question=4)
+    return held
+
+
+def check_elements(
+    name: str,
+    stage: int,
+    layout: torch.dtype,
+    counted: CountedCommunication,
+    P: int,
+    padding: float,
+) -> None:
+    """Claim what went through each collective, per parameter; the norm's element apart."""
+    if WORLD_SIZE == 1:
+        blocked(f"{name}: elements handed over", needs="2 ranks")
+        return
+    expected = {"all_reduce": 1, "reduce_scatter": 0, "all_gather": 0}
+    if stage == 1:
+        expected = {"all_reduce": 0, "reduce_scatter": 1, "all_gather": 1}
+    nbytes = 0
+    for operation, times in expected.items():
+        calls = [c for c in counted.calls(operation) if c.elements > 1 and len(c.ranks) > 1]
+        elements = sum(call.elements for call in calls) / P
+        nbytes += sum(call.nbytes for call in calls) / P
+        text = f"{name}: {operation}, elements / P"
+        claim(text, times, elements, atol=padding * times, question=3)
+    per_element = layout.itemsize * sum(expected.values())
+    claim(f"{name}: bytes handed over / P", per_element, nbytes, atol=8 * padding)
+
+
+# %% [markdown]
+# ## 5. On GPUs: what the allocator says
+#
+# The same count, by CUDA's allocator, for half a billion parameters: what is allocated when
+# backward has ended, and the peak of a step, which the activations of this small batch hardly
+# raise. (cuBLAS keeps a workspace of some 32 MB: hence the slack.)
+
+
+# %%
+def measure_on_gpus(device: torch.device) -> None:
+    if device.type == "cpu":
+        blocked("GPU: bytes allocated per parameter, stage 0", needs="1 GPU")
+        blocked("GPU: bytes allocated per parameter, stage 1", needs="1 GPU")
+        return
+    x_BD = torch.randn(64, 8192, device=device, dtype=torch.bfloat16)
+    for stage in (0, 1):
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        layers = [nn.Linear(8192, 8192, bias=False, device=device) for _ in range(8)]
+        model = nn.Sequential(*layers)
+        del layers
+        P = sum(parameter.numel() for parameter in model.parameters())
+        zero = ZeRO1(model, torch.optim.Adam, torch.bfloat16, sharded=stage == 1)
+        for _ in range(3):
+            torch.cuda.reset_peak_memory_stats()
+            model(x_BD).square().mean().backward()
+            held = (torch.cuda.memory_allocated() - before) / P
+            zero.step()
+        peak = (torch.cuda.max_memory_allocated() - before) / P
+        expected = sum(bytes_held(stage, WORLD_SIZE))
+        claim(f"GPU: bytes allocated per parameter, stage {stage}", expected, held, atol=0.2)
+        print0(f"{'':13}peak of a step: {peak:.1f} bytes per parameter")
+        del model, zero
+
+
+# %% [markdown]
+# ## What you should have seen
+#
+# 1. Sixteen bytes, in bfloat16 as in float32: 2 + 2 + 12 or 4 + 4 + 8. So 7 billion parameters need
+#    112 GB on every rank, and mixed precision saves no memory here; it saves time, and halves the
+#    activations. These come on top. For sequences of s tokens, b of them per micro-batch, width h
+#    and a attention heads, a transformer keeps about s b h (34 + 5 a s / h) bytes per layer
+#    (Korthikanti et al., 2022). The second term, which grows with the square of s, is attention's;
+#    FlashAttention avoids it, and so does recomputing attention in backward. Adding GPUs to plain
+#    data parallelism changes nothing of all this.
+# 2. Seven bytes in mixed precision, 4 + 12/n: 49 GB of the 80. In float32 ten, 8 + 8/n. At a
+#    thousand ranks little more than 4 of the 16 bytes remain, those of weight and gradient;
+#    `--figure PATH` draws memory over the number of ranks.
+# 3. With data parallelism P elements go through an all-reduce; with ZeRO-1, P through a
+#    reduce-scatter and P through an all-gather, which are the two halves of one. Over a ring both
+#    send 2(n-1)/n P, so stage 1 is free, and there is hardly a reason to train without it. (On
+#    gloo it is not: see section 4.)
+# 4. None. That says that every update has reached the weights. It does not say that the masters are
+#    right: they are fed gradients that were computed and added up in bfloat16, with 8 significant
+#    bits, and drift from those of float32 training accordingly. A comparison of masters with a
+#    tolerance for that would not notice weights that stay at their first values.
+#
+# Weights and the norm of the gradient follow one process to some 1e-8, as with PyTorch's DDP.
+#
+# **Try.** Without the copy the float32 claims all pass, for there the master *is* the weight. In
+# bfloat16 the masters go on moving, by the gradients of weights that never change, and only the
+# comparison of the two notices. If `reduce` always all-reduces, training stays right
+# to the bit, since the shard is a view of the sum; only the count of elements tells.
+#
+# On real systems: PyTorch's `ZeroRedundancyOptimizer`, DeepSpeed's stage 1, Megatron's distributed
+# optimizer. Their checkpoints hold shards, so changing the number of ranks means gathering or
+# resharding them. At a thousand ranks the shards of small buckets become a few elements, and the
+# all-gather a matter of latency: use fewer, larger buckets, or shard within a group of ranks only.
 
 
 # %%
 def draw(held: dict[tuple[int, torch.dtype], float], path: str) -> None:
-    """GB for 7B parameters against the number of ranks, a panel a stage."""
-    from matplotlib import pyplot
+    """GB for 7B parameters over the number of ranks, a panel per stage."""
+    from matplotlib.figure import Figure
 
     ns = [1, 2, 4, 8, 16, 32, 64]
-    figure, panels = pyplot.subplots(1, 4, figsize=(12, 3.5), sharey=True, layout="constrained")
+    figure = Figure((12, 3.5), layout="constrained")
+    panels = figure.subplots(1, 4, sharey=True)
     for stage, axes in enumerate(panels):
-        heights = torch.tensor([parts(stage, n, P=7) for n in ns]).T
+        heights = torch.tensor([bytes_held(stage, n) for n in ns]).T * 7
         axes.stackplot(range(len(ns)), heights, labels=["weights", "gradients", "optimizer"])
         if stage < 2 and WORLD_SIZE in ns:
             measured = 7 * held[stage, torch.bfloat16]
             axes.plot(ns.index(WORLD_SIZE), measured, "ko", label="measured, scaled to 7B")
         axes.axhline(80, color="k", linestyle=":")
         axes.set(title=f"stage {stage}", xlabel="ranks", xticks=range(len(ns)), xticklabels=ns)
-    panels[0].set(ylabel="GB a rank: bfloat16, Adam, 7B")
+    panels[0].set(ylabel="GB per rank: bfloat16, Adam, 7B")
     panels[1].legend()
     figure.savefig(path, dpi=150)
 
 
+def main() -> None:
+    figure = {"metavar": "PATH", "help": "draw memory over the number of ranks as PNG"}
+    options = command_line({"--figure": figure})
+    launch()
+    device = setup()
+    generator = torch.Generator().manual_seed(2)
+    x_RBD = torch.randn(WORLD_SIZE, 8, D, generator=generator).to(device)
+    alone = train_plainly(x_RBD.flatten(0, 1), ddp=False)
+    with_ddp = train_plainly(x_RBD[RANK], ddp=True)
+    gc.freeze()  # what there is already need not be searched for tensors
+    error = largest_difference(with_ddp, alone)
+    claim("PyTorch's DDP: error against one process", 0, error, atol=SLACK)
+    held = {}
+    for stage in (0, 1):
+        for layout in SIZES:
+            held[stage, layout] = check_stage(stage, layout, x_RBD, alone)
+    gc.unfreeze()
+    print_table(7.5)
+    measure_on_gpus(device)
+    if options.figure and RANK == 0:
+        draw(held, options.figure)
+    finish()
+
+
 # %% [markdown]
-# ## The plumbing, the same in every lesson; fundamentals/02_launching_processes.py explains it
+# ## Plumbing, the same in every lesson: join the group, print, check a claim, leave
 
 # %%
-ledger: list[dict] = []  # every claim made so far, the same on every rank
-RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+ledger: list[dict] = []  # one row per claim, the same on every rank
 
 
-def command_line() -> argparse.Namespace:
-    """Read FLAGS; --help and mistakes end here, before any collective, and are said once."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    for flag, about in FLAGS.items():
-        parser.add_argument(flag, **about)
-    parser.print_help = lambda: say(parser.format_help())
-    parser.error = lambda text: require(False, f"{text}\n{parser.format_usage().rstrip()}")
-    rule = f"needs a number of ranks in {WORLD_SIZES}, got {WORLD_SIZE}; set --nproc-per-node"
-    require("RANK" not in os.environ or WORLD_SIZE in WORLD_SIZES, rule)
+def command_line(flags: dict[str, dict] | None = None) -> argparse.Namespace:
+    """Read the flags, given as {name: arguments of add_argument}; --help and mistakes end here."""
+    as_it_is = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_it_is)
+    for name, arguments in (flags or {}).items():
+        parser.add_argument(name, **arguments)
+    parser.error = refuse
     return parser.parse_args()
 
 
 def launch() -> None:
-    """Plain `python`: be torchrun, one rank per GPU, else 4, without its wall of text."""
-    from torch.distributed.elastic.multiprocessing import api, errors
+    """Plain `python lesson.py`: be torchrun, one rank per GPU if there are several, else 4."""
+    if "RANK" in os.environ or WORLD_SIZE > 1:
+        return  # this is a rank already: torchrun or srun has started it
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    ranks = gpus if (gpus := torch.cuda.device_count()) > 1 else 4
-    ranks = ranks if ranks in WORLD_SIZES else WORLD_SIZES[0]
-    os.environ |= {"LAUNCHER": str(os.getpid()), "OMP_NUM_THREADS": "1"}  # ranks share the cores
-    logging.disable()  # the rank that failed says why
-    here = ["--standalone", "--local-addr=127.0.0.1"]  # the host's name need not resolve
+    gpus = torch.cuda.device_count()
+    ranks = gpus if gpus > 1 else 4
+    os.environ["LAUNCHER"] = str(os.getpid())
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
+    logging.disable()  # the rank that fails says why
     try:
-        torchrun([*here, f"--nproc-per-node={ranks}", *sys.argv])
-    except errors.ChildFailedError as error:
-        rank, first = error.get_first_failure()
-        sys.exit(f"rank {rank} was ended by {first.signal_name()}" if first.exitcode < 0 else 1)
-    except api.SignalException as error:
+        torchrun(["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", *sys.argv])
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        sys.exit(f"rank {rank} was ended by {failure.signal_name()}" if failure.exitcode < 0 else 1)
+    except SignalException as error:
         sys.exit(128 + error.sigval)
+    sys.exit()
 
 
 def setup() -> torch.device:
-    """Join the group torchrun describes: NCCL if every rank here has its own GPU, else gloo."""
-    if sys.platform == "linux":  # PR_SET_PDEATHSIG: no rank outlives a killed launcher,
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.environ.pop("LAUNCHER", parent := str(os.getppid())) != parent:
-        sys.exit(1)  # nor one killed before this line
+    """Join the process group: NCCL if every local rank has a GPU of its own, else gloo."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the launcher
+    parent = str(os.getppid())
+    if os.environ.pop("LAUNCHER", parent) != parent:
+        sys.exit(1)  # it was killed before that line
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank that waits inside C++ too
-    gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
-    if gpu:
+    if "RANK" not in os.environ:
+        name_ranks_as_torchrun_does()
+    gpus = torch.cuda.device_count()
+    local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    if gpus >= local_ranks:
+        backend = "nccl"
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    backend, wait = "nccl" if gpu else "gloo", timedelta(minutes=2)
-    dist.init_process_group(backend, device_id=device if gpu else None, timeout=wait)
-    sys.excepthook = crash
-    say(f"{WORLD_SIZE} ranks, {backend}, torch {torch.__version__}\n")
-    say(f"{'':10}{'claim':55} {'predicted':20} measured")
+        dist.init_process_group(backend, device_id=device, timeout=timedelta(minutes=2))
+    else:
+        backend = f"gloo ({gpus} GPUs visible, {local_ranks} ranks here)"
+        device = torch.device("cpu")
+        dist.init_process_group("gloo", timeout=timedelta(minutes=2))
+    sys.excepthook = crash  # only now: init_process_group sets one of its own
+    print0(f"{WORLD_SIZE} ranks, {backend}, torch {torch.__version__}\n")
+    print0(f"{'':13}{'claim':50} {'predicted':22} {'measured':>11}")
     return device
 
 
-def crash(*error: object) -> NoReturn:
-    """An exception nobody caught: the first rank prints it, all leave at once; peers may wait."""
-    first = dist.distributed_c10d._get_default_store().add("crash", 1) == 1
-    time.sleep(1)  # if a peer's death is the cause, the launcher ends us meanwhile and names it
-    if first:
-        print(f"rank {RANK}:", file=sys.stderr)
-        sys.__excepthook__(*error)
-    os._exit(1)
+def name_ranks_as_torchrun_does() -> None:
+    """Under `srun`, one task per rank: set the variables that torchrun would have set."""
+    slurm = os.environ
+    first_node = re.match(r"([^,[]+)(?:\[(\d+))?", slurm["SLURM_STEP_NODELIST"])  # of "gpu[03-07]"
+    tasks_here = re.match(r"\d+", slurm["SLURM_STEP_TASKS_PER_NODE"])  # of "4(x2)"
+    os.environ |= {"RANK": str(RANK), "WORLD_SIZE": str(WORLD_SIZE)}
+    os.environ |= {"LOCAL_RANK": slurm["SLURM_LOCALID"], "LOCAL_WORLD_SIZE": tasks_here[0]}
+    os.environ["MASTER_ADDR"] = first_node[1] + (first_node[2] or "")
+    os.environ["MASTER_PORT"] = str(20_000 + int(slurm["SLURM_JOB_ID"]) % 10_000)
 
 
-def say(*words: object) -> None:
+def print0(*words: object) -> None:
     """Print on rank 0 only."""
     if RANK == 0:
         print(*words, flush=True)
 
 
-def require(holds: bool, rule: str) -> None:
-    """End the run, before its first collective, with one message: rule, value, remedy."""
-    if not holds:
-        time.sleep(10 if RANK else 0)  # rank 0 speaks; the launcher ends the others as it leaves
-        sys.exit(f"{sys.argv[0]}: {rule}")
+def refuse(rule: str) -> None:
+    """End before the first collective with one message, from rank 0: rule, value, remedy."""
+    if RANK != 0:
+        time.sleep(30)  # the launcher ends us meanwhile
+    sys.exit(f"{sys.argv[0]}: {rule}")
 
 
-def claim(text: str, predicted: float, measured: float, sign="=", atol=0.0, rtol=0.0) -> None:
-    """Record the worst rank's `measured sign predicted` (= <= >=), give or take the slack."""
-    mine = float(predicted), float(measured), atol + rtol * abs(predicted)
-    ranks = [mine] * WORLD_SIZE
+def claim(
+    text: str,
+    predicted: float,
+    measured: float,
+    sign: str = "=",
+    atol: float = 0.0,
+    question: int | None = None,
+    timed: bool = False,
+    rank: int | None = None,
+) -> None:
+    """Check `measured sign predicted` (=, <=, >=), give or take `atol`, on all ranks; all call.
+
+    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers;
+    `timed` says that a clock decides.
+    """
+    pairs = [(float(predicted), float(measured), float(atol))]
     if dist.is_initialized():
-        dist.all_gather_object(ranks, mine)
-    over = {"=": abs, "<=": float, ">=": float.__neg__}[sign]
-    excess = [over(m - p) - slack for p, m, slack in ranks]
-    worst = max(range(len(ranks)), key=lambda r: excess[r] if excess[r] == excess[r] else 1e999)
-    (p, m, slack), verdict = ranks[worst], "PASS" if excess[worst] <= 0 else "FAIL"  # NaN: FAIL
-    off = "" if verdict == "PASS" else f"\n{'':10}off by {m - p:.3g} on rank {worst}"
-    told, seen = (f"{x:,.{12 if x.is_integer() else 6}g}" for x in (p, m))
-    between = f"{sign:>2} {told}" + (f" ±{float(f'{slack:.1g}'):g}" if slack else "")
-    say(f"  {verdict:7} {text:55} {between:20} {seen}{off}")
-    row = {"claim": text, "verdict": verdict, "rank": worst, "sign": sign}
-    finite = m - m == 0  # JSON knows no other numbers
-    record(row | {"predicted": p, "measured": m if finite else str(m), "slack": slack})
+        pairs = pairs * WORLD_SIZE
+        dist.all_gather_object(pairs, pairs[0])
+    errors = []
+    for p, m, slack in pairs:
+        error = {"=": abs(m - p), "<=": m - p, ">=": p - m}[sign] - slack
+        errors.append(math.inf if math.isnan(error) else error)
+    worst = errors.index(max(errors)) if rank is None else rank
+    verdict = "PASS" if errors[worst] <= 0 else "FAIL"
+    p, m, slack = pairs[worst]
+    between = f"{sign:>2} {readable(p)}" + (f" ±{slack:.2g}" if slack else "")
+    mark = f"{question}." if question else ""
+    print0(f"  {verdict:7} {mark:2} {text:50} {between:22} {readable(m):>11}")
+    if verdict == "FAIL":
+        print0(f"{'':13}off by {m - p:.3g} on rank {worst}")
+    row = {"claim": text, "verdict": verdict, "sign": sign, "rank": worst, "slack": slack}
+    row |= {"predicted": p, "measured": m if math.isfinite(m) else str(m)}  # JSON knows no NaN
+    ledger.append(row | {"question": question, "timed": timed})
+
+
+def readable(x: float) -> str:
+    """Whole numbers in full, others to six digits."""
+    return f"{x:,.0f}" if x.is_integer() and abs(x) < 1e12 else f"{x:,.6g}"
 
 
 def blocked(text: str, needs: str) -> None:
     """Record what this machine cannot answer, and what would."""
-    say(f"  BLOCKED {text:55} needs {needs}")
-    record({"claim": text, "verdict": "BLOCKED", "needs": needs})
+    print0(f"  BLOCKED    {text:50} needs {needs}")
+    ledger.append({"claim": text, "verdict": "BLOCKED", "needs": needs})
 
 
-def record(row: dict) -> None:
-    """Add to the ledger; LESSON_JSON, if set, names a file that is whole after every claim."""
-    ledger.append(row)
-    if RANK == 0 and (path := os.environ.get("LESSON_JSON")):
-        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-        about = {"ranks": WORLD_SIZE, "gpu": gpu, "cpus": os.cpu_count(), "python": sys.version}
-        about |= {"torch": torch.__version__, "argv": sys.argv, "date": time.strftime("%F")}
-        with open(path + ".part", "w") as file:
-            json.dump(about | {"ledger": ledger}, file, indent=1)
-        os.replace(path + ".part", path)
+def crash(*error: object) -> None:
+    """Leave without ceremony, since peers may be stuck. The first rank that fails says why."""
+    first = dist.distributed_c10d._get_default_store().add("crashes", 1) == 1
+    time.sleep(1 if first else 30)  # the launcher ends us meanwhile, if a peer's death is the cause
+    print(f"rank {RANK}:", file=sys.stderr)
+    sys.__excepthook__(*error)
+    os._exit(1)
 
 
-def finish() -> NoReturn:
-    """Leave the group; exit 1 if a claim failed or none was made."""
+def finish() -> None:
+    """Write the ledger where LESSON_JSON says; exit 1 if a claim failed or none was made."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-    count = [row["verdict"] for row in ledger].count
-    say(f"\n  {count('PASS')} PASS, {count('FAIL')} FAIL, {count('BLOCKED')} BLOCKED")
-    code = int(count("PASS") == 0 or count("FAIL") > 0)
-    if __name__ == "__main__":  # threads of a group that something still holds can abort sys.exit
-        os._exit(code)
+    verdicts = Counter(row["verdict"] for row in ledger)
+    print0(f"\n  {verdicts['PASS']} PASS, {verdicts['FAIL']} FAIL, {verdicts['BLOCKED']} BLOCKED")
+    if RANK == 0 and "LESSON_JSON" in os.environ:
+        about = {"ranks": WORLD_SIZE, "torch": torch.__version__, "python": sys.version}
+        about["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        about |= {"cpus": os.cpu_count(), "date": time.strftime("%F"), "ledger": ledger}
+        with open(os.environ["LESSON_JSON"], "w") as file:
+            json.dump(about, file, indent=1)
+    code = int(verdicts["FAIL"] > 0 or verdicts["PASS"] == 0)
+    if __name__ == "__main__":
+        os._exit(code)  # threads of a group that something still holds can abort a plain exit
     sys.exit(code)
 
 
 if __name__ == "__main__":
-    options = command_line()
-    if "RANK" in os.environ or len(WORLD_SIZES) == 1:
-        main(options)
-    else:
-        launch()
+    main()

@@ -1,21 +1,31 @@
-"""Where did the time go? Traces of all ranks, an illness named, its cure predicted
-==============================================================================
+"""Distributed profiling: find the bottleneck in the traces of all ranks
+=====================================================================
 
-**Question.** A step takes 150 ms and should take 80: is it the loader, the network, one slow rank,
-or your own code? What does the trace of one rank show, and what only the traces of all?
+**Question.** A training step takes half as long again as it should. Is it the loader, the network,
+one slow rank, or your own code? What does one rank's trace show, what do only all of them show
+together, and how long will the step take once the bottleneck is gone?
 
-**Predict.** Look at ILLNESSES below. Write down for each by how much it will lengthen a step of 75
-ms, and in which ranks' traces you expect to see it.
+**Predict**, and write it down before you run. BOTTLENECKS below lists six, each added to the same
+healthy job.
+
+1. By what factor does each of them lengthen the step?
+2. One rank computes twice as long as the others. In whose trace does the *network* look best?
+3. You know only the slow job's trace. How do you compute, for each bottleneck, how long the step
+   will take without it?
 
 **Run.**
 
-    torchrun --standalone --nproc-per-node=4 01_distributed_profiling.py   # NCCL, if 4 GPUs
-    python 01_distributed_profiling.py                                     # the same; else gloo
+    torchrun --standalone --nproc-per-node=4 01_distributed_profiling.py # NCCL if 4 GPUs, else gloo
+    python 01_distributed_profiling.py                                   # the same, started for you
+    python 01_distributed_profiling.py --figure steps.png                # and draw the steps
 
-**You will have seen** (4 ranks on 2 cores, gloo, torch 2.15, 14 s) that the trace accounts for the
-clock to 1%; that each of six planted illnesses is named from the traces, and none in a healthy run;
-that a straggler shows as 80 ms of "network" on every rank but the one that causes it; and that
-taking an illness's share away foretells the cured step to 20%. Not run on several GPUs.
+Takes 39 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs. Predict, run, then
+read.
+
+**Try.** In `one_step` make the loader wait for `0.0` instead: what is the slow loader's job named
+now? In `predicted_fixed` return `case.total` for all, as if no cure helped: which claims notice?
+
+**Before.** parallelism/04_buckets_and_overlap.py: buckets, and what overlaps with what.
 
 **Next.** profiling/02_one_trace_for_all_ranks.py
 """
@@ -23,181 +33,54 @@ taking an illness's share away foretells the cured step to 20%. Not run on sever
 import argparse
 import contextlib
 import ctypes
+import functools
 import json
 import logging
+import math
 import os
+import re
 import signal
+import statistics
 import sys
 import tempfile
+import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile, record_function, schedule
 
-WORLD_SIZES = range(2, 65)  # one rank has nobody to wait for
-FLAGS: dict[str, dict] = {
-    "--figure": {"metavar": "PATH", "help": "save where each case's step goes as a PNG"},
-}
-
-
-def main(options: argparse.Namespace) -> None:
-    device = setup()
-    os.environ["KINETO_LOG_LEVEL"] = "99"  # else the profiler tells when it starts and stops
-    cases = {name: run(ills, device) for name, ills in ILLNESSES.items()}
-    the_clock_agrees(cases)
-    the_illness_is_named(cases)
-    the_cure_is_predicted(cases)
-    if options.figure and RANK == 0:
-        draw(cases, options.figure)
-    finish()
-
+# A *rank* is one of WORLD_SIZE processes that run this same file. `claim(text, predicted,
+# measured)` prints one row of the ledger and must be called by every rank. It, `setup`, `print0`,
+# `blocked` and `finish` stand in the last cell, the same in every lesson; you need not read them.
+RANK = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1")))
 
 # %% [markdown]
-# ## 1. A training loop with illnesses to switch on
+# ## 1. Where a step's time goes
 #
-# Four layers under DDP, a bucket each. A layer's compute is a labelled *sleep*, so that it takes
-# the same time on two cores as on a hundred and leaves them to the communication; on a GPU it is a
-# kernel that spins as long. Everything else is real: autograd, DDP's hooks, all-reduces, the trace.
-
+# Every moment of a step belongs to one of five kinds. *Compute* is what compute covers.
+# Communication that runs behind compute costs nothing; what sticks out is **exposed**, in a barrier
+# or in an all-reduce. Then there is the *loader*, and *idle*, which nothing covers:
+#
+#     compute     |   [ forward  ][ backward            ]            |
+#     network     |                     [all-reduce][all-reduce]     |
+#     loader      |[]                                                |
+#     counts as    l   c c c c c c c c c c c c c c c c c  e e e e e  i
+#
+# Only exposed communication lengthens the step, which is why a total of "all-reduce ms" says so
+# little. A trace is a list of spans (start, end), so the kinds are interval arithmetic: the length
+# of a union, and how much longer it becomes with the next kind added. By construction the five add
+# up to the step.
 
 # %%
-@dataclass
-class Ills:
-    loader: float = 0.0  # ms that the loop waits for its next batch
-    layer: float = 6.0  # ms of forward compute in one layer; backward takes twice that
-    slow: float = 1.0  # the last rank's compute takes so many times as long
-    buckets: float = 0.2  # MB a bucket: a layer's gradients, or less
-    overlap: bool = True  # all-reduce while backward goes on, or after it
-    syncs: bool = False  # a barrier behind every layer, "to be safe"
-
-
-HEALTHY, LAYERS, TENSORS, NUMBERS = Ills(), 4, 8, 6_000  # 8 tensors of 6,000 numbers in each layer
-ILLNESSES = {
-    "healthy": HEALTHY,
-    "slow loader": replace(HEALTHY, loader=60),
-    "straggler": replace(HEALTHY, slow=2),
-    "needless syncs": replace(HEALTHY, syncs=True),
-    "tiny buckets": replace(HEALTHY, buckets=0.001),
-    "no overlap": replace(HEALTHY, overlap=False),
-    "small batch": replace(HEALTHY, layer=HEALTHY.layer / 16),  # 1/16 of the batch
-}
-
-
-def compute(ms: float, device: torch.device) -> None:
-    with record_function("compute"):
-        if device.type == "cuda":
-            torch.cuda._sleep(int(ms * 1.5e6))  # cycles, at about 1.5 GHz
-        else:
-            time.sleep(ms / 1e3)
-
-
-class Work(torch.autograd.Function):
-    """Passes x on; costs `ms` forward and twice that backward, like a layer's two matmuls."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, ms: float, syncs: bool, *parameters: Tensor) -> Tensor:
-        ctx.ms, ctx.syncs, ctx.shapes = ms, syncs, [p.shape for p in parameters]
-        compute(ms, x.device)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple:
-        compute(2 * ctx.ms, grad.device)
-        if ctx.syncs:
-            dist.barrier()
-        return grad, None, None, *(grad.mean().expand(shape).clone() for shape in ctx.shapes)
-
-
-class Layer(nn.Module):
-    def __init__(self, ms: float, syncs: bool) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(torch.zeros(NUMBERS) for _ in range(TENSORS))
-        self.ms, self.syncs = ms, syncs
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Work.apply(x, self.ms, self.syncs, *self.weights)
-
-
-def step(model: DistributedDataParallel, ills: Ills, device: torch.device) -> None:
-    """One training step: load, forward, backward, all-reduce."""
-    with record_function("loader"):
-        time.sleep(ills.loader / 1e3)
-    x = torch.ones(8, device=device, requires_grad=True)
-    with contextlib.nullcontext() if ills.overlap else model.no_sync():
-        model(x).sum().backward()
-    if not ills.overlap:
-        flat = torch.cat([p.grad.flatten() for p in model.parameters()]) / WORLD_SIZE
-        dist.all_reduce(flat)
-    model.zero_grad()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-# %% [markdown]
-# ## 2. Recording
-#
-# The profiler is not always on: a *schedule* skips a step, warms up (DDP rebuilds its buckets
-# then), and records a few. Each rank writes its own trace; here all are read back and compared. A
-# wall clock of our own runs beside it: a trace that lost events looks as tidy as a whole one.
-
-# %%
-ACTIVE = 5  # steps recorded
-
-
-@dataclass
-class Case:
-    """What all ranks' traces say of one case. Times in ms, of the shortest step: noise adds."""
-
-    wall: float  # by this rank's own clock
-    mine: dict[str, float]  # this rank's compute, exposed communication, loader, idle
-    split: dict[str, float]  # the same of the rank whose step took longest
-    compute: list[float]  # of each rank
-    hidden: float  # share of its communication that compute covers; the worst rank's
-    early: float  # share of its all-reduces that start before its compute ends; the best rank's
-    message: float  # bytes, mean of the all-reduces
-    syncs: float  # barriers and device synchronisations inside a step
-
-    @property
-    def total(self) -> float:
-        return sum(self.split.values())
-
-
-def traced(ills: Ills, device: torch.device) -> tuple[list[dict], list[float]]:
-    """Train under the profiler; return the trace's events, and the wall clock's ms a step."""
-    ms = ills.layer * (ills.slow if RANK == WORLD_SIZE - 1 else 1)
-    layers = nn.Sequential(*(Layer(ms, ills.syncs) for _ in range(LAYERS))).to(device)
-    ids = [device.index] if device.type == "cuda" else None
-    model = DistributedDataParallel(layers, device_ids=ids, bucket_cap_mb=ills.buckets)
-    plan, walls = schedule(wait=1, warmup=1, active=ACTIVE, repeat=1), []
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        save = partial(profile.export_chrome_trace, path=file.name)
-        with profile(schedule=plan, on_trace_ready=save) as profiler:  # CPU, and CUDA if there
-            for _ in range(2 + ACTIVE):
-                dist.barrier()
-                started = time.perf_counter()
-                with record_function("step"):
-                    step(model, ills, device)
-                walls.append(1e3 * (time.perf_counter() - started))
-                profiler.step()
-        return json.load(open(file.name))["traceEvents"], walls[2:]
-
-
-# %% [markdown]
-# ## 3. From spans to a sum
-#
-# A step is cut by interval arithmetic: *compute* is what compute spans cover; *exposed* is what
-# communication covers and compute does not; then the loader; *idle* is what nothing covers. Only
-# exposed communication costs time, which is why a total of "all-reduce ms" says so little.
-
-# %%
-Spans = list[tuple[float, float]]
+Spans = list[tuple[float, float]]  # (start, end) in ms
+KINDS = ("compute", "barrier", "all-reduce", "loader", "idle")
 
 
 def union(spans: Spans) -> Spans:
@@ -205,7 +88,7 @@ def union(spans: Spans) -> Spans:
     joined: Spans = []
     for start, end in sorted(spans):
         if joined and start <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
         elif end > start:
             joined.append((start, end))
     return joined
@@ -221,266 +104,682 @@ def within(spans: Spans, window: tuple[float, float]) -> Spans:
     return [(start, end) for start, end in clipped if end > start]
 
 
-def spans_of(events: list[dict], *names: str) -> Spans:
-    """(start, end) in ms of the complete events whose name begins with one of these."""
-    found = [e for e in events if e.get("ph") == "X" and e.get("name", "").startswith(names)]
-    return [(e["ts"] / 1e3, (e["ts"] + e["dur"]) / 1e3) for e in found]
+def split_time(spans: dict[str, Spans], window: tuple[float, float]) -> dict[str, float]:
+    """The ms of each kind in one step, given each kind's spans, and the step's own (start, end)."""
+    ms = {}
+    covered: Spans = []
+    for kind in ("compute", "barrier", "all-reduce", "loader"):
+        before = length(covered)
+        covered = covered + within(spans[kind], window)
+        ms[kind] = length(covered) - before
+    ms["idle"] = window[1] - window[0] - length(covered)
+    return ms
 
 
-def split(events: list[dict], window: tuple[float, float]) -> tuple[dict[str, float], float]:
-    """ms of each kind in one step, and the share of its communication that compute covers."""
-    gpu = [e for e in events if e.get("cat") == "kernel"]  # there: the kernels; else: the spans
-    busy = spans_of([e for e in gpu if "nccl" not in e["name"]], "") or spans_of(events, "compute")
-    wire = spans_of(gpu, "nccl") or spans_of(events, "gloo:all_reduce", "gloo:barrier")
-    c, w, l = (within(x, window) for x in (busy, wire, spans_of(events, "loader")))  # noqa: E741
-    covered = [0.0, length(c), length(c + w), length(c + w + l), window[1] - window[0]]
-    kinds = ("compute", "exposed", "loader", "idle")
-    ms = {kind: covered[i + 1] - covered[i] for i, kind in enumerate(kinds)}
-    return ms, 1 - ms["exposed"] / length(w) if w else 1.0
-
-
-def run(ills: Ills, device: torch.device) -> Case:
-    """Record one case and bring together what all ranks saw."""
-    slow = max(1, WORLD_SIZE / 4) ** 2 if device.type == "cpu" else 1  # many ranks on few cores:
-    ills = replace(ills, layer=slow * ills.layer, loader=slow * ills.loader)  # gloo needs time
-    events, walls = traced(ills, device)
-    steps = sorted(spans_of(events, "step"))
-    best = min(range(ACTIVE), key=lambda i: steps[i][1] - steps[i][0])
-    mine, hidden = split(events, steps[best])
-    calls = [(c, s) for s in steps for c in within(spans_of(events, "c10d::allreduce_"), s)]
-    ends = {s: max(end for _, end in within(spans_of(events, "compute"), s)) for s in steps}
-    early = sum(c[0] < ends[s] for c, s in calls) / len(calls)
-    waits = spans_of(events, "gloo:barrier", "cudaDeviceSynchronize", "cudaStreamSynchronize")
-    syncs = len([w for s in steps for w in within(waits, s)]) / ACTIVE
-    message = 4 * LAYERS * TENSORS * NUMBERS * ACTIVE / len(calls)
-    everyone: list = [None] * WORLD_SIZE
-    dist.all_gather_object(everyone, (mine, hidden, early))
-    splits, shares, earlies = zip(*everyone, strict=True)
-    slowest = max(splits, key=lambda ms: sum(ms.values()))
-    computes = [ms["compute"] for ms in splits]
-    return Case(walls[best], mine, slowest, computes, min(shares), max(earlies), message, syncs)
-
-
-def the_clock_agrees(cases: dict[str, Case]) -> None:
-    say(f"\n{'':10}ms a step{'':10}compute  exposed  loader   idle     hidden  bytes a message")
-    for name, case in cases.items():
-        row = "".join(f"{ms:9.1f}" for ms in case.split.values())
-        say(f"{'':10}{name:16}{row}  {case.hidden:8.0%}  {case.message:12,.0f}")
-    for name, case in cases.items():
-        total = sum(case.mine.values())
-        claim(f"{name}: the trace's sum, ms by the clock", case.wall, total, rtol=0.05)
+def hidden_share(spans: dict[str, Spans], ms: dict[str, float], window: tuple) -> float:
+    """The share of a step's communication that compute covers."""
+    communication = length(within(spans["barrier"] + spans["all-reduce"], window))
+    exposed = ms["barrier"] + ms["all-reduce"]
+    return 1 - exposed / communication if communication else 1.0
 
 
 # %% [markdown]
-# ## 4. Naming the illness
+# ## 2. A training job with bottlenecks to switch on
 #
-# From the surest sign to the least. One rank's trace is not enough: in a straggler's job the others
-# seem to have a slow network, and only the straggler itself looks busy. A message is tiny if its
-# latency costs more than its bytes (fundamentals/03_latency_and_bandwidth.py fits where that is).
+# Twelve layers under DDP, one bucket each. A layer's compute is a labelled *sleep* of `forward` ms
+# and twice that backward, so that it takes the same time on two cores as on a hundred, and leaves
+# them to the communication; on a GPU it is a kernel that spins as long. As in real jobs, where
+# sequences differ in length, a layer takes 0.3 or 1.7 times the mean; on neighboring ranks in
+# opposite turns, so that all ranks have the same to do in a step. The rest is real: autograd, DDP's
+# hooks, its all-reduces, the trace. (Only gloo's wire is too fast for so small a model: section 5.)
 
 
 # %%
-def diagnose(case: Case) -> str:
-    """The illness that the traces show; "healthy" if none."""
-    if case.split["loader"] > 0.2 * case.total:
+@dataclass
+class Job:
+    """A job, healthy as it stands here; times are in units of `forward`, the healthy layer's."""
+
+    loader: float = 0.0  # how long the loop waits for its next batch
+    batch: float = 1.0  # the share of the healthy batch, and so of the compute
+    slow: float = 1.0  # the last rank's compute takes so many times as long
+    bucket_mb: float = 0.0  # 0: a layer's gradients make one bucket
+    overlap: bool = True  # all-reduce while backward goes on, or only after it
+    syncs: bool = False  # a barrier behind every layer, "to be safe"
+
+
+LAYERS, TENSORS = 12, 8
+HEALTHY = Job()
+BOTTLENECKS = {
+    "slow loader": replace(HEALTHY, loader=3 * LAYERS),
+    "straggler": replace(HEALTHY, slow=2),
+    "needless syncs": replace(HEALTHY, syncs=True),
+    "tiny buckets": replace(HEALTHY, bucket_mb=0.001),  # every tensor alone
+    "no overlap": replace(HEALTHY, overlap=False),
+    "small batch": replace(HEALTHY, batch=1 / 4),
+}
+
+
+class Work(torch.autograd.Function):
+    """Passes x on; costs `ms` forward and twice that backward, like a layer's matmuls."""
+
+    @staticmethod
+    def forward(
+        ctx: object, x: torch.Tensor, ms: float, syncs: bool, *weights: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.ms = ms
+        ctx.syncs = syncs
+        ctx.shapes = [weight.shape for weight in weights]
+        compute(ms, syncs, x.device)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> tuple:
+        compute(2 * ctx.ms, ctx.syncs, grad.device)
+        return grad, None, None, *(grad.mean().expand(shape).clone() for shape in ctx.shapes)
+
+
+def compute(ms: float, sync: bool, device: torch.device) -> None:
+    """Stand for so much compute, and a barrier behind it if asked for."""
+    with record_function("compute"):
+        if device.type == "cuda":
+            torch.cuda._sleep(int(ms * cycles_per_ms()))
+        else:
+            time.sleep(ms / 1e3)
+    if sync:
+        with record_function("barrier"):
+            dist.barrier()
+
+
+class Layer(nn.Module):
+    def __init__(self, ms: float, syncs: bool, elements: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.zeros(elements) for _ in range(TENSORS))
+        self.ms = ms
+        self.syncs = syncs
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Work.apply(x, self.ms, self.syncs, *self.weights)
+
+
+def one_step(
+    model: DistributedDataParallel, job: Job, forward: float, device: torch.device
+) -> None:
+    """One training step: load, forward, backward, all-reduce."""
+    with record_function("loader"):
+        time.sleep(job.loader * forward / 1e3)
+    x = torch.ones(8, device=device, requires_grad=True)
+    with contextlib.nullcontext() if job.overlap else model.no_sync():
+        model(x).sum().backward()
+    if not job.overlap:
+        for layer in model.module:
+            flat = torch.cat([weight.grad.flatten() for weight in layer.weights])
+            start_all_reduce(flat).wait()
+    model.zero_grad()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+# %% [markdown]
+# ## 3. Naming the bottleneck
+#
+# From the surest sign to the least. One rank's trace is not enough: in a straggler's job all
+# *others* seem to have a slow network, for they wait in the all-reduce, and only the straggler
+# itself looks busy. So compare compute over ranks before you blame the network. A message is tiny
+# if its latency costs more than its bytes (fundamentals/04_latency_and_bandwidth.py finds where
+# that is).
+#
+#     symptom in the traces                                       bottleneck
+#     the loader's share is large                                 slow loader
+#     one rank computes longer than others, and waits for nobody  straggler
+#     much time is exposed in barriers or synchronisations        needless syncs
+#     much is exposed, in messages that are latency-bound         tiny buckets
+#     all-reduces hide behind no compute at all                   no overlap
+#     they hide, but compute is too short to hide them            small batch
+
+
+# %%
+@dataclass
+class Case:
+    """What the traces of all ranks say of one job: its shortest step, for noise only adds."""
+
+    wall: float  # ms of that step by this rank's own clock
+    traced: float  # ms of that step in this rank's trace
+    splits: list[dict[str, float]]  # for each rank, the ms of each kind
+    hidden: float  # the share of communication behind compute, on the rank with the least
+    message: float  # bytes, mean of the all-reduces
+
+    @property
+    def total(self) -> float:
+        """Ms of the step, on the rank where it takes longest."""
+        return max(sum(ms.values()) for ms in self.splits)
+
+    def share(self, kind: str) -> float:
+        """The share of the step that a kind takes, mean over ranks."""
+        return statistics.mean(ms[kind] for ms in self.splits) / self.total
+
+    def spread(self) -> float:
+        """By how many ms one rank's compute is longer than another's."""
+        computes = [ms["compute"] for ms in self.splits]
+        return max(computes) - min(computes)
+
+
+def diagnose(case: Case, latency_bound: float) -> str:
+    """The bottleneck that the traces show; messages below so many bytes are latency-bound."""
+    if case.share("loader") > 0.2:
         return "slow loader"
-    if max(case.compute) - min(case.compute) > 0.25 * case.total:
+    busiest = max(case.splits, key=lambda ms: ms["compute"])
+    if case.spread() > 0.25 * case.total and busiest["all-reduce"] < 0.15 * case.total:
         return "straggler"
-    if case.syncs >= 2:
+    if case.share("barrier") > 0.15:
         return "needless syncs"
-    if case.message < 50_000:
-        return "tiny buckets"
-    if case.early == 0:
-        return "no overlap"
-    if case.split["compute"] < 0.75 * case.total:
-        return "small batch"
+    if case.share("all-reduce") > 0.2:
+        if case.message < latency_bound:
+            return "tiny buckets"
+        return "no overlap" if case.hidden < 0.1 else "small batch"
     return "healthy"
 
 
-def the_illness_is_named(cases: dict[str, Case]) -> None:
-    for name, case in cases.items():
-        said = diagnose(case)
-        claim(f"{name}: named" + (f", but as {said}" if said != name else ""), True, said == name)
-
-
 # %% [markdown]
-# ## 5. What a cure will give
+# ## 4. Predict the step without the bottleneck
 #
-# Amdahl: a cure can take away no more than the time its illness shows in the trace. So the step
-# will be what is left, if nothing else comes to light behind it. The cured job is the healthy one.
-# A small batch is cured by one 16 times as large, behind whose compute the network hides.
+# Before you spend a week on a cure, compute what it will give. Amdahl's law: a cure can take away
+# no more than the time that the bottleneck takes in the trace. The step will be what is left, if
+# nothing else comes to light behind it. Here something always does: the last layer's all-reduce,
+# one of LAYERS, can start only when backward is over, and stays exposed. A small batch is made four
+# times as large: four times the compute, in the same number of steps per second or fewer, but for
+# four times the samples.
 
 
 # %%
-def cured(name: str, case: Case) -> float:
-    """Predicted ms a step, from the ill job's own trace."""
-    if name == "small batch":
-        return case.total + 15 * case.split["compute"] - case.split["exposed"]
+def predicted_fixed(name: str, case: Case) -> float:
+    """Predicted ms per step without the bottleneck, from the slow job's own traces."""
+    exposed = statistics.mean(ms["all-reduce"] for ms in case.splits)
+    hideable = exposed * (LAYERS - 1) / LAYERS
+    if name == "slow loader":
+        return case.total * (1 - case.share("loader"))
     if name == "straggler":
-        return case.total - (max(case.compute) - min(case.compute))
-    return case.total - case.split["loader" if name == "slow loader" else "exposed"]
+        return case.total - case.spread()
+    if name == "needless syncs":
+        return case.total * (1 - case.share("barrier"))
+    if name == "small batch":
+        return case.total * (1 + 3 * case.share("compute")) - hideable
+    return case.total - hideable
 
 
-def the_cure_is_predicted(cases: dict[str, Case]) -> None:
-    healthy = cases["healthy"].total
+# %% [markdown]
+# ## 5. How it is measured
+#
+# **The network.** A model this small would be sent in no time. So on the CPU each all-reduce is
+# followed, still inside its span, by a sleep of LATENCY + bytes / BANDWIDTH: the wire of a slow
+# network, one message at a time. `forward` is then chosen so that one layer's all-reduce takes 1.7
+# times a layer's forward and so a little less than its backward: it can hide, but only just. That
+# ratio is what makes the job the same on a faster or a slower machine, and on GPUs, where NCCL's
+# all-reduces are real and large and nothing sleeps.
+
+# %%
+LATENCY, BANDWIDTH = 3.0, 38_400  # ms per message, bytes per ms
+wire = threading.Lock()
+
+
+def start_all_reduce(gradients: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Average over all ranks: start it, and return a future."""
+    work = dist.all_reduce(gradients.div_(WORLD_SIZE), async_op=True)
+
+    def carry(future: torch.futures.Future) -> torch.Tensor:
+        if not gradients.is_cuda:
+            with wire:
+                time.sleep((LATENCY + gradients.nbytes / BANDWIDTH) / 1e3)
+        return future.value()[0]
+
+    return work.get_future().then(carry)
+
+
+def all_reduce_hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return start_all_reduce(bucket.buffer())
+
+
+def elements_per_tensor(device: torch.device) -> int:
+    """A layer's gradients are 192 kB on the CPU, 256 MB on GPUs."""
+    return 8_000_000 if device.type == "cuda" else 6_000
+
+
+def choose_forward(device: torch.device) -> float:
+    """The ms that a layer's forward shall take: a layer's all-reduce alone, divided by 1.7."""
+    if WORLD_SIZE == 1:
+        return 5.0
+    flat = torch.zeros(TENSORS * elements_per_tensor(device), device=device)
+    times = []
+    for _ in range(8):
+        dist.barrier()
+        start = time.perf_counter()
+        start_all_reduce(flat).wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - start))
+    return max(gather_objects(statistics.median(times[3:]))) / 1.7
+
+
+@functools.cache
+def cycles_per_ms() -> float:
+    """How many of its cycles a GPU spins in a millisecond."""
+    torch.cuda._sleep(10_000_000)  # once to wake it up
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
+    start.record()
+    torch.cuda._sleep(10_000_000)
+    end.record()
+    end.synchronize()
+    return 10_000_000 / start.elapsed_time(end)
+
+
+# %% [markdown]
+# **Recording.** The profiler is not always on: its *schedule* skips a step, warms up on one (DDP
+# rebuilds its buckets then), and records a few. Each rank writes its own trace; here all are read
+# back and compared. A wall clock runs beside it, for a trace that lost events looks as tidy as a
+# whole one.
+
+# %%
+ACTIVE = 4  # steps recorded
+
+
+def record(job: Job, forward: float, device: torch.device) -> tuple[list[dict], list[float]]:
+    """Train under the profiler; return the trace's events, and each step's ms by the clock."""
+    layers = []
+    for index in range(LAYERS):
+        ms = job.batch * forward * (1.7 if (index + RANK) % 2 else 0.3)
+        if RANK == WORLD_SIZE - 1:
+            ms *= job.slow
+        layers.append(Layer(ms, job.syncs, elements_per_tensor(device)))
+    layer_mb = 4 * TENSORS * elements_per_tensor(device) / 2**20
+    model = DistributedDataParallel(
+        nn.Sequential(*layers).to(device),
+        device_ids=[device.index] if device.type == "cuda" else None,
+        bucket_cap_mb=job.bucket_mb or layer_mb,
+    )
+    model.register_comm_hook(None, all_reduce_hook)
+
+    walls = []
+    recorded = schedule(wait=1, warmup=1, active=ACTIVE, repeat=1)
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+
+        def save(profiler: profile) -> None:
+            profiler.export_chrome_trace(file.name)
+
+        with profile(schedule=recorded, on_trace_ready=save) as profiler:  # CPU, and CUDA if there
+            for _ in range(2 + ACTIVE):
+                dist.barrier()
+                start = time.perf_counter()
+                with record_function("step"):
+                    one_step(model, job, forward, device)
+                walls.append(1e3 * (time.perf_counter() - start))
+                profiler.step()
+        with open(file.name) as trace:
+            return json.load(trace)["traceEvents"], walls[2:]
+
+
+# %% [markdown]
+# **Reading it back.** On GPUs a trace has each of our ranges twice: `user_annotation` is the
+# host's, and `gpu_user_annotation` spans the kernels launched within it. Only the first is a step.
+# What computes and what communicates there are the kernels.
+
+
+# %%
+def spans_of(events: list[dict], category: str, *names: str) -> Spans:
+    """(start, end) in ms of a category's events whose name begins with one of these."""
+    found = [event for event in events if event.get("cat") == category]
+    found = [event for event in found if event["name"].startswith(names)]
+    return [(event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3) for event in found]
+
+
+def read_trace(events: list[dict]) -> dict[str, Spans]:
+    """Each kind's spans, and the steps'."""
+    spans = {
+        "step": sorted(spans_of(events, "user_annotation", "step")),
+        "loader": spans_of(events, "user_annotation", "loader"),
+        "compute": spans_of(events, "user_annotation", "compute"),
+        "all-reduce": spans_of(events, "user_annotation", "gloo:all_reduce"),
+        "barrier": spans_of(events, "user_annotation", "barrier"),
+    }
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    if kernels:
+        computing = [event for event in kernels if "nccl" not in event["name"]]
+        spans["compute"] = spans_of(computing, "kernel", "")
+        spans["all-reduce"] = spans_of(kernels, "kernel", "nccl")
+    return spans
+
+
+def run(job: Job, forward: float, device: torch.device) -> Case:
+    """Record one job and bring together what all ranks saw."""
+    events, walls = record(job, forward, device)
+    spans = read_trace(events)
+    durations = gather_objects([end - start for start, end in spans["step"]])
+    longest = [max(of_all_ranks) for of_all_ranks in zip(*durations, strict=True)]
+    best = longest.index(min(longest))  # the same step on every rank
+    window = spans["step"][best]
+    ms = split_time(spans, window)
+    hidden = hidden_share(spans, ms, window)
+    calls = len(within(spans_of(events, "cpu_op", "c10d::allreduce_"), window))
+    nbytes = 4 * LAYERS * TENSORS * elements_per_tensor(device)
+    everyone = gather_objects((ms, hidden))
+    return Case(
+        wall=walls[best],
+        traced=sum(ms.values()),
+        splits=[ms for ms, _ in everyone],
+        hidden=min(hidden for _, hidden in everyone),
+        message=nbytes / calls if calls else 0.0,
+    )
+
+
+def gather_objects(value: object) -> list:
+    """Return every rank's `value`, in order, on every rank."""
+    values = [None] * WORLD_SIZE
+    dist.all_gather_object(values, value)
+    return values
+
+
+# %% [markdown]
+# **What is claimed.** A bottleneck must hurt: each lengthens the step by a third at least. (A small
+# batch does a quarter of the work; its step counts four times.) A predicted step may be off by a
+# third of what the cure gains, so "no change" FAILs. All are ratios within one run.
+
+
+# %%
+def check_traces(cases: dict[str, Case]) -> None:
+    """Print the table; claim that traces and clock agree, and that overlap is seen as overlap."""
+    header = "".join(f"{kind:>11}" for kind in KINDS)
+    print0(f"\n{'':13}ms per step     {header}     hidden   bytes per message")
     for name, case in cases.items():
-        if name != "healthy":  # 30%: sleeps and threads on a busy machine vary by so much
-            claim(f"{name}: ms a step when cured", cured(name, case), healthy, rtol=0.3)
+        row = "".join(f"{case.share(kind) * case.total:11.1f}" for kind in KINDS)
+        print0(f"{'':13}{name:16}{row}   {case.hidden:8.0%}   {case.message:17,.0f}")
+    print0()
+    ratios = [case.traced / case.wall for case in cases.values()]
+    worst = max(ratios, key=lambda ratio: abs(ratio - 1))
+    claim("a step in the trace / by the clock, worst case", 1, worst, atol=0.05, timed=True)
+    if WORLD_SIZE > 1:
+        hidden = cases["healthy"].hidden
+        claim("healthy: communication hidden, at least", 0.5, hidden, ">=", timed=True)
+        hidden = cases["no overlap"].hidden
+        claim("no overlap: communication hidden, at most", 0.1, hidden, "<=", timed=True)
 
 
+def check_diagnosis(cases: dict[str, Case]) -> None:
+    """Claim that the traces name each bottleneck, and the healthy job healthy."""
+    for name, case in cases.items():
+        said = diagnose(case, latency_bound=LATENCY * BANDWIDTH)
+        if said != name:
+            print0(f"{'':13}{name} is taken for: {said}")
+        claim(f"{name}: named", True, said == name, timed=True)
+
+
+def per_healthy_batch(name: str, case: Case) -> float:
+    """Ms that the job needs for as many samples as a healthy step has."""
+    return case.total * 4 if name == "small batch" else case.total
+
+
+def check_predictions(cases: dict[str, Case]) -> None:
+    healthy = cases["healthy"].total
+    for name in list(cases)[1:]:
+        factor = per_healthy_batch(name, cases[name]) / healthy
+        claim(f"{name}: step / healthy, at least", 4 / 3, factor, ">=", question=1, timed=True)
+    if WORLD_SIZE > 1:
+        exposed = [ms["all-reduce"] for ms in cases["straggler"].splits]
+        least = exposed.index(min(exposed))
+        claim("straggler: rank with least exposed", WORLD_SIZE - 1, least, question=2, timed=True)
+        print0(f"{'':13}exposed there, ms per rank: " + ", ".join(f"{ms:.0f}" for ms in exposed))
+    for name in list(cases)[1:]:
+        predicted = predicted_fixed(name, cases[name])
+        slack = max(0.0, per_healthy_batch(name, cases[name]) - healthy) / 3
+        text = f"{name}: ms per step, fixed"
+        claim(text, predicted, healthy, atol=slack, question=3, timed=True)
+
+
+# %% [markdown]
+# `--figure` draws where each job's step goes; a black mark is the predicted step without the
+# bottleneck, the dotted line the healthy one.
+
+
+# %%
 def draw(cases: dict[str, Case], path: str) -> None:
     from matplotlib.figure import Figure
 
-    axes = (figure := Figure((10, 4), layout="constrained")).subplots()
-    colours = {"compute": "C2", "exposed": "C3", "loader": "C1", "idle": "0.8"}
-    names, left = list(cases)[::-1], [0.0] * len(cases)
-    for kind, colour in colours.items():
-        widths = [cases[name].split[kind] for name in names]
-        axes.barh(names, widths, left=left, color=colour, label=kind)
+    figure = Figure((10, 4), layout="constrained")
+    axes = figure.subplots()
+    colors = dict(zip(KINDS, ("C2", "C4", "C3", "C1", "0.8"), strict=True))
+    names = list(cases)[::-1]
+    left = [0.0] * len(cases)
+    for kind, color in colors.items():
+        widths = [cases[name].share(kind) * cases[name].total for name in names]
+        axes.barh(names, widths, left=left, color=color, label=kind)
         left = [a + b for a, b in zip(left, widths, strict=True)]
-    ill = names[1:-1]  # neither the small batch nor the healthy run
-    axes.plot([cured(n, cases[n]) for n in ill], ill, "k|", markersize=22, label="predicted cured")
+    slow = names[:-1]  # all but the healthy job
+    marks = [predicted_fixed(name, cases[name]) for name in slow]
+    axes.plot(marks, slow, "k|", markersize=22, label="predicted, fixed")
     axes.axvline(cases["healthy"].total, color="k", linewidth=0.7, linestyle=":")
-    axes.set_xlabel(f"ms a step on the slowest of {WORLD_SIZE} ranks; dotted: the healthy step")
+    axes.set_xlabel(f"ms per step, mean over {WORLD_SIZE} ranks; dotted: the healthy step")
     figure.legend(loc="outside right upper")
     figure.savefig(path, dpi=150)
 
 
 # %% [markdown]
-# ## The plumbing, the same in every lesson; fundamentals/02_launching_processes.py explains it
+# ## What you should have seen
+#
+# 1. Call a layer's forward F. A healthy step is 36 F of compute, and some 3 F of all-reduces that
+#    the end of backward leaves exposed. The slow loader and the straggler nearly double it:
+#    everybody waits for the loader, and all ranks for the slow one. Needless syncs cost 70%: each
+#    layer takes as long as on the rank that is slow *in this layer*, although no rank is slow over
+#    the whole step. Without overlap all twelve all-reduces are exposed, which is 20 F, half a step.
+#    Tiny buckets pay the latency eight times per layer, and what no longer fits behind backward
+#    sticks out: more than a step. A quarter of the batch needs two to three times as long per
+#    sample, for its gradients are as large as before.
+# 2. In the straggler's own. It comes last to every all-reduce and waits for nobody, while the other
+#    ranks' traces show a slow network. That is why one trace is not enough.
+# 3. Subtract what the trace attributes to the bottleneck, and leave what stays exposed anyway. On a
+#    quiet machine that comes within some 10% of the healthy step.
+#
+# The thresholds of `diagnose` were chosen on these very jobs; on yours, look at the table first.
+# Two bottlenecks at once hide each other: cure the surest, and record again.
+#
+# **Try.** Without its wait the loader's job is healthy, and is named so; its factor and its
+# predicted step FAIL too. If `predicted_fixed` returns the slow step itself, all six FAIL: the
+# slack is a third of what the cure gains.
+#
+# **On GPUs** the host runs ahead of the device, so a range around Python code tells when kernels
+# were *launched*. Look at kernels: those with "nccl" in their names are communication. The
+# commonest bottlenecks there are none of these six: a host too slow to launch (kernels with gaps
+# between), an `.item()` that waits for the device, and allocator retries near the memory's end. At
+# a thousand ranks read the slowest few ranks' traces, not all: collect one figure per rank (compute
+# ms) in every step, and record where it stands out.
+
 
 # %%
-ledger: list[dict] = []  # every claim made so far, the same on every rank
-RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+def main() -> None:
+    figure = {"metavar": "PATH", "help": "save where each job's step goes as a PNG"}
+    options = command_line({"--figure": figure})
+    launch()
+    device = setup()
+    os.environ["KINETO_LOG_LEVEL"] = "99"  # else the profiler tells when it starts and stops
+    forward = choose_forward(device)
+    jobs = {"healthy": HEALTHY} | BOTTLENECKS
+    if WORLD_SIZE == 1:
+        jobs = {name: jobs[name] for name in ("healthy", "slow loader")}
+        blocked("all bottlenecks but the loader", needs="2 ranks")
+    elif device.type == "cuda":
+        del jobs["tiny buckets"]
+        blocked("tiny buckets", needs="a network of high latency, as the CPU's here")
+    cases = {name: run(job, forward, device) for name, job in jobs.items()}
+    check_traces(cases)
+    check_diagnosis(cases)
+    check_predictions(cases)
+    if options.figure and RANK == 0:
+        draw(cases, options.figure)
+    finish()
 
 
-def command_line() -> argparse.Namespace:
-    """Read FLAGS; --help and mistakes end here, before any collective, and are said once."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    for flag, about in FLAGS.items():
-        parser.add_argument(flag, **about)
-    parser.print_help = lambda: say(parser.format_help())
-    parser.error = lambda text: require(False, f"{text}\n{parser.format_usage().rstrip()}")
-    rule = f"needs a number of ranks in {WORLD_SIZES}, got {WORLD_SIZE}; set --nproc-per-node"
-    require("RANK" not in os.environ or WORLD_SIZE in WORLD_SIZES, rule)
+# %% [markdown]
+# ## Plumbing, the same in every lesson: join the group, print, check a claim, leave
+
+# %%
+ledger: list[dict] = []  # one row per claim, the same on every rank
+
+
+def command_line(flags: dict[str, dict] | None = None) -> argparse.Namespace:
+    """Read the flags, given as {name: arguments of add_argument}; --help and mistakes end here."""
+    as_it_is = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_it_is)
+    for name, arguments in (flags or {}).items():
+        parser.add_argument(name, **arguments)
+    parser.error = refuse
     return parser.parse_args()
 
 
 def launch() -> None:
-    """Plain `python`: be torchrun, one rank per GPU, else 4, without its wall of text."""
-    from torch.distributed.elastic.multiprocessing import api, errors
+    """Plain `python lesson.py`: be torchrun, one rank per GPU if there are several, else 4."""
+    if "RANK" in os.environ or WORLD_SIZE > 1:
+        return  # this is a rank already: torchrun or srun has started it
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    ranks = gpus if (gpus := torch.cuda.device_count()) > 1 else 4
-    ranks = ranks if ranks in WORLD_SIZES else WORLD_SIZES[0]
-    os.environ |= {"LAUNCHER": str(os.getpid()), "OMP_NUM_THREADS": "1"}  # ranks share the cores
-    logging.disable()  # the rank that failed says why
-    here = ["--standalone", "--local-addr=127.0.0.1"]  # the host's name need not resolve
+    gpus = torch.cuda.device_count()
+    ranks = gpus if gpus > 1 else 4
+    os.environ["LAUNCHER"] = str(os.getpid())
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
+    logging.disable()  # the rank that fails says why
     try:
-        torchrun([*here, f"--nproc-per-node={ranks}", *sys.argv])
-    except errors.ChildFailedError as error:
-        rank, first = error.get_first_failure()
-        sys.exit(f"rank {rank} was ended by {first.signal_name()}" if first.exitcode < 0 else 1)
-    except api.SignalException as error:
+        torchrun(["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", *sys.argv])
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        sys.exit(f"rank {rank} was ended by {failure.signal_name()}" if failure.exitcode < 0 else 1)
+    except SignalException as error:
         sys.exit(128 + error.sigval)
+    sys.exit()
 
 
 def setup() -> torch.device:
-    """Join the group torchrun describes: NCCL if every rank here has its own GPU, else gloo."""
-    if sys.platform == "linux":  # PR_SET_PDEATHSIG: no rank outlives a killed launcher,
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.environ.pop("LAUNCHER", parent := str(os.getppid())) != parent:
-        sys.exit(1)  # nor one killed before this line
+    """Join the process group: NCCL if every local rank has a GPU of its own, else gloo."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the launcher
+    parent = str(os.getppid())
+    if os.environ.pop("LAUNCHER", parent) != parent:
+        sys.exit(1)  # it was killed before that line
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank that waits inside C++ too
-    gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
-    if gpu:
+    if "RANK" not in os.environ:
+        name_ranks_as_torchrun_does()
+    gpus = torch.cuda.device_count()
+    local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    if gpus >= local_ranks:
+        backend = "nccl"
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    backend, wait = "nccl" if gpu else "gloo", timedelta(minutes=2)
-    dist.init_process_group(backend, device_id=device if gpu else None, timeout=wait)
-    sys.excepthook = crash
-    say(f"{WORLD_SIZE} ranks, {backend}, torch {torch.__version__}\n")
-    say(f"{'':10}{'claim':55} {'predicted':20} measured")
+        dist.init_process_group(backend, device_id=device, timeout=timedelta(minutes=2))
+    else:
+        backend = f"gloo ({gpus} GPUs visible, {local_ranks} ranks here)"
+        device = torch.device("cpu")
+        dist.init_process_group("gloo", timeout=timedelta(minutes=2))
+    sys.excepthook = crash  # only now: init_process_group sets one of its own
+    print0(f"{WORLD_SIZE} ranks, {backend}, torch {torch.__version__}\n")
+    print0(f"{'':13}{'claim':50} {'predicted':22} {'measured':>11}")
     return device
 
 
-def crash(*error: object) -> NoReturn:
-    """An exception nobody caught: the first rank prints it, all leave at once; peers may wait."""
-    first = dist.distributed_c10d._get_default_store().add("crash", 1) == 1
-    time.sleep(1)  # if a peer's death is the cause, the launcher ends us meanwhile and names it
-    if first:
-        print(f"rank {RANK}:", file=sys.stderr)
-        sys.__excepthook__(*error)
-    os._exit(1)
+def name_ranks_as_torchrun_does() -> None:
+    """Under `srun`, one task per rank: set the variables that torchrun would have set."""
+    slurm = os.environ
+    first_node = re.match(r"([^,[]+)(?:\[(\d+))?", slurm["SLURM_STEP_NODELIST"])  # of "gpu[03-07]"
+    tasks_here = re.match(r"\d+", slurm["SLURM_STEP_TASKS_PER_NODE"])  # of "4(x2)"
+    os.environ |= {"RANK": str(RANK), "WORLD_SIZE": str(WORLD_SIZE)}
+    os.environ |= {"LOCAL_RANK": slurm["SLURM_LOCALID"], "LOCAL_WORLD_SIZE": tasks_here[0]}
+    os.environ["MASTER_ADDR"] = first_node[1] + (first_node[2] or "")
+    os.environ["MASTER_PORT"] = str(20_000 + int(slurm["SLURM_JOB_ID"]) % 10_000)
 
 
-def say(*words: object) -> None:
+def print0(*words: object) -> None:
     """Print on rank 0 only."""
     if RANK == 0:
         print(*words, flush=True)
 
 
-def require(holds: bool, rule: str) -> None:
-    """End the run, before its first collective, with one message: rule, value, remedy."""
-    if not holds:
-        time.sleep(10 if RANK else 0)  # rank 0 speaks; the launcher ends the others as it leaves
-        sys.exit(f"{sys.argv[0]}: {rule}")
+def refuse(rule: str) -> None:
+    """End before the first collective with one message, from rank 0: rule, value, remedy."""
+    if RANK != 0:
+        time.sleep(30)  # the launcher ends us meanwhile
+    sys.exit(f"{sys.argv[0]}: {rule}")
 
 
-def claim(text: str, predicted: float, measured: float, sign="=", atol=0.0, rtol=0.0) -> None:
-    """Record the worst rank's `measured sign predicted` (= <= >=), give or take the slack."""
-    mine = float(predicted), float(measured), atol + rtol * abs(predicted)
-    ranks = [mine] * WORLD_SIZE
+def claim(
+    text: str,
+    predicted: float,
+    measured: float,
+    sign: str = "=",
+    atol: float = 0.0,
+    question: int | None = None,
+    timed: bool = False,
+    rank: int | None = None,
+) -> None:
+    """Check `measured sign predicted` (=, <=, >=), give or take `atol`, on all ranks; all call.
+
+    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers;
+    `timed` says that a clock decides.
+    """
+    pairs = [(float(predicted), float(measured), float(atol))]
     if dist.is_initialized():
-        dist.all_gather_object(ranks, mine)
-    over = {"=": abs, "<=": float, ">=": float.__neg__}[sign]
-    excess = [over(m - p) - slack for p, m, slack in ranks]
-    worst = max(range(len(ranks)), key=lambda r: excess[r] if excess[r] == excess[r] else 1e999)
-    (p, m, slack), verdict = ranks[worst], "PASS" if excess[worst] <= 0 else "FAIL"  # NaN: FAIL
-    off = "" if verdict == "PASS" else f"\n{'':10}off by {m - p:.3g} on rank {worst}"
-    told, seen = (f"{x:,.{12 if x.is_integer() else 6}g}" for x in (p, m))
-    between = f"{sign:>2} {told}" + (f" ±{float(f'{slack:.1g}'):g}" if slack else "")
-    say(f"  {verdict:7} {text:55} {between:20} {seen}{off}")
-    row = {"claim": text, "verdict": verdict, "rank": worst, "sign": sign}
-    finite = m - m == 0  # JSON knows no other numbers
-    record(row | {"predicted": p, "measured": m if finite else str(m), "slack": slack})
+        pairs = pairs * WORLD_SIZE
+        dist.all_gather_object(pairs, pairs[0])
+    errors = []
+    for p, m, slack in pairs:
+        error = {"=": abs(m - p), "<=": m - p, ">=": p - m}[sign] - slack
+        errors.append(math.inf if math.isnan(error) else error)
+    worst = errors.index(max(errors)) if rank is None else rank
+    verdict = "PASS" if errors[worst] <= 0 else "FAIL"
+    p, m, slack = pairs[worst]
+    between = f"{sign:>2} {readable(p)}" + (f" ±{slack:.2g}" if slack else "")
+    mark = f"{question}." if question else ""
+    print0(f"  {verdict:7} {mark:2} {text:50} {between:22} {readable(m):>11}")
+    if verdict == "FAIL":
+        print0(f"{'':13}off by {m - p:.3g} on rank {worst}")
+    row = {"claim": text, "verdict": verdict, "sign": sign, "rank": worst, "slack": slack}
+    row |= {"predicted": p, "measured": m if math.isfinite(m) else str(m)}  # JSON knows no NaN
+    ledger.append(row | {"question": question, "timed": timed})
+
+
+def readable(x: float) -> str:
+    """Whole numbers in full, others to six digits."""
+    return f"{x:,.0f}" if x.is_integer() and abs(x) < 1e12 else f"{x:,.6g}"
 
 
 def blocked(text: str, needs: str) -> None:
     """Record what this machine cannot answer, and what would."""
-    say(f"  BLOCKED {text:55} needs {needs}")
-    record({"claim": text, "verdict": "BLOCKED", "needs": needs})
+    print0(f"  BLOCKED    {text:50} needs {needs}")
+    ledger.append({"claim": text, "verdict": "BLOCKED", "needs": needs})
 
 
-def record(row: dict) -> None:
-    """Add to the ledger; LESSON_JSON, if set, names a file that is whole after every claim."""
-    ledger.append(row)
-    if RANK == 0 and (path := os.environ.get("LESSON_JSON")):
-        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-        about = {"ranks": WORLD_SIZE, "gpu": gpu, "cpus": os.cpu_count(), "python": sys.version}
-        about |= {"torch": torch.__version__, "argv": sys.argv, "date": time.strftime("%F")}
-        with open(path + ".part", "w") as file:
-            json.dump(about | {"ledger": ledger}, file, indent=1)
-        os.replace(path + ".part", path)
+def crash(*error: object) -> None:
+    """Leave without ceremony, since peers may be stuck. The first rank that fails says why."""
+    first = dist.distributed_c10d._get_default_store().add("crashes", 1) == 1
+    time.sleep(1 if first else 30)  # the launcher ends us meanwhile, if a peer's death is the cause
+    print(f"rank {RANK}:", file=sys.stderr)
+    sys.__excepthook__(*error)
+    os._exit(1)
 
 
-def finish() -> NoReturn:
-    """Leave the group; exit 1 if a claim failed or none was made."""
+def finish() -> None:
+    """Write the ledger where LESSON_JSON says; exit 1 if a claim failed or none was made."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-    count = [row["verdict"] for row in ledger].count
-    say(f"\n  {count('PASS')} PASS, {count('FAIL')} FAIL, {count('BLOCKED')} BLOCKED")
-    code = int(count("PASS") == 0 or count("FAIL") > 0)
-    if __name__ == "__main__":  # threads of a group that something still holds can abort sys.exit
-        os._exit(code)
+    verdicts = Counter(row["verdict"] for row in ledger)
+    print0(f"\n  {verdicts['PASS']} PASS, {verdicts['FAIL']} FAIL, {verdicts['BLOCKED']} BLOCKED")
+    if RANK == 0 and "LESSON_JSON" in os.environ:
+        about = {"ranks": WORLD_SIZE, "torch": torch.__version__, "python": sys.version}
+        about["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        about |= {"cpus": os.cpu_count(), "date": time.strftime("%F"), "ledger": ledger}
+        with open(os.environ["LESSON_JSON"], "w") as file:
+            json.dump(about, file, indent=1)
+    code = int(verdicts["FAIL"] > 0 or verdicts["PASS"] == 0)
+    if __name__ == "__main__":
+        os._exit(code)  # threads of a group that something still holds can abort a plain exit
     sys.exit(code)
 
 
 if __name__ == "__main__":
-    options = command_line()
-    if "RANK" in os.environ or len(WORLD_SIZES) == 1:
-        main(options)
-    else:
-        launch()
+    main()

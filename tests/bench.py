@@ -16,7 +16,7 @@ from statistics import median, quantiles
 
 import torch
 
-from tests.lessons import ROOT
+from tests.helpers.lessons import ROOT
 
 
 def row_of(result: dict) -> dict:
@@ -56,7 +56,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--keep", action="store_true", help="write to results/bench")
     parser.add_argument("--repeats", type=int, default=10, help="measurements of each (10)")
-    parser.add_argument("--only", default="*", help="e.g. ring: tests/bench_ring.py alone")
+    names = [path.stem.removeprefix("bench_") for path in sorted(ROOT.glob("tests/bench_*.py"))]
+    parser.add_argument("--only", choices=names, help="this one alone; keep the others' results")
     options = parser.parse_args()
     folder = ROOT / ("results/bench" if options.keep else "build/bench")
     folder.mkdir(parents=True, exist_ok=True)
@@ -66,14 +67,14 @@ def main() -> None:
     head = f"{'ratio':>6}  {'quartiles':>13}  aim"
     print(f"{'ours against':56} {'ours ms':>8} {'peer ms':>8} {head}", flush=True)
     rows = []
-    for path in sorted(ROOT.glob(f"tests/bench_{options.only}.py")):
-        bench = importlib.import_module(f"tests.{path.stem}")
+    for name in [options.only] if options.only else names:
+        bench = importlib.import_module(f"tests.bench_{name}")
         for result in bench.ratios(options.repeats):
             rows.append(row_of(result))
             print(show(rows[-1]), flush=True)
         if hasattr(bench, "figure"):
-            bench.figure(str(folder / f"{path.stem.removeprefix('bench_')}.png"))
-    if options.only != "*":  # the others stay as they were measured
+            bench.figure(str(folder / f"{name}.png"))
+    if options.only:
         new = {row["name"]: row for row in rows}
         old = json.loads((folder / "bench.json").read_text())["rows"]
         rows = [new.get(row["name"], row) for row in old]

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from exercises.ranks import run
-from tests.lessons import load
+from tests.helpers.lessons import load
 
 WIDTH, DEPTH, BATCH, ROUNDS = 512, 80, 8, 5
 MIB = 2**20 / 1e6  # DistributedDataParallel's MB are MiB
@@ -31,16 +31,18 @@ def net() -> nn.Sequential:
 
 def step_times(repeats: int, bucket_mb: float, default: bool) -> dict[str, list[float]]:
     """Seconds a step, by way and repeat, on this rank. `default`: also DDP as it comes."""
-    lesson = load("parallelism/01_data_parallelism_ddp.py")
+    by_hand = load("parallelism/01_data_parallelism_ddp.py")
+    buckets = load("parallelism/04_buckets_and_overlap.py")
     mib = bucket_mb / MIB
     ways = {
-        "by hand": lesson.wrap(lesson.A, net()),
-        "own": lesson.BucketedDDP(net(), bucket_mb),
+        "by hand": net(),
+        "own": buckets.BucketedDDP(net(), bucket_mb),
         "torch": DistributedDataParallel(net(), bucket_cap_mb=mib),
         "torch, views": DistributedDataParallel(
             net(), bucket_cap_mb=mib, gradient_as_bucket_view=True
         ),
     }
+    by_hand.broadcast_weights(ways["by hand"])
     if default:
         ways["torch"] = DistributedDataParallel(net())
     sgd = {way: torch.optim.SGD(model.parameters(), lr=1e-3) for way, model in ways.items()}
@@ -52,7 +54,7 @@ def step_times(repeats: int, bucket_mb: float, default: bool) -> dict[str, list[
         sgd[way].zero_grad()
         ways[way](x_BD).square().mean().backward()
         if way == "by hand":
-            lesson.average_gradients(ways[way])
+            by_hand.average_gradients(ways[way])
         sgd[way].step()
         dist.barrier()
         return time.perf_counter() - start

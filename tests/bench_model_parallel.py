@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from exercises.ranks import run
-from tests.lessons import load
+from tests.helpers.lessons import load
 
 RANKS = 2
 WIDTH, HEADS, TOKENS, BATCH = 512, 8, 128, 4  # a transformer block, 3.1 million parameters
@@ -31,29 +31,29 @@ def race(ours: Callable, peer: Callable, repeats: int, steps: int) -> tuple[list
     return times
 
 
-def blocks(repeats: int, cut_tokens: bool) -> tuple[list, list]:
-    lesson = load("parallelism/04_model_tensor_parallel.py")
+def blocks(repeats: int, sequence_parallel: bool) -> tuple[list, list]:
+    lesson = load("parallelism/06_tensor_parallel.py")
     torch.manual_seed(0)
-    whole = lesson.Block(WIDTH, HEADS)
+    whole = lesson.TransformerBlock(WIDTH, HEADS)
     x_TBD = torch.randn(TOKENS, BATCH, WIDTH)
-    x = (lesson.cut(x_TBD, 0) if cut_tokens else x_TBD).requires_grad_()
-    ways = (lesson.gather_tokens, lesson.scatter_tokens) if cut_tokens else ()
-    mesh = dist.init_device_mesh("cpu", (RANKS,))
-    both = lesson.split(whole, *ways), lesson.by_dtensor(whole, mesh, cut_tokens)
+    x = lesson.share(x_TBD, 0 if sequence_parallel else None).requires_grad_()
+    ways = (lesson.GatherTokens, lesson.ScatterTokens) if sequence_parallel else ()
+    ours = lesson.tensor_parallel(whole, *ways)
+    peer = lesson.by_dtensor(whole, sequence_parallel)
 
     def step(block: nn.Module) -> None:
         block.zero_grad()
         block(x).sum().backward()
-        if cut_tokens and block is both[0]:
+        if sequence_parallel and block is ours:
             lesson.sum_token_gradients(block)
 
-    return race(lambda: step(both[0]), lambda: step(both[1]), repeats, steps=5)
+    return race(lambda: step(ours), lambda: step(peer), repeats, steps=5)
 
 
 def pipelines(repeats: int) -> tuple[list, list]:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    lesson = load("parallelism/05_pipeline_parallel.py")
+    lesson = load("parallelism/07_pipeline_schedules.py")
     torch.manual_seed(0)
     x, due = torch.randn(2, MICROS * ROWS, WIDTH)
     stages = [
@@ -61,8 +61,8 @@ def pipelines(repeats: int) -> tuple[list, list]:
     ]
     stages[1].load_state_dict(stages[0].state_dict())
     rank = dist.get_rank()
-    lists = [lesson.one_f_one_b(s, RANKS, MICROS) for s in range(RANKS)]
-    step, targets = lesson.pipeline(stages[0], lists), due.chunk(MICROS)
+    order, targets = lesson.one_f_one_b(rank, RANKS, MICROS), due.chunk(MICROS)
+    by_hand = lesson.Stage(stages[0], lambda y, k: F.mse_loss(y, targets[k]), MICROS)
     torchs = PipelineStage(stages[1], rank, RANKS, torch.device("cpu"))
     schedule = Schedule1F1B(torchs, MICROS, loss_fn=F.mse_loss)
     args = (x,) if rank == 0 else ()
@@ -70,7 +70,7 @@ def pipelines(repeats: int) -> tuple[list, list]:
 
     def ours() -> None:
         stages[0].zero_grad()
-        step(x.detach().chunk(MICROS), lambda y, k: F.mse_loss(y, targets[k]))
+        by_hand.step(order, x.detach().chunk(MICROS))
 
     def peer() -> None:
         stages[1].zero_grad()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from exercises.ranks import run
-from tests.lessons import load
+from tests.helpers.lessons import load
 
 CASES = (  # bytes, algorithm, calls a measurement, aim
     (4_000, "tree", 50, 0.7),

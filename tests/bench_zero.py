@@ -6,9 +6,11 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 from exercises.ranks import run
-from tests.lessons import load
+from tests.helpers.lessons import load
+from tests.helpers.passages import GPT
 
 TOKENS, VOCABULARY = 64, 512
 ADAM = partial(torch.optim.Adam, lr=1e-4)
@@ -16,7 +18,7 @@ ADAM = partial(torch.optim.Adam, lr=1e-4)
 
 def gpt() -> nn.Module:
     torch.manual_seed(0)
-    return load("fsdp/01_fsdp_basics.py").GPT(L=6, D=512, T=TOKENS, V=VOCABULARY)
+    return GPT(L=6, D=512, T=TOKENS, V=VOCABULARY)
 
 
 def zero1_by_hand():
@@ -36,7 +38,7 @@ def zero1_of_torch():
 
 def zero3_by_hand():
     model = gpt()
-    zero = load("parallelism/03_fsdp_zero3.py").FSDP(model, ADAM, [*model.blocks])
+    zero = load("parallelism/05_zero2_and_zero3.py").MiniFSDP(model, ADAM, [*model.blocks])
     return model, lambda: None, zero.step
 
 
@@ -61,7 +63,8 @@ def race(ours, peer, repeats: int, steps: int = 2) -> tuple[list[float], list[fl
             start = time.perf_counter()
             for _ in range(steps):
                 zero_grad()
-                model(tokens_BT).backward()
+                logits_BTV = model(tokens_BT[:, :-1])
+                cross_entropy(logits_BTV.flatten(0, 1), tokens_BT[:, 1:].flatten()).backward()
                 step()
             dist.barrier()
             if repeat >= 0:

@@ -14,13 +14,14 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from tests.lessons import LESSONS, ROOT, flags_of
+from tests.helpers.lessons import LESSONS, ROOT, flags_of
 
 
 def run_one(lesson: str, folder: Path) -> dict:
     """Run one lesson as a learner does; return its ledger, with its seconds and exit status."""
     name = lesson.replace("/", "_").removesuffix(".py")
-    kept, figure = folder / f"{name}.json", folder / f"{name}.png"
+    kept = folder / f"{name}.json"
+    figure = folder / f"{name}.png"
     kept.unlink(missing_ok=True)
     argv = ["--figure", str(figure)] if "--figure" in flags_of(lesson) else []
     started = time.monotonic()
@@ -42,10 +43,15 @@ def run_one(lesson: str, folder: Path) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--keep", action="store_true", help="into results/, for README")
-    folder = ROOT / ("results/lessons" if parser.parse_args().keep else "build/lessons")
+    parser.add_argument("--only", default="", metavar="TEXT", help="lessons whose path holds it")
+    options = parser.parse_args()
+    folder = ROOT / ("results/lessons" if options.keep else "build/lessons")
     folder.mkdir(parents=True, exist_ok=True)
-    started, failed, total = time.monotonic(), [], dict.fromkeys(("PASS", "FAIL", "BLOCKED"), 0)
-    bar = tqdm(LESSONS, bar_format="{n}/{total} {bar} {desc}", leave=False, file=sys.stderr)
+    lessons = [lesson for lesson in LESSONS if options.only in lesson]
+    started = time.monotonic()
+    failed = []
+    total = dict.fromkeys(("PASS", "FAIL", "BLOCKED"), 0)
+    bar = tqdm(lessons, bar_format="{n}/{total} {bar} {desc}", leave=False, file=sys.stderr)
     print(f"{'lesson':52} {'PASS':>5} {'FAIL':>5} {'BLOCKED':>8} {'seconds':>8}")
     for lesson in bar:
         bar.set_description_str(lesson)
@@ -59,7 +65,7 @@ def main() -> None:
             failed.append(lesson)
             bar.write(f"  exit status {told['exit']}:\n{told['output'][-3000:]}", file=sys.stdout)
     counted = ", ".join(f"{count} {verdict}" for verdict, count in total.items())
-    print(f"\n{len(LESSONS) - len(failed)} of {len(LESSONS)} lessons passed ({counted})", end=" ")
+    print(f"\n{len(lessons) - len(failed)} of {len(lessons)} lessons passed ({counted})", end=" ")
     print(f"in {time.monotonic() - started:.0f} s; ledgers and figures: {folder.relative_to(ROOT)}")
     sys.exit(bool(failed))
 

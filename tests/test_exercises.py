@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from exercises.book import Exercise, Report, exercises
-from tests.lessons import LESSONS, ROOT
+from tests.helpers.lessons import LESSONS, ROOT
 from tests.write_readme import exercises_after
 
 BOOK = exercises()

@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 
 import pexpect
-import psutil
 import pytest
 
-from tests.lessons import ROOT
+from tests.helpers.leftovers import left_in
+from tests.helpers.lessons import ROOT
 
 FIRST, LAST = "exercises/01_hello_ranks", "exercises/04_ring_all_reduce"
 
@@ -43,11 +43,6 @@ def said(terminal: pexpect.spawn) -> tuple[int, str]:
 
 def ask(home: Path, *argv: str) -> tuple[int, str]:
     return said(start(home, *argv))
-
-
-def left_in(home: Path) -> list[str]:
-    found = [p.info for p in psutil.process_iter(["cwd", "cmdline"])]
-    return [" ".join(p["cmdline"] or []) for p in found if p["cwd"] == str(home)]
 
 
 def soon_empty(home: Path) -> bool:

@@ -7,7 +7,7 @@ import sys
 
 import psutil
 
-from tests.lessons import ROOT
+from tests.helpers.lessons import ROOT
 
 CPU = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
 

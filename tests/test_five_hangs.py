@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from exercises.ranks import attempt
-from tests.lessons import ROOT, load
+from tests.helpers.lessons import ROOT, load
 
 JOBS = "exercises/14_five_hangs/jobs.py"
 WAITS = {  # on 3 ranks: the call each waits in; None: it has come back

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lessons import ROOT
+from tests.helpers.lessons import ROOT
 
 PACKAGES = (ROOT / "packages.txt").read_text().split()
 

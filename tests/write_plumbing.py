@@ -1,8 +1,10 @@
-"""Write the canonical plumbing (tests/plumbing.py) into every lesson: `make plumbing`."""
+"""Write the plumbing and the shared passages into every lesson again: `make plumbing`."""
 
-from tests.lessons import LESSONS, ROOT
+import ast
 
-MARK = "# %% [markdown]\n# ## The plumbing"
+from tests.helpers.lessons import LESSONS, ROOT
+
+MARK = "# %% [markdown]\n# ## Plumbing"
 
 
 def plumbing_of(path: str) -> str:
@@ -11,10 +13,26 @@ def plumbing_of(path: str) -> str:
     return source[source.index(MARK) :] if MARK in source else ""
 
 
+def definitions(source: str) -> dict[str, str]:
+    """The text of each class and function at the top of a file."""
+    found = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found[node.name] = ast.get_source_segment(source, node)
+    return found
+
+
+def written(lesson: str) -> str:
+    """The lesson with plumbing and passages as tests/helpers has them."""
+    source = (ROOT / lesson).read_text().removesuffix(plumbing_of(lesson))
+    passages = definitions((ROOT / "tests/helpers/passages.py").read_text())
+    for name, text in definitions(source).items():
+        source = source.replace(text, passages.get(name, text))
+    return source + plumbing_of("tests/helpers/plumbing.py")
+
+
 if __name__ == "__main__":
-    canonical = plumbing_of("tests/plumbing.py")
     for lesson in LESSONS:
-        if (old := plumbing_of(lesson)) != canonical:
-            path = ROOT / lesson
-            path.write_text(path.read_text().removesuffix(old) + canonical)
+        if (ROOT / lesson).read_text() != written(lesson):
+            (ROOT / lesson).write_text(written(lesson))
             print("rewritten:", lesson)

@@ -51,7 +51,8 @@ def measure(link: Link, sizes: list[int]) -> tuple[float, float]:
             link.synchronize()
             taken.append((link.clock() - started) / 2)
         times.append(median(taken[3:]))
-    n, t = np.array(sizes), np.array(times)
+    n = np.array(sizes)
+    t = np.array(times)
     lines = np.stack([1 / t, n / t], axis=1)  # (alpha + n/beta) / t = 1: errors relative to t
     alpha, inverse = np.linalg.lstsq(lines, np.ones(len(t)), rcond=None)[0]
     return float(alpha), float(1 / inverse / 1e9)

@@ -27,11 +27,9 @@ NAMED = {  # by which factors alpha and beta are off, and whence
 
 def make(alpha: float, beta: float, warm: int, outliers: bool, noise: float, seed: int):
     """A link, and what was done with it. Its state is out of reach: there is only the clock."""
-    now, idle_at, chance = (
-        0.0,
-        1e-3,
-        random.Random(seed),
-    )  # at first it still carries somebody else's
+    now = 0.0
+    idle_at = 1e-3  # at first it still carries somebody else's
+    chance = random.Random(seed)
     done = SimpleNamespace(pings=Counter(), read=0, early=0)
 
     def ping(nbytes: int) -> None:

@@ -19,7 +19,8 @@ def ring_shift(x: torch.Tensor, shift: int = 1) -> torch.Tensor:
     Only point-to-point: dist.send, recv, isend, irecv, batch_isend_irecv.
     """
     # --- yours
-    rank, n = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    n = dist.get_world_size()
     if shift % n == 0:
         return x.clone(memory_format=torch.contiguous_format)
     came = torch.empty_like(x, memory_format=torch.contiguous_format)

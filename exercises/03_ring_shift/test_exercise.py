@@ -28,10 +28,13 @@ def held(rank: int, dtype: torch.dtype = torch.float32, layout: str = "") -> tor
 
 def call(answer, wire, cases: list[Case]) -> list[list[Event]]:
     """Judge what comes in each case; return the messages. Rank 0 comes late to the first one."""
-    rank, n, store = dist.get_rank(), dist.get_world_size(), _get_default_store()
+    rank = dist.get_rank()
+    n = dist.get_world_size()
+    store = _get_default_store()
     messages = []
     for number, (shift, dtype, layout) in enumerate(cases):
-        x, behind = held(rank, dtype, layout), (rank - shift) % n
+        x = held(rank, dtype, layout)
+        behind = (rank - shift) % n
         if rank == 0 and number == 0:
             for other in range(1, n):
                 store.wait([f"0, rank {other}"])
@@ -48,7 +51,8 @@ def call(answer, wire, cases: list[Case]) -> list[list[Event]]:
             raise Wrong(f"{told}: came back before anything can have come: wait for the work")
         if not torch.equal(x, held(rank, dtype, layout)):
             raise Wrong(f"{told}: x was changed; it is the caller's, and is still on its way out")
-        due, tensor = held(behind, dtype, layout), isinstance(y, torch.Tensor)
+        due = held(behind, dtype, layout)
+        tensor = isinstance(y, torch.Tensor)
         if tensor and not torch.equal(y, due):
             for other in range(n):
                 if torch.equal(y, held(other, dtype, layout)):
@@ -83,7 +87,8 @@ def test_cost(answer: Path, n: int) -> None:
     for rank, messages in enumerate(grade(answer, call, n, cases)):
         for (shift, *_), calls in zip(cases, messages, strict=True):
             told = f"rank {rank} of {n}, shift {shift}"
-            sent, received = ([e for e in calls if e.op == op] for op in ("send", "recv"))
+            sent = [e for e in calls if e.op == "send"]
+            received = [e for e in calls if e.op == "recv"]
             to = [] if shift % n == 0 else [(rank + shift) % n]
             expect([e.peer for e in sent], to, f"{told}: sends to ranks")
             expect(sum(e.nbytes for e in sent), 48 * len(to), f"{told}: bytes sent")
@@ -106,7 +111,9 @@ class Told(list):
 def each_late(answer, wire) -> list[torch.Tensor]:
     """Each rank in turn comes late: when all others have started their send and their receive.
     That they wait for its message is their right, but not before they have sent their own."""
-    rank, n, store = dist.get_rank(), dist.get_world_size(), _get_default_store()
+    rank = dist.get_rank()
+    n = dist.get_world_size()
+    store = _get_default_store()
     came = []
     for late in range(n):
         wire.events = Told(late)

@@ -16,10 +16,12 @@ def ring_all_reduce(x: torch.Tensor) -> None:
     each (torch.tensor_split's chunks). Every rank ends with the same bits.
     """
     # --- yours
-    rank, n = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    n = dist.get_world_size()
     chunks = x.tensor_split(n)
     for step in range(2 * (n - 1)):
-        out, into = chunks[(rank - step) % n], chunks[(rank - step - 1) % n]
+        out = chunks[(rank - step) % n]
+        into = chunks[(rank - step - 1) % n]
         came = torch.empty_like(into)
         sending = dist.isend(out, (rank + 1) % n)
         dist.recv(came, (rank - 1) % n)

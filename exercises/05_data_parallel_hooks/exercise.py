@@ -31,7 +31,7 @@ class DataParallel(nn.Module):
         one parameter."""
         super().__init__()
         self.module = module
-        raise NotImplementedError  # 6 lines in the solution
+        raise NotImplementedError  # 8 lines in the solution
 
     def forward(self, *args: object, **kwargs: object) -> object:
         return self.module(*args, **kwargs)
@@ -49,4 +49,4 @@ class DataParallel(nn.Module):
     def finish(self) -> None:
         """Launch what is left, wait for all, and be ready for the next step. Afterwards every
         trained parameter has its mean gradient; if no rank has used it, that is zero."""
-        raise NotImplementedError  # 5 lines in the solution
+        raise NotImplementedError  # 7 lines in the solution

@@ -37,7 +37,9 @@ class DataParallel(nn.Module):
         self.trained = [p for p in module.parameters() if p.requires_grad][::-1]
         for parameter in self.trained:
             parameter.register_post_accumulate_grad_hook(self.arrived)
-        self.queue, self.there, self.works = deque(self.trained), set(), []
+        self.queue = deque(self.trained)
+        self.there = set()
+        self.works = []
         # --- end
 
     def forward(self, *args: object, **kwargs: object) -> object:
@@ -70,5 +72,7 @@ class DataParallel(nn.Module):
             self.launch(self.queue.popleft())
         for work in self.works:
             work.wait()
-        self.queue, self.there, self.works = deque(self.trained), set(), []
+        self.queue = deque(self.trained)
+        self.there = set()
+        self.works = []
         # --- end

@@ -12,7 +12,8 @@ from torch.nn.functional import cross_entropy
 from exercises.grading import Wrong, expect, grade, same
 
 DDP = ("torch.nn.parallel.DistributedDataParallel.__init__",)
-ALL, STEPS = (0, 1, 2), 3
+ALL = (0, 1, 2)
+STEPS = 3
 HANDED = "A post_accumulate_grad hook is handed the parameter; its gradient is parameter.grad"
 
 
@@ -46,7 +47,8 @@ def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def one_process(uses: list[tuple[int, ...]]) -> list[tuple[list, dict]]:
     """Each step's gradients: each rank's own, and their mean, which the optimizer follows."""
-    model, log = Net(0), []
+    model = Net(0)
+    log = []
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     sgd = torch.optim.SGD(trained.values(), lr=0.1)
     for step in range(STEPS):
@@ -71,7 +73,8 @@ def wrap(answer, wire) -> dict[str, torch.Tensor]:
 
 def train(answer, wire, uses: list) -> tuple:
     """Return each step's gradients and events, and the state at the end."""
-    rank, log = dist.get_rank(), []
+    rank = dist.get_rank()
+    log = []
     model = Net(rank)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for p in trained.values():
@@ -97,7 +100,8 @@ def train(answer, wire, uses: list) -> tuple:
 
 def compare(results: list, uses: list, what: str = "") -> None:
     """Every step's gradients with one process's; all ranks' weights with each other's."""
-    n, atol = len(uses), 100 * 2**-24  # some 100 additions of numbers below 1, in float32
+    n = len(uses)
+    atol = 100 * 2**-24  # some 100 additions of numbers below 1, in float32
     for step, (own, mean) in enumerate(one_process(uses)):
         for rank, (log, _) in enumerate(results):
             for name, grad in log[step][0].items():
@@ -124,7 +128,8 @@ def test_start(answer: Path) -> None:
 
 def late(answer, wire) -> None:
     """Rank 1 begins its backward when rank 0's is over, and a while after."""
-    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    store = dist.distributed_c10d._get_default_store()
+    rank = dist.get_rank()
     wrapped = answer.DataParallel(Net(rank))
     token_B, next_B = batch(rank, 0)
     loss = cross_entropy(wrapped(token_B, ALL), next_B)
@@ -151,7 +156,8 @@ def test_waiting(answer: Path) -> None:
 def check_bytes(events: list, told: str) -> None:
     if other := {e.op for e in events} - {"all_reduce", "note"}:
         raise Wrong(f"{told}: calls {', '.join(sorted(other))}; a step needs all-reduces only")
-    model, sent = Net(0), sum(e.nbytes for e in events)
+    model = Net(0)
+    sent = sum(e.nbytes for e in events)
     P = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     if sent == P + model.readout.weight.nbytes:
         raise Wrong(f"{told}: the tied weight is one parameter, and is all-reduced twice")

@@ -1,5 +1,6 @@
 """Grader of 06: steps, order of events, bytes, gradients, the same bits on all ranks."""
 
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -40,12 +41,14 @@ def groups(batches: list, k: int) -> list[list]:
 
 def train(answer, wire, sizes: list[list[int]], k: int) -> tuple:
     """Return the events, the gradients that each step found, and the weights at the end."""
-    rank, found = dist.get_rank(), []
-    model = DistributedDataParallel(module := net(rank))
+    rank = dist.get_rank()
+    found = []
+    module = net(rank)
+    model = DistributedDataParallel(module)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
     def note(what: str) -> None:
-        wire.note(what + " alone" * (not model.require_backward_grad_sync))
+        wire.note(what if model.require_backward_grad_sync else f"{what} alone")
 
     def before_step(*_: object) -> None:
         params = module.named_parameters()
@@ -78,8 +81,11 @@ def test_steps(answer: Path, k: int) -> None:
     """A step for every {k} of 7 micro-batches, and for what is left; one at a time"""
     sizes = SIZES[:2] if k == 3 else SIZES[:1] * 2
     for rank, (events, _, _) in enumerate(grade(answer, train, 2, sizes, k)):
-        notes = [[e.text for e in step if e.op == "note"] for step in by_step(events)]
-        seen = [[int(s.split()[1]) for s in step if "forward" in s] for step in notes]
+        notes = []
+        seen = []
+        for step in by_step(events):
+            notes.append([e.text for e in step if e.op == "note"])
+            seen.append([int(s.split()[1]) for s in notes[-1] if "forward" in s])
         due = groups(sizes[rank], k) * EPOCHS
         expect(seen, due, f"rank {rank}: samples in each forward, step by step, {EPOCHS} epochs")
         if not events[-1].text == "step":
@@ -117,12 +123,13 @@ Gradients = dict[str, torch.Tensor]
 
 def one_process(n: int, sizes: list[list[int]], k: int) -> list[tuple[Gradients, list[dict]]]:
     """Each step's gradients: of one large batch; and by rank, those of known mistakes."""
-    model, log = net(0), []
+    model = net(0)
+    log = []
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     split = [groups(data(rank, sizes[rank]), k) for rank in range(n)]
     for _ in range(EPOCHS):
         for parts in zip(*split, strict=True):
-            due = gradients(model, [batch for group in parts for batch in group])
+            due = gradients(model, [*chain.from_iterable(parts)])
             known = mistakes(model, parts)
             if log:
                 before = log[-1][0]

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from exercises.grading import Wrong, expect, grade
 
-LENGTHS, EPOCHS = (13, 7, 12, 5, 3, 2, 1, 0, 101), range(6)
+LENGTHS = (13, 7, 12, 5, 3, 2, 1, 0, 101)
+EPOCHS = range(6)
 Case = tuple[int, bool, int]  # length, shuffle, epoch
 
 run = partial(grade, forbid=("torch.utils.data.DistributedSampler.__init__",))
@@ -82,7 +83,8 @@ def test_each_epoch(answer: Path, n: int) -> None:
 
 def orders(answer, wire) -> dict[str, list[int]]:
     torch.manual_seed(dist.get_rank())
-    before, drawn = torch.get_rng_state(), {}
+    before = torch.get_rng_state()
+    drawn = {}
     it = sampler(answer, 101, seed=0)
     for epoch in EPOCHS:
         it.set_epoch(epoch)
@@ -101,7 +103,8 @@ def test_orders(answer: Path) -> None:
     """Shuffled anew by epoch and seed, by nothing else"""
     ranks = run(answer, orders, 3)
     for rank, drawn in enumerate(ranks):
-        first, second = drawn["epoch 0"], drawn["epoch 1"]
+        first = drawn["epoch 0"]
+        second = drawn["epoch 1"]
         if first == second:
             raise Wrong(f"rank {rank} has the same order in epochs 0 and 1: does epoch count?")
         if set(first) == set(second):
@@ -142,7 +145,8 @@ def test_over_epochs(answer: Path, n: int) -> None:
     """Each epoch repeats others, until all have had their turn, on {n} ranks"""
     ranks = run(answer, draw, n, False)
     for length, shuffle in product(filter(None, LENGTHS), (False, True)):
-        times, before = Counter(), None
+        times = Counter()
+        before = None
         for epoch in EPOCHS:
             case = length, shuffle, epoch
             now = Counter(chain(*(drawn[case] for drawn in ranks)))
@@ -177,7 +181,8 @@ def train(answer, wire, length: int) -> tuple[list[int], int]:
         TensorDataset(torch.arange(length)), batch_size=3, sampler=sampler(answer, length)
     )
     loader.sampler.set_epoch(3)
-    seen, steps = torch.zeros(length, dtype=torch.int64), 0
+    seen = torch.zeros(length, dtype=torch.int64)
+    steps = 0
     for (batch,) in loader:
         step = torch.bincount(batch, minlength=length)
         dist.all_reduce(step)  # every step has a collective, as in training

@@ -15,7 +15,8 @@ def partition(sizes: list[int], n: int) -> list[int]:
     partition([2, 9, 4, 6, 1], 2) may return [0, 0, 1, 1, 1]: 11 elements each.
     """
     # --- yours
-    owners, held = [0] * len(sizes), [0] * n
+    owners = [0] * len(sizes)
+    held = [0] * n
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         owners[i] = held.index(min(held))
         held[owners[i]] += sizes[i]
@@ -48,14 +49,17 @@ class ZeRO1(torch.optim.Optimizer):
         full = optimizer_class([torch.zeros(1)], **defaults).defaults
         super().__init__(params, full)
         # --- yours
-        rank, n = dist.get_rank(), dist.get_world_size()
-        trained = [p for g in self.param_groups for p in g["params"] if p.requires_grad]
+        rank = dist.get_rank()
+        n = dist.get_world_size()
+        trained = []
+        for group in self.param_groups:
+            trained += [p for p in group["params"] if p.requires_grad]
         owners = partition([p.numel() for p in trained], n)
         self.owner = dict(zip(trained, owners, strict=True))
-        mine = [
-            group | {"params": [p for p in group["params"] if self.owner.get(p) == rank]}
-            for group in self.param_groups
-        ]
+        mine = []
+        for group in self.param_groups:
+            params = [p for p in group["params"] if self.owner.get(p) == rank]
+            mine.append(group | {"params": params})
         self.local = optimizer_class(mine, **defaults)
         # --- end
 

@@ -15,7 +15,8 @@ ZERO = ("torch.distributed.optim.ZeroRedundancyOptimizer.__init__",)
 SHAPES = {"bias": (5,), "embedding": (11, 6), "gain": (1,), "frozen": (9, 9), "up": (6, 7)}
 SHAPES |= {"shift": (7,), "down": (7, 5)}
 P = sum(4 * torch.Size(shape).numel() for name, shape in SHAPES.items() if name != "frozen")
-LARGEST, STEPS = 4 * 66, 4
+LARGEST = 4 * 66
+STEPS = 4
 DECAYED = "embedding", "up", "down", "frozen"
 HOW = {
     "SGD": (SGD, {"lr": 0.1, "momentum": 0.9}),
@@ -69,7 +70,8 @@ def train(build, params: dict, changed: tuple[str, ...], seen) -> None:
 def on_ranks(answer, wire, how: str, changed: tuple[str, ...], few: bool) -> list:
     """Each step's weights and calls."""
     optimizer_class, defaults = HOW[how]
-    params, log = parameters(few), []
+    params = parameters(few)
+    log = []
 
     def seen(step: int) -> None:
         log.append(({name: p.detach().clone() for name, p in params.items()}, wire.calls()))
@@ -87,7 +89,8 @@ def on_ranks(answer, wire, how: str, changed: tuple[str, ...], few: bool) -> lis
 def plain(how: str, changed: tuple[str, ...], few: bool) -> list[dict[str, torch.Tensor]]:
     """The plain optimizer's weights, after each step; last of all those at the start."""
     optimizer_class, defaults = HOW[how]
-    params, log = parameters(few), []
+    params = parameters(few)
+    log = []
     start = {name: p.detach().clone() for name, p in params.items()}
 
     def seen(step: int) -> None:
@@ -118,7 +121,9 @@ def compare(results: list, how: str, changed: tuple[str, ...] = (), few: bool = 
                     raise Wrong(f"{told}: its owner has not updated it, or a stale copy was sent")
                 raise Wrong(f"{told}: its owner has to send it to all")
             for rank, got in enumerate(came):
-                unused = " (it has no gradient in this step)" * (gradients(step)[name] is None)
+                unused = ""
+                if gradients(step)[name] is None:
+                    unused = " (it has no gradient in this step)"
                 same(got, after, f"after step {step}, {name} on rank {rank}{unused}")
 
 
@@ -178,7 +183,9 @@ def storages(tensors: list[torch.Tensor]) -> dict[int, int]:
 def hold(answer, wire) -> tuple[int, int]:
     """Bytes of tensors, weights and gradients apart: the most when any optimizer has just stepped,
     and those at the end."""
-    params, grads, alive = parameters(), gradients(0), []
+    params = parameters()
+    grads = gradients(0)
+    alive = []
     given = storages([*params.values(), *(g for g in grads.values() if g is not None)])
     gc.freeze()  # what there is already need not be searched for tensors
 

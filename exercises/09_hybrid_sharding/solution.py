@@ -42,7 +42,8 @@ def predict(model: nn.Module, nodes: int, per_node: int) -> tuple[int, int]:
     # --- yours
     in_blocks = sum(p.nbytes for p in model.blocks.parameters())
     total = sum(p.nbytes for p in model.parameters())
-    gathered, scattered = total + in_blocks, total
+    gathered = total + in_blocks
+    scattered = total
     inside = (gathered + scattered) * (per_node - 1) // per_node
     return inside, 2 * (total // per_node) * (nodes - 1) // nodes
     # --- end

@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from exercises.grading import Wrong, expect, grade, same
 
-D, HIDDEN = 12, [24, 48, 12]  # rows that 1, 2, 3 and 4 ranks share evenly
+D = 12
+HIDDEN = [24, 48, 12]  # rows that 1, 2, 3 and 4 ranks share evenly
 SHAPES = [(2, 2), (1, 4), (1, 3), (2, 1)]  # (nodes, ranks per node)
 # Float64, numbers below 10: sums of up to 48 terms, there and back through 8 layers, and over 4
 # ranks, in another order than one process's.
@@ -20,7 +21,8 @@ ATOL = 2 * 8 * 48 * 10 * 2**-53
 class Block(nn.Module):
     def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(D, hidden), nn.Linear(hidden, D)
+        self.up = nn.Linear(D, hidden)
+        self.down = nn.Linear(hidden, D)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.tanh(self.up(x)))
@@ -32,7 +34,8 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.last = nn.Linear(D, D), nn.Linear(D, 2 * D)
+        self.first = nn.Linear(D, D)
+        self.last = nn.Linear(D, 2 * D)
         self.blocks = nn.ModuleList(Block(hidden) for hidden in HIDDEN)
         self.double()
         self.whole: list[int] = []
@@ -79,7 +82,8 @@ def build(answer, wire, per_node: int) -> dict[str, tuple]:
 
 def step(answer, wire, per_node: int, predicts: bool = False) -> tuple:
     """One step; returns gradients, what was whole when, what was sent, and what was predicted."""
-    model, nodes = Model(), dist.get_world_size() // per_node
+    model = Model()
+    nodes = dist.get_world_size() // per_node
     predicted = answer.predict(model, nodes, per_node) if predicts else None
     sharded = answer.hybrid(model, per_node)
     before = len(wire.events)
@@ -113,7 +117,8 @@ def check_shards(got: list[dict], whole: dict, per_node: int, of: str, atol: flo
                 raise Wrong(f"{what} is no DTensor: it is in no unit, every rank holds it whole")
             what += f" (over mesh {mesh}, {placements})"
             expect(shard.nbytes, due.nbytes // per_node, f"{what}: bytes of the shard")
-            place, chunks = rank % per_node, due.chunk(per_node)
+            place = rank % per_node
+            chunks = due.chunk(per_node)
             for other, chunk in enumerate(chunks):
                 if other != place and shard.shape == chunk.shape and shard.equal(chunk):
                     told = f"part {other} of {per_node}, which belongs to another rank of the node"
@@ -124,7 +129,8 @@ def check_shards(got: list[dict], whole: dict, per_node: int, of: str, atol: flo
 @pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (1, 3)])
 def test_gradients(answer: Path, nodes: int, per_node: int) -> None:
     """One process's gradients, {nodes} node(s) of {per_node}"""
-    n, model = nodes * per_node, Model()
+    n = nodes * per_node
+    model = Model()
     sum(model(batch(rank)) / n for rank in range(n)).backward()
     due = {name: p.grad for name, p in model.named_parameters()}
     got = [grads for grads, *_ in grade(answer, step, n, per_node)]
@@ -138,7 +144,7 @@ def test_memory(answer: Path) -> None:
         for k, (bytes_whole, block) in enumerate(zip(whole, blocks, strict=True)):
             if bytes_whole > outside + block:
                 told = f"rank {rank}: bytes of parameters that are whole while block {k} works"
-                every = " (all there are)" * (bytes_whole == total)
+                every = " (all there are)" if bytes_whole == total else ""
                 raise Wrong(f"{told}: expected {outside + block:,}, got {bytes_whole:,}{every}")
 
 

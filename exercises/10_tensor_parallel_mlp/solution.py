@@ -58,7 +58,8 @@ class ParallelMLP(nn.Module):
     def __init__(self, w1_HD: Tensor, b1_H: Tensor, w2_DH: Tensor, b2_D: Tensor) -> None:
         super().__init__()
         # --- yours
-        rank, n = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        n = dist.get_world_size()
         w1_hD, b1_h = (whole.tensor_split(n)[rank] for whole in (w1_HD, b1_H))
         w2_Dh = w2_DH.tensor_split(n, dim=1)[rank]
         self.w1, self.b1, self.w2, self.b2 = (

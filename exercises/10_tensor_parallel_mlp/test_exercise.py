@@ -103,12 +103,14 @@ def test_values(answer: Path, n: int) -> None:
 def check_values(n: int, H: int, got: list[tuple]) -> None:
     y, (*grads, x_grad) = oracle(H)
     for rank, (y_got, *_) in enumerate(got):
-        added, where = y + (n - 1) * whole(H)[3], f"H = {H}, rank {rank}"
+        added = y + (n - 1) * whole(H)[3]
+        where = f"H = {H}, rank {rank}"
         refuse(y_got, added, y, f"{where}: y has b2 in it {n} times: it is added before the sum")
         same(y_got, y, f"{where}: y", ATOL)
     for rank, (_, _, mine, _) in enumerate(got):
         for (name, dim), grad in zip(NAMES.items(), grads, strict=True):
-            due, what = parts(grad, dim, n)[rank], f"H = {H}, rank {rank}: gradient of {name}"
+            due = parts(grad, dim, n)[rank]
+            what = f"H = {H}, rank {rank}: gradient of {name}"
             told = f"{what} is {n} times too large: Leave has nothing to sum backward"
             refuse(mine[name], n * due, due, told)
             refuse(mine[name], due / n, due, f"{what} is an n-th of what it is to be")

@@ -31,9 +31,11 @@ def one_f_one_b(stage: int, p: int, m: int) -> list[Action]:
     one_f_one_b(1, 2, 3): F0 B0 F1 B1 F2 B2.
     """
     # --- yours
-    ahead = min(p - 1 - stage, m)
-    steady = [(kind, k + ahead * (kind == "F")) for k in range(m - ahead) for kind in "FB"]
-    return [("F", k) for k in range(ahead)] + steady + [("B", k) for k in range(m - ahead, m)]
+    num_warmup = min(p - 1 - stage, m)
+    order = [("F", k) for k in range(num_warmup)]
+    for k in range(m - num_warmup):
+        order += [("F", num_warmup + k), ("B", k)]
+    return order + [("B", k) for k in range(m - num_warmup, m)]
     # --- end
 
 
@@ -57,15 +59,20 @@ def pipeline_step(stage: nn.Module, inputs: Sequence[Tensor], loss_of: Callable)
     activation crosses each cut once, its gradient once back; nothing else is sent.
     """
     # --- yours
-    rank, p, rows = dist.get_rank(), dist.get_world_size(), sum(map(len, inputs))
-    held, loss, leaving = {}, 0.0, None
+    rank = dist.get_rank()
+    p = dist.get_world_size()
+    rows = sum(map(len, inputs))
+    held = {}
+    loss = 0.0
+    leaving = None
     for done, todo in pairwise([None, *one_f_one_b(rank, p, len(inputs)), None]):
         messages = []
         if done and 0 <= (to := rank + ONWARD[done[0]]) < p:
             messages.append((dist.isend, leaving, to))
         if todo and 0 <= (source := rank - ONWARD[todo[0]]) < p:
             like = inputs[todo[1]] if todo[0] == "F" else held[todo[1]][1]
-            messages.append((dist.irecv, arrived := torch.empty_like(like, device="cpu"), source))
+            arrived = torch.empty_like(like, device="cpu")
+            messages.append((dist.irecv, arrived, source))
         exchange(*messages)
         kind, k = todo or (None, None)
         if kind == "F":
@@ -74,7 +81,8 @@ def pipeline_step(stage: nn.Module, inputs: Sequence[Tensor], loss_of: Callable)
             if rank == p - 1:
                 y = loss_of(y, k) * len(x) / rows
                 loss += y.detach()
-            held[k], leaving = (x, y), y.detach()
+            held[k] = (x, y)
+            leaving = y.detach()
         elif kind == "B":
             x, y = held.pop(k)
             y.backward(arrived if rank < p - 1 else None)

@@ -14,7 +14,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from exercises.grading import Wrong, expect, grade, same
 
-ROWS, WIDTHS = 11, [3, 5, 2, 4, 3]  # stage s maps rows of WIDTHS[s] numbers to WIDTHS[s + 1]
+ROWS = 11
+WIDTHS = [3, 5, 2, 4, 3]  # stage s maps rows of WIDTHS[s] numbers to WIDTHS[s + 1]
 FORBIDDEN = ["torch.distributed.pipelining.PipelineStage.__init__"]
 # Float64, numbers below 10: four layers there and back, sums of up to 11 rows of 5 numbers, in
 # another order than one process's.
@@ -63,7 +64,8 @@ class Stage(Layer):
         super().__init__(s)
         self.s, self.wire, self.p, self.m, self.gate = s, wire, p, m, gate
         self.store = dist.distributed_c10d._get_default_store()
-        self.saved, self.alive = weakref.WeakSet(), []
+        self.saved = weakref.WeakSet()
+        self.alive = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         k = len(self.alive)
@@ -81,7 +83,8 @@ class Stage(Layer):
     def backward_begins(self, k: int) -> None:
         self.wire.note(f"B{k}")
         if self.gate and self.s > 0:
-            ahead, before = min(k + self.p - self.s, self.m - 1), self.s - 1
+            ahead = min(k + self.p - self.s, self.m - 1)
+            before = self.s - 1
             until = time.monotonic() + PATIENCE
             while not self.store.check([f"stage {before}, F{ahead}"]):
                 if time.monotonic() > until:
@@ -100,11 +103,15 @@ def batch(p: int, m: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 def step(answer, wire, m: int, gate: bool = False) -> tuple:
     """One step; returns the loss, gradients, events, and micro-batches alive after each forward."""
-    rank, p = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    p = dist.get_world_size()
     xs, dues = batch(p, m)
     like = [torch.empty(len(x), WIDTHS[rank], dtype=x.dtype, device="meta") for x in xs]
     stage = Stage(rank, wire, p, m, gate)
-    loss_of = lambda y, k: F.mse_loss(y, dues[k])  # noqa: E731
+
+    def loss_of(y: torch.Tensor, k: int) -> torch.Tensor:
+        return F.mse_loss(y, dues[k])
+
     loss = answer.pipeline_step(stage, like if rank else xs, loss_of)
     wire.only("send", "recv")
     if any(not a.equal(b) for a, b in zip(xs, batch(p, m)[0], strict=True)):
@@ -137,7 +144,8 @@ def one_process(p: int, m: int) -> tuple[torch.Tensor, list, dict[str, list]]:
 @pytest.mark.parametrize("m", [6, 2])
 def test_values(answer: Path, n: int, m: int) -> None:
     """One process's gradients and loss, {n} stage(s), {m} micro-batches"""
-    got, (loss, grads, wrong) = grade(answer, step, n, m, forbid=FORBIDDEN), one_process(n, m)
+    got = grade(answer, step, n, m, forbid=FORBIDDEN)
+    (loss, grads, wrong) = one_process(n, m)
     for rank, (loss_got, mine, _, _) in enumerate(got):
         for index, (g, due) in enumerate(zip(mine, grads[rank], strict=True)):
             for mistake, theirs in wrong.items():
@@ -160,7 +168,8 @@ def test_messages(answer: Path, n: int) -> None:
         sends = [event for event in events if event.op == "send"]
         for to, cut in (rank + 1, rank + 1), (rank - 1, rank):
             if 0 <= to < n:
-                mine, whom = [e for e in sends if e.peer == to], f"rank {rank} to rank {to}"
+                mine = [e for e in sends if e.peer == to]
+                whom = f"rank {rank} to rank {to}"
                 expect(len(mine), m, f"{whom}: messages")
                 expect(sum(e.nbytes for e in mine), 8 * ROWS * WIDTHS[cut], f"{whom}: bytes")
         others = set(Counter(e.peer for e in sends)) - {rank - 1, rank + 1}
@@ -172,18 +181,21 @@ def test_order(answer: Path, n: int) -> None:
     """Few idle slots, few micro-batches alive, {n} stages"""
     m = 6
     got = grade(answer, step, n, m, forbid=FORBIDDEN)
-    orders = [[e.text for e in events if e.op == "note"] for _, _, events, _ in got]
+    orders = []
+    for _, _, events, _ in got:
+        orders.append([e.text for e in events if e.op == "note"])
     shown = "".join(f"\n  rank {r}: {' '.join(order)}" for r, order in enumerate(orders))
     for rank, order in enumerate(orders):
         for kind, passes in ("F", "forward passes"), ("B", "backward passes"):
             expect(sum(name[0] == kind for name in order), m, f"rank {rank}: {passes}")
-    idle, one_at_a_time = idle_slots(orders, m), 3 * m * (n - 1)
+    idle = idle_slots(orders, m)
+    one_at_a_time = 3 * m * (n - 1)
     if max(idle) == one_at_a_time:
         told = "one micro-batch at a time goes there and back, while all other stages wait"
         raise Wrong(f"{told}: each idles {max(idle)} slots instead of {3 * (n - 1)}{shown}")
     for rank, (_, _, _, alive) in enumerate(got):
         if max(alive) > n - rank:
-            told = "; all forwards come first (GPipe)" * (max(alive) == m)
+            told = "; all forwards come first (GPipe)" if max(alive) == m else ""
             most = f"expected at most {n - rank}, got {max(alive)}{told}"
             raise Wrong(f"rank {rank}: micro-batches alive: {most}{shown}")
     for rank, slots in enumerate(idle):
@@ -194,7 +206,8 @@ def test_order(answer: Path, n: int) -> None:
 def idle_slots(orders: list[list[str]], m: int) -> list[int]:
     """Of each stage, if every pass begins as soon as it can: F takes one slot, B two."""
     ends: dict[tuple[int, str], int] = {}
-    clock, todo = [0] * len(orders), [list(order) for order in orders]
+    clock = [0] * len(orders)
+    todo = [list(order) for order in orders]
     while any(todo):
         left = sum(map(len, todo))
         for s, passes in enumerate(todo):

@@ -37,7 +37,8 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], l
         pytest.skip("needs a system library (FFCV; see packages.txt)")
     from PIL import Image
 
-    folder, rng = tmp_path_factory.mktemp("photos"), np.random.default_rng(12)
+    folder = tmp_path_factory.mktemp("photos")
+    rng = np.random.default_rng(12)
     for name in reversed(FILES):
         (folder / name).mkdir()
         for file, (width, height, mode) in reversed(FILES[name].items()):
@@ -45,7 +46,9 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], l
             made = Image.merge(mode, [Image.fromarray(band) for band in bands])
             made.save(folder / name / file, **{"quality": 95} if "J" in file else {})
     (folder / "n2" / "about.txt").write_text("One sample, and this file, which is none.")
-    names = [f"{name}/{file}" for name, files in FILES.items() for file in files]
+    names = []
+    for name, files in FILES.items():
+        names += [f"{name}/{file}" for file in files]
     pixels = [np.array(Image.open(folder / name).convert("RGB")) for name in names]
     return folder, names, pixels
 
@@ -58,7 +61,8 @@ def area(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
         parts = np.clip(edges, np.arange(old), np.arange(old) + 1)
         return np.diff(parts, axis=0) * new / old
 
-    rows, columns = weights(height, len(pixels)), weights(width, pixels.shape[1])
+    rows = weights(height, len(pixels))
+    columns = weights(width, pixels.shape[1])
     return np.einsum("yi,xj,ijc->yxc", rows, columns, pixels.astype(float))
 
 
@@ -71,7 +75,8 @@ def stored(pixels: np.ndarray) -> np.ndarray:
 def delivered(pixels: np.ndarray) -> torch.Tensor:
     height, width, _ = pixels.shape
     side = min(height, width)
-    y, x = (height - side) // 2, (width - side) // 2
+    y = (height - side) // 2
+    x = (width - side) // 2
     square = area(pixels[y : y + side, x : x + side], SIDE, SIDE)
     return torch.from_numpy(square).permute(2, 0, 1)
 
@@ -117,10 +122,8 @@ def test_file(answer: Path, photos: tuple, beton: Path) -> None:
     """The file: fields, samples, labels, pixels"""
     folder, names, pixels = photos
     (data,) = grade(answer, write, 1, folder, beton, group=False, deadline=60)
-    count, samples = (
-        int(np.frombuffer(data, "<u2", 1, 2)[0]),
-        int.from_bytes(data[8:16], "little"),
-    )
+    count = int(np.frombuffer(data, "<u2", 1, 2)[0])
+    samples = int.from_bytes(data[8:16], "little")
     described = [data[24 + 1041 * i : 41 + 1041 * i] for i in range(count)]
     fields = [(field[1:].rstrip(b"\0").decode(), field[0]) for field in described]
     expect(fields, [("image", 2), ("label", 1)], "fields, and FFCV's numbers of their types")
@@ -156,7 +159,9 @@ def epochs(answer, wire, path: Path) -> dict[str, list[list[tuple]]]:
     for order, batch in BATCH.items():
         gc.collect()  # an old loader, freed while numba compiles, prints a warning
         loader = answer.loader(path, batch, order == "shuffled", 12)
-        result[order] = [[tuple(x.clone() for x in parts) for parts in loader] for _ in range(2)]
+        result[order] = []
+        for _ in range(2):
+            result[order].append([tuple(x.clone() for x in parts) for parts in loader])
     return result
 
 
@@ -170,7 +175,8 @@ def test_loader(answer: Path, photos: tuple, beton: Path) -> None:
     for order in BATCH:
         seen = [[[], []], [[], []]]
         for epoch, rank in itertools.product(range(2), range(2)):
-            where, batches = f"{order}, epoch {epoch}, rank {rank}", outcomes[rank][order][epoch]
+            where = f"{order}, epoch {epoch}, rank {rank}"
+            batches = outcomes[rank][order][epoch]
             sizes = [len(images) for images, *_ in batches]
             if sum(sizes) == N:
                 raise Wrong(f"{where}: every rank delivers all {N} samples")

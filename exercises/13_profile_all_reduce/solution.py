@@ -46,8 +46,10 @@ def covered(spans: Spans, start: float, end: float) -> float:
 def share(events: list[dict], rank: int) -> Share:
     """What communication costs `rank`, from a trace of all ranks.
 
-    events: the trace's "traceEvents", merged as profiling/02_one_trace_for_all_ranks.py does: `pid`
-    is the rank. Those with `ph` "X", and no others, have `ts` and `dur`, in microseconds.
+    events: all ranks' "traceEvents" in one list, with `pid` the rank, also for what ran on its
+    GPU. (profiling/02_one_trace_for_all_ranks.py merges files so, but for the GPUs, to which it
+    gives a `pid` of their own.) Those with `ph` "X", and no others, have `ts` and `dur`, in
+    microseconds.
 
     A step: `name` "step", `cat` "user_annotation" (a GPU's trace has a twin of another `cat`).
     If the rank has events of `cat` "kernel", a GPU did the work: communication is the kernels whose
@@ -122,7 +124,8 @@ def main() -> None:
     if gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None)
-    rank, grads = dist.get_rank(), [torch.ones(500_000, device=device) for _ in range(4)]
+    rank = dist.get_rank()
+    grads = [torch.ones(500_000, device=device) for _ in range(4)]
 
     def step(x_BB: Tensor) -> None:
         works = []

@@ -30,9 +30,11 @@ def trace(steps: Spans, wire: Spans, busy: Spans, gpu: bool = False, pid: int = 
     """The events of one rank, as torch's profiler names them."""
     events = [event("step", "user_annotation", *s, pid) for s in steps]
     events += [event(f"ProfilerStep#{i}", "user_annotation", *s, pid) for i, s in enumerate(steps)]
-    sent, done = ((NCCL, "kernel"), ("ampere_sgemm_128x64_tn", "kernel"))
+    sent = (NCCL, "kernel")
+    done = ("ampere_sgemm_128x64_tn", "kernel")
     if not gpu:
-        sent, done = ("gloo:all_reduce", "user_annotation"), ("aten::mm", "cpu_op")
+        sent = ("gloo:all_reduce", "user_annotation")
+        done = ("aten::mm", "cpu_op")
     return events + [event(*sent, *s, pid) for s in wire] + [event(*done, *s, pid) for s in busy]
 
 
@@ -97,7 +99,10 @@ def due_of(steps: Spans, wire: Spans, busy: Spans) -> tuple[float, float, float]
     """By counting: every half microsecond is in a set, or is not."""
 
     def ticks(spans: Spans) -> set[int]:
-        return {tick for start, end in spans for tick in range(int(2 * start), int(2 * end))}
+        found = set()
+        for start, end in spans:
+            found |= set(range(int(2 * start), int(2 * end)))
+        return found
 
     inside = ticks(steps)
     sent = ticks(wire) & inside
@@ -157,7 +162,8 @@ def test_share(answer: Path, case: str) -> None:
 
 def test_many(answer: Path) -> None:
     """The share: 60 traces drawn by lot"""
-    rng, cases = random.Random(13), []
+    rng = random.Random(13)
+    cases = []
     for i in range(60):
         ends = sorted(rng.sample(range(400), 2 * rng.randint(1, 4)))
         steps = list(zip(ends[::2], ends[1::2], strict=True))
@@ -176,7 +182,8 @@ def test_many(answer: Path) -> None:
 
 def loop(answer, wire, folder: str, count: int, warmup: int) -> tuple[list[int], list[dict], list]:
     """Which batches `step` saw, the trace's events, and the calls."""
-    rank, seen = dist.get_rank(), []
+    rank = dist.get_rank()
+    seen = []
     os.environ["KINETO_LOG_LEVEL"] = "99"  # else the profiler tells when it starts and stops
 
     def step(batch: torch.Tensor) -> None:
@@ -210,7 +217,8 @@ def test_record(answer: Path, n: int, count: int, warmup: int, tmp_path: Path) -
     for rank, (seen, events, calls) in enumerate(outcomes):
         expect(seen, list(range(count)), f"rank {rank}: batches that step was called with")
         expect([e.op for e in calls], ["all_reduce"] * count, f"rank {rank}: its calls")
-        marks, calls = spans_of(events, "batch "), spans_of(events, "c10d::allreduce_")
+        marks = spans_of(events, "batch ")
+        calls = spans_of(events, "c10d::allreduce_")
         due = [f"batch {i}" for i in range(warmup, count)]
         expect([name for *_, name in marks], due, f"rank {rank}: steps that its trace has seen")
         ranges = spans_of([e for e in events if e.get("cat") == "user_annotation"], "step")

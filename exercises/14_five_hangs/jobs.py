@@ -41,7 +41,8 @@ def job_2(batches: Batches, w: Tensor) -> Tensor:
 
 def job_3(w: Tensor) -> Tensor:
     """Gossip: average w with the one neighbour, then with the other."""
-    rank, n = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    n = dist.get_world_size()
     for round in range(2):
         partner = rank + 1 if (rank + round) % 2 == 0 else rank - 1
         if 0 <= partner < n:
@@ -89,7 +90,8 @@ def given(job: int, n: int) -> list[tuple]:
     def some_batches(count: int) -> Batches:
         return [(numbers(2, 6), numbers(2)) for _ in range(count)]
 
-    w, of_rank = numbers(6), []
+    w = numbers(6)
+    of_rank = []
     names = ["weight", "num_batches_tracked", "bias"]
     for r in range(n):
         if job == 1:

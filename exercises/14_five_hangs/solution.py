@@ -61,7 +61,8 @@ def job_3(w: Tensor) -> Tensor:
     A rank sends one message to each of its partners, and waits for every call that it starts.
     """
     # --- yours
-    rank, n = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    n = dist.get_world_size()
     for round in range(2):
         partner = rank + 1 if (rank + round) % 2 == 0 else rank - 1
         if 0 <= partner < n:

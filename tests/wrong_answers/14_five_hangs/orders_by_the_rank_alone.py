@@ -26,7 +26,8 @@ def job_2(batches, w):
 
 
 def job_3(w):
-    rank, n = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    n = dist.get_world_size()
     for round in range(2):
         partner = rank + 1 if (rank + round) % 2 == 0 else rank - 1
         if 0 <= partner < n:

@@ -1,0 +1,546 @@
+"""FFCV's .beton file, byte by byte, and training on it
+====================================================
+
+**Question.** What lies in a .beton file, where does FFCV put the batches it makes of it, and is a
+model that is trained on them the same as one that a DataLoader fed?
+
+**Predict**, and write it down before you run:
+
+1. 130 images of 160 x 240 pixels are stored raw, three bytes per pixel, in pages of 2 MiB, none
+   across two pages. How many pages do they need, and how many bytes has the whole file?
+2. A loader hands you 17 batches per epoch. In how many buffers do they lie?
+3. You keep all 17 batches, 8 samples each, in a list. How many different samples are in the list
+   when the epoch has ended?
+4. DistributedDataParallel trains on FFCV's batches, then on a DataLoader's with the same seed. By
+   how much do the two test losses differ?
+
+**Run.**
+
+    torchrun --standalone --nproc-per-node=4 02_beton_file.py   # one rank per GPU, else gloo
+    python 02_beton_file.py                                     # the same, started for you
+
+Takes 24 s with 4 ranks on 2 cores (gloo, torch 2.15), most of it compiling. Not run on several
+GPUs. One node. FFCV needs the Debian packages of packages.txt, then `pip install -e '.[ffcv]'`.
+
+**Try.** In `keep_an_epoch` clone what is kept (`index.clone()`): which claim fails? Leave out
+`sampler.set_epoch(epoch)`: which claims fail now, and why does training still succeed?
+
+**Before.** data-loading/01_ffcv_distributed_optimization.py: what FFCV is for.
+
+**Next.** exercises/12_beton; then data-loading/03_orders_pages_memory.py
+"""
+
+import argparse
+import contextlib
+import ctypes
+import gc
+import json
+import logging
+import math
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+# A *rank* is one of WORLD_SIZE processes that run this same file. `claim(text, predicted,
+# measured)` prints one row of the ledger and must be called by every rank. It, `setup`, `print0`,
+# `blocked` and `finish` stand in the last cell, the same in every lesson; you need not read them.
+RANK = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1")))
+
+Loader = None
+if "RANK" in os.environ or WORLD_SIZE > 1:  # a launcher needs none of it
+    os.environ["NUMBA_OPT"] = "0"  # compile quickly: nothing here is timed
+    with contextlib.suppress(ImportError):  # the extra [ffcv]
+        from ffcv.fields import IntField, RGBImageField, decoders
+        from ffcv.loader import Loader, OrderOption
+        from ffcv.transforms import ToTensor
+        from ffcv.writer import DatasetWriter
+
+N = 130  # images, HEIGHT x WIDTH pixels of three bytes
+HEIGHT = 160
+WIDTH = 240
+PAGE = 2**21  # bytes: 2 MiB
+SEED = 0
+
+# %% [markdown]
+# ## 1. The layout of a .beton file
+#
+# A folder of a million JPEGs means a million files to open, in an order that changes each epoch.
+# FFCV writes them into one file instead, in **pages** of a fixed size, so that a sample is found by
+# arithmetic and a page is read as a whole (Leclerc et al., 2023):
+#
+#     0        24              24 + 1041 f          PAGE                             end
+#     ┌────────┬───────────────┬──────────────────┬─┬────────┬────────┬───┬────────┬────────────┐
+#     │ header │ f descriptions│ N rows: width,   │ │ page 1 │ page 2 │...│ page k │ allocation │
+#     │        │ of the fields │ height, start ...│ │ sample after sample│        │ table      │
+#     └────────┴───────────────┴──────────────────┴─┴────────┴────────┴───┴────────┴────────────┘
+#                                                    no sample lies in two pages    24 bytes each
+#
+# The **header** counts fields and samples and says where the allocation table begins. A **row**
+# holds what is small (a label, an image's size) itself, and for what is large the position in the
+# pages; rows are aligned as a C compiler would align them. The **allocation table** repeats, for
+# each sample, where it starts and how many bytes it has. All numbers are little-endian, so NumPy
+# reads the whole file with five dtypes and no code of FFCV's.
+
+# %%
+HEADER = np.dtype(
+    [("version", "<u2"), ("fields", "<u2"), ("page", "<u4"), ("samples", "<u8"), ("table", "<u8")]
+)
+FIELD = np.dtype([("type", "u1"), ("name", "S16"), ("arguments", "V1024")])
+IMAGE = np.dtype([("mode", "u1"), ("width", "<u2"), ("height", "<u2"), ("start", "<u8")])
+ROW = np.dtype([("image", IMAGE), ("label", "<i8"), ("index", "<i8")], align=True)
+ENTRY = np.dtype([("sample", "<u8"), ("start", "<u8"), ("size", "<u8")])
+
+
+def parse(path: Path) -> tuple[np.void, np.ndarray, np.ndarray, np.ndarray]:
+    """Return header, fields, rows and allocation table of a .beton file of ROWs, without FFCV."""
+    data = np.fromfile(path, np.uint8)
+    header = data[: HEADER.itemsize].view(HEADER)[0]
+    end_of_fields = HEADER.itemsize + FIELD.itemsize * int(header["fields"])
+    end_of_rows = end_of_fields + ROW.itemsize * int(header["samples"])
+    fields = data[HEADER.itemsize : end_of_fields].view(FIELD)
+    rows = data[end_of_fields:end_of_rows].view(ROW)
+    return header, fields, rows, data[int(header["table"]) :].view(ENTRY)
+
+
+def pixels_of(data: np.ndarray, row: np.void) -> np.ndarray:
+    """Return the pixels (H, W, 3) of one raw image in the bytes of a .beton file."""
+    start = int(row["image"]["start"])
+    height = int(row["image"]["height"])
+    width = int(row["image"]["width"])
+    return data[start : start + height * width * 3].reshape(height, width, 3)
+
+
+# %% [markdown]
+# ## 2. Writing a file, opening a loader
+#
+# FFCV writes the file from anything with a length and items, one **field** per member of an item.
+# To read it, each field gets a **pipeline**: a decoder, then operations. A `Loader` turns the
+# pipelines into Python source, one function per stage, which numba compiles when the first batch is
+# made; that is the wait before the first epoch. The images here are crops of two photographs.
+
+
+# %%
+class Images:
+    """(pixels, label, index) of each image, the same on every rank.
+
+    The images are crops of the two photographs that scikit-learn ships, half of them upside down;
+    the label says which photograph it is, and which way up.
+    """
+
+    def __init__(self, count: int, seed: int) -> None:
+        from sklearn.datasets import load_sample_images
+
+        self.photographs = load_sample_images().images  # two of 427 x 640 pixels
+        self.count = count
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int, int]:
+        random = np.random.default_rng([self.seed, index])
+        label = int(index) % 4
+        y = random.integers(427 - 2 * HEIGHT)
+        x = random.integers(640 - 2 * WIDTH)
+        crop_HWC = self.photographs[label % 2][y:, x:][: 2 * HEIGHT : 2, : 2 * WIDTH : 2]
+        if label >= 2:
+            crop_HWC = crop_HWC[::-1]
+        return np.ascontiguousarray(crop_HWC), label, int(index)
+
+
+def write_beton(path: Path) -> None:
+    """Write N images as raw pixels, with label and index, by FFCV's own writer."""
+    multiprocessing.set_start_method("fork", force=True)  # FFCV's writers inherit what they need
+    fields = {"image": RGBImageField("raw"), "label": IntField(), "index": IntField()}
+    writer = DatasetWriter(str(path), fields, page_size=PAGE, num_workers=1)
+    writer.from_indexed_dataset(Images(N, SEED), chunksize=16)
+    for process in multiprocessing.active_children():
+        process.join()
+
+
+def open_beton(path: Path, batch_size: int, order: str = "RANDOM", **options: object) -> "Loader":
+    """Return FFCV's loader of whole images, labels and indices, with one thread per rank."""
+    gc.collect()  # an old loader, freed while numba compiles, prints "Exception ignored: KeyError"
+    pipelines = {
+        "image": [decoders.SimpleRGBImageDecoder(), ToTensor()],
+        "label": [decoders.IntDecoder(), ToTensor()],
+        "index": [decoders.IntDecoder(), ToTensor()],
+    }
+    options = {"seed": SEED, "num_workers": 1, "drop_last": False} | options
+    return Loader(str(path), batch_size, order=OrderOption[order], pipelines=pipelines, **options)
+
+
+# %% [markdown]
+# ## 3. Batches are written over
+#
+# The compiled functions fill buffers that were allocated before: `batches_ahead` batches (3 by
+# default) wait in a queue, one is being made, and one is yours. So batches live in five buffers:
+#
+#     batch       0   1   2   3   4   5   6   7  ...
+#     buffer      0   1   2   3   4   0   1   2  ...      batch 5 overwrites batch 0
+#
+# That saves an allocation per batch, and it is a trap: keep a batch and you keep its memory, not
+# its values. Whoever needs it later clones it, or copies it to a GPU, which is a clone.
+
+
+# %%
+def keep_an_epoch(loader: "Loader") -> tuple[set[int], list[torch.Tensor]]:
+    """Return the addresses of an epoch's batches, and the indices as they were handed out."""
+    addresses = set()
+    kept = []
+    for image_BHWC, _, index in loader:
+        addresses.add(image_BHWC.data_ptr())
+        kept.append(index)
+    return addresses, kept
+
+
+# %% [markdown]
+# ## 4. Training on FFCV's batches
+#
+# `distributed=True` lets torch's `DistributedSampler` choose each rank's samples. Raw pixels are
+# the dataset's own, and nothing here is augmented at random, so FFCV's batches are the DataLoader's
+# to the bit, and so is whatever DistributedDataParallel makes of them. With FFCV's JPEGs, which it
+# may encode again, or with its random crops, batches would agree in distribution only.
+
+
+# %%
+EPOCHS = 16
+GLOBAL_BATCH = 32  # images per step, over all ranks
+
+
+def train(epoch_of: Callable, test: list, device: torch.device) -> tuple[float, float]:
+    """Return test loss and accuracy after EPOCHS epochs of `epoch_of(epoch)`."""
+    torch.manual_seed(SEED)
+    features = [nn.AvgPool2d(16), nn.Flatten(), nn.Linear(450, 64), nn.ReLU(), nn.Linear(64, 4)]
+    model = nn.Sequential(*features).to(device)
+    ddp = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
+    for epoch in range(EPOCHS):
+        for image_BHWC, label_B1, _ in epoch_of(epoch):
+            optimizer.zero_grad()
+            logits = ddp(as_floats(image_BHWC, device))
+            loss = nn.functional.cross_entropy(logits, label_B1.flatten().to(device))
+            loss.backward()
+            optimizer.step()
+    with torch.no_grad():
+        logits = model(as_floats(test[0], device))
+    labels = test[1].to(device)
+    accuracy = (logits.argmax(1) == labels).double().mean().item()
+    return nn.functional.cross_entropy(logits, labels).item(), accuracy
+
+
+def as_floats(image_BHWC: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return images (B, 3, H, W) between 0 and 1."""
+    return image_BHWC.to(device).permute(0, 3, 1, 2).contiguous().float() / 255
+
+
+# %% [markdown]
+# ## 5. How it is measured
+#
+# Rank 0 writes the file into a temporary folder, and all ranks read it. The length of the file is
+# predicted from the layout. Every pixel that NumPy finds is compared with the image that was handed
+# to the writer. The oracle of training is the same loop over a DataLoader; everything is compared
+# for equality, without tolerance, because both see the same bits in the same order. (On GPUs,
+# atomic additions may differ from run to run, so there a small tolerance is allowed.)
+
+
+# %%
+def check_file(path: Path) -> None:
+    """Claim the file's length, and that NumPy reads every pixel and label out of it."""
+    header, fields, rows, _ = parse(path)
+    named = [f"{field['name'].decode()} (type {field['type']})" for field in fields]
+    print0(f"{'':13}version {header['version']}; {', '.join(named)}; {ROW.itemsize} bytes per row")
+    claim("samples, as the header says", N, header["samples"])
+    images_per_page = PAGE // (HEIGHT * WIDTH * 3)
+    pages = math.ceil(N / images_per_page)
+    claim("pages of samples", pages, header["table"] / PAGE - 1, question=1)
+    length = PAGE + pages * PAGE + N * ENTRY.itemsize  # header, fields and rows fit one page
+    claim("bytes of the file", length, path.stat().st_size, question=1)
+
+    data = np.memmap(path, np.uint8, "r")
+    images = Images(N, SEED)
+    wrong = 0
+    for row in rows:
+        pixels, label, _ = images[row["index"]]
+        wrong += int((pixels_of(data, row) != pixels).sum()) + int(label != row["label"])
+    claim("pixels and labels that NumPy reads wrong", 0, wrong)
+
+
+def from_rank_0(value: object) -> object:
+    """Return rank 0's `value` on every rank."""
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+
+def check_buffers(path: Path) -> None:
+    loader = open_beton(path, batch_size=8)
+    addresses, kept = keep_an_epoch(loader)
+    claim(
+        "buffers that an epoch's batches lie in",
+        loader.batches_ahead + 2,
+        len(addresses),
+        question=2,
+    )
+    left = len(set(torch.cat(kept).flatten().tolist()))
+    in_buffers = 8 * (loader.batches_ahead + 2)
+    claim("different samples in the batches that were kept", in_buffers, left, question=3)
+
+
+def check_training(path: Path, device: torch.device) -> None:
+    """Train on FFCV's batches and on the DataLoader's; claim that nothing differs."""
+    batch_size = max(1, GLOBAL_BATCH // WORLD_SIZE)
+    loader = open_beton(path, batch_size, distributed=True)
+    sampler = DistributedSampler(Images(N, SEED), seed=SEED)
+    data_loader = DataLoader(sampler.dataset, batch_size, sampler=sampler)
+
+    def from_ffcv(epoch: int) -> Iterable:
+        loader.next_epoch = epoch  # which FFCV counts up by itself
+        return loader
+
+    def from_data_loader(epoch: int) -> Iterable:
+        sampler.set_epoch(epoch)
+        return data_loader
+
+    different = 0
+    for ours, theirs in zip(from_ffcv(1), from_data_loader(1), strict=True):
+        different += int((ours[0] != theirs[0]).sum())
+    claim("pixels that differ in epoch 1", 0, different)
+    test = next(iter(DataLoader(Images(32, SEED + 1), 32)))
+    ffcv_loss, ffcv_accuracy = train(from_ffcv, test, device)
+    loss, accuracy = train(from_data_loader, test, device)
+    slack = 0 if device.type == "cpu" else 1e-3
+    claim("test loss, FFCV's minus DataLoader's", 0, ffcv_loss - loss, atol=slack, question=4)
+    claim("test accuracy, FFCV's minus DataLoader's", 0, ffcv_accuracy - accuracy, atol=slack)
+    claim("test accuracy", 0.9, ffcv_accuracy, ">=")
+
+
+# %% [markdown]
+# ## What you should have seen
+#
+# 1. An image has 115,200 bytes, so 18 fit a page and 130 images need 8 pages. With the page before
+#    them (header, fields, rows) and 24 bytes per sample in the allocation table, the file has
+#    18,877,488 bytes. Padding costs 1% here; an image slightly larger than half a page would cost
+#    almost half the file, so pages are chosen many times larger than samples (FFCV's default is
+#    8 MiB). NumPy reads every pixel: the format needs no library.
+# 2. Five: three wait in the queue, one is being made, one is yours.
+# 3. 40 of 130: what five buffers of 8 hold when the epoch ends. The list has 17 tensors, but each
+#    shares its memory with three or four others, and shows what was written there last.
+# 4. By nothing at all: same samples, same order, same bits, so the same losses. A loader changes
+#    when a batch comes, and must not change what is in it.
+#
+# **Try.** Cloned indices are all 130 different ones, so claim 3 fails: the trap is gone. Without
+# `set_epoch` the DataLoader repeats its first order in every epoch: pixels differ in epoch 1 and so
+# do the losses; yet the model learns, and nothing but a comparison would tell you.
+#
+# On GPUs, FFCV's `ToDevice` copies a batch on a stream of its own while the one before is used. At
+# a thousand ranks the file lies on a network file system, and what counts is how many pages are
+# open at once: data-loading/03_orders_pages_memory.py.
+
+
+# %%
+def main() -> None:
+    command_line()
+    launch()
+    if int(os.environ.get("LOCAL_WORLD_SIZE", WORLD_SIZE)) != WORLD_SIZE:
+        refuse(f"needs one node, whose ranks share a folder, got {WORLD_SIZE} ranks on several")
+    device = setup()
+    if Loader is None:
+        for text in ("the file", "buffers", "training on FFCV's batches"):
+            blocked(text, needs="FFCV: see the docstring")
+        finish()
+    with tempfile.TemporaryDirectory(prefix="beton-") as folder:
+        path = Path(from_rank_0(folder)) / "raw.beton"
+        if RANK == 0:
+            write_beton(path)
+        dist.barrier()
+        check_file(path)
+        check_buffers(path)
+        check_training(path, device)
+        dist.barrier()  # the folder goes when all have read it
+    finish()
+
+
+# %% [markdown]
+# ## Plumbing, the same in every lesson: join the group, print, check a claim, leave
+
+# %%
+ledger: list[dict] = []  # one row per claim, the same on every rank
+
+
+def command_line(flags: dict[str, dict] | None = None) -> argparse.Namespace:
+    """Read the flags, given as {name: arguments of add_argument}; --help and mistakes end here."""
+    as_it_is = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_it_is)
+    for name, arguments in (flags or {}).items():
+        parser.add_argument(name, **arguments)
+    parser.error = refuse
+    return parser.parse_args()
+
+
+def launch() -> None:
+    """Plain `python lesson.py`: be torchrun, one rank per GPU if there are several, else 4."""
+    if "RANK" in os.environ or WORLD_SIZE > 1:
+        return  # this is a rank already: torchrun or srun has started it
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    gpus = torch.cuda.device_count()
+    ranks = gpus if gpus > 1 else 4
+    os.environ["LAUNCHER"] = str(os.getpid())
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
+    logging.disable()  # the rank that fails says why
+    try:
+        torchrun(["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", *sys.argv])
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        sys.exit(f"rank {rank} was ended by {failure.signal_name()}" if failure.exitcode < 0 else 1)
+    except SignalException as error:
+        sys.exit(128 + error.sigval)
+    sys.exit()
+
+
+def setup() -> torch.device:
+    """Join the process group: NCCL if every local rank has a GPU of its own, else gloo."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the launcher
+    parent = str(os.getppid())
+    if os.environ.pop("LAUNCHER", parent) != parent:
+        sys.exit(1)  # it was killed before that line
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank that waits inside C++ too
+    if "RANK" not in os.environ:
+        name_ranks_as_torchrun_does()
+    gpus = torch.cuda.device_count()
+    local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    if gpus >= local_ranks:
+        backend = "nccl"
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group(backend, device_id=device, timeout=timedelta(minutes=2))
+    else:
+        backend = f"gloo ({gpus} GPUs visible, {local_ranks} ranks here)"
+        device = torch.device("cpu")
+        dist.init_process_group("gloo", timeout=timedelta(minutes=2))
+    sys.excepthook = crash  # only now: init_process_group sets one of its own
+    print0(f"{WORLD_SIZE} ranks, {backend}, torch {torch.__version__}\n")
+    print0(f"{'':13}{'claim':50} {'predicted':22} {'measured':>11}")
+    return device
+
+
+def name_ranks_as_torchrun_does() -> None:
+    """Under `srun`, one task per rank: set the variables that torchrun would have set."""
+    slurm = os.environ
+    first_node = re.match(r"([^,[]+)(?:\[(\d+))?", slurm["SLURM_STEP_NODELIST"])  # of "gpu[03-07]"
+    tasks_here = re.match(r"\d+", slurm["SLURM_STEP_TASKS_PER_NODE"])  # of "4(x2)"
+    os.environ |= {"RANK": str(RANK), "WORLD_SIZE": str(WORLD_SIZE)}
+    os.environ |= {"LOCAL_RANK": slurm["SLURM_LOCALID"], "LOCAL_WORLD_SIZE": tasks_here[0]}
+    os.environ["MASTER_ADDR"] = first_node[1] + (first_node[2] or "")
+    os.environ["MASTER_PORT"] = str(20_000 + int(slurm["SLURM_JOB_ID"]) % 10_000)
+
+
+def print0(*words: object) -> None:
+    """Print on rank 0 only."""
+    if RANK == 0:
+        print(*words, flush=True)
+
+
+def refuse(rule: str) -> None:
+    """End before the first collective with one message, from rank 0: rule, value, remedy."""
+    if RANK != 0:
+        time.sleep(30)  # the launcher ends us meanwhile
+    sys.exit(f"{sys.argv[0]}: {rule}")
+
+
+def claim(
+    text: str,
+    predicted: float,
+    measured: float,
+    sign: str = "=",
+    atol: float = 0.0,
+    question: int | None = None,
+    timed: bool = False,
+    rank: int | None = None,
+) -> None:
+    """Check `measured sign predicted` (=, <=, >=), give or take `atol`, on all ranks; all call.
+
+    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers;
+    `timed` says that a clock decides.
+    """
+    pairs = [(float(predicted), float(measured), float(atol))]
+    if dist.is_initialized():
+        pairs = pairs * WORLD_SIZE
+        dist.all_gather_object(pairs, pairs[0])
+    errors = []
+    for p, m, slack in pairs:
+        error = {"=": abs(m - p), "<=": m - p, ">=": p - m}[sign] - slack
+        errors.append(math.inf if math.isnan(error) else error)
+    worst = errors.index(max(errors)) if rank is None else rank
+    verdict = "PASS" if errors[worst] <= 0 else "FAIL"
+    p, m, slack = pairs[worst]
+    between = f"{sign:>2} {readable(p)}" + (f" ±{slack:.2g}" if slack else "")
+    mark = f"{question}." if question else ""
+    print0(f"  {verdict:7} {mark:2} {text:50} {between:22} {readable(m):>11}")
+    if verdict == "FAIL":
+        print0(f"{'':13}off by {m - p:.3g} on rank {worst}")
+    row = {"claim": text, "verdict": verdict, "sign": sign, "rank": worst, "slack": slack}
+    row |= {"predicted": p, "measured": m if math.isfinite(m) else str(m)}  # JSON knows no NaN
+    ledger.append(row | {"question": question, "timed": timed})
+
+
+def readable(x: float) -> str:
+    """Whole numbers in full, others to six digits."""
+    return f"{x:,.0f}" if x.is_integer() and abs(x) < 1e12 else f"{x:,.6g}"
+
+
+def blocked(text: str, needs: str) -> None:
+    """Record what this machine cannot answer, and what would."""
+    print0(f"  BLOCKED    {text:50} needs {needs}")
+    ledger.append({"claim": text, "verdict": "BLOCKED", "needs": needs})
+
+
+def crash(*error: object) -> None:
+    """Leave without ceremony, since peers may be stuck. The first rank that fails says why."""
+    first = dist.distributed_c10d._get_default_store().add("crashes", 1) == 1
+    time.sleep(1 if first else 30)  # the launcher ends us meanwhile, if a peer's death is the cause
+    print(f"rank {RANK}:", file=sys.stderr)
+    sys.__excepthook__(*error)
+    os._exit(1)
+
+
+def finish() -> None:
+    """Write the ledger where LESSON_JSON says; exit 1 if a claim failed or none was made."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    verdicts = Counter(row["verdict"] for row in ledger)
+    print0(f"\n  {verdicts['PASS']} PASS, {verdicts['FAIL']} FAIL, {verdicts['BLOCKED']} BLOCKED")
+    if RANK == 0 and "LESSON_JSON" in os.environ:
+        about = {"ranks": WORLD_SIZE, "torch": torch.__version__, "python": sys.version}
+        about["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        about |= {"cpus": os.cpu_count(), "date": time.strftime("%F"), "ledger": ledger}
+        with open(os.environ["LESSON_JSON"], "w") as file:
+            json.dump(about, file, indent=1)
+    code = int(verdicts["FAIL"] > 0 or verdicts["PASS"] == 0)
+    if __name__ == "__main__":
+        os._exit(code)  # threads of a group that something still holds can abort a plain exit
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,548 @@
+"""Traversal orders, pages and memory: what a shuffle costs a loader
+=================================================================
+
+**Question.** How many pages of a file, and how much memory, does each traversal order need, and do
+the ranks of one machine share it?
+
+**Predict**, and write it down before you run:
+
+1. A file has 8 pages. A loader takes one sample after the other. How many pages are open at once,
+   from a page's first sample to its last, in file order, in FFCV's quasi-random order, and in a
+   random order?
+2. All n ranks have mapped this file into memory. How many copies of it does the machine hold? How
+   many does `top` (RES, or RSS) seem to show?
+3. A loader with `os_cache=False` keeps pages in memory of its own, each from three batches before
+   its first sample to its last. It reads the file in quasi-random order, one sample per batch. How
+   many of the 8 pages does it hold at most?
+4. 130 samples are shared by n ranks, which must all take equally many. How many come twice?
+
+**Run.**
+
+    torchrun --standalone --nproc-per-node=4 03_orders_pages_memory.py   # one rank per GPU, or gloo
+    python 03_orders_pages_memory.py                                     # the same
+
+Takes 22 s with 4 ranks on 2 cores (gloo, torch 2.15), most of it compiling. Not run on several
+GPUs. One node. FFCV needs the Debian packages of packages.txt, then `pip install -e '.[ffcv]'`.
+
+**Try.** In `shard` begin each share one sample later: which claims fail? In `check_shares` leave
+out `indices=mine`: training would go on as before, so what tells you?
+
+**Before.** data-loading/02_beton_file.py: pages, and what a loader's buffers are.
+
+**Next.** fundamentals/04_latency_and_bandwidth.py, for what a network file system adds; or back to
+the README's path.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import gc
+import json
+import logging
+import math
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+# A *rank* is one of WORLD_SIZE processes that run this same file. `claim(text, predicted,
+# measured)` prints one row of the ledger and must be called by every rank. It, `setup`, `print0`,
+# `blocked` and `finish` stand in the last cell, the same in every lesson; you need not read them.
+RANK = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1")))
+
+Loader = None
+if "RANK" in os.environ or WORLD_SIZE > 1:  # a launcher needs none of it
+    os.environ["NUMBA_OPT"] = "0"  # compile quickly: nothing here is timed
+    with contextlib.suppress(ImportError):  # the extra [ffcv]
+        from ffcv.fields import IntField, RGBImageField, decoders
+        from ffcv.loader import Loader, OrderOption
+        from ffcv.transforms import ToTensor
+        from ffcv.traversal_order import QuasiRandom, Random, Sequential
+        from ffcv.writer import DatasetWriter
+
+N = 130  # images, HEIGHT x WIDTH pixels of three bytes
+HEIGHT = 160
+WIDTH = 240
+PAGE = 2**21  # bytes: 2 MiB, which 18 images share
+SEED = 0
+
+# %% [markdown]
+# ## 1. Sequential, quasi-random and random order
+#
+# Stochastic gradient descent wants samples in random order; a disk wants them in file order. A page
+# is **open** from its first sample to its last, and while it is open it should be in memory. FFCV
+# offers three orders. Each row below is a page, time runs to the right, and x is one sample:
+#
+#               SEQUENTIAL               QUASI_RANDOM             RANDOM
+#     page 1    xxxx                     x xx         x           x      x    x   x
+#     page 2        xxxx                       xx x xx              x x    x        x
+#     page 3            xxxx              x  x    x                x    x      x   x
+#     page 4                xxxx                 x  x   xx x         x    x     x    x
+#     open      1 page at a time         a few                    all, nearly from the start
+#
+# QUASI_RANDOM shuffles the pages, opens some of them, and draws at random from these; when one is
+# used up, the next is opened. (FFCV opens twice as many pages as a batch has samples; the paper
+# says as many.) RANDOM costs nothing while the file fits into memory, and a page read for nearly
+# each sample when it does not.
+
+
+# %%
+def open_at_once(batches: Iterable[Iterable[int]], ahead: int = 0) -> int:
+    """Return the most pages open at once, if batch i takes samples from the pages batches[i].
+
+    A page is opened `ahead` batches before its first sample, and closed after its last.
+    """
+    opened = {}
+    closed = {}
+    last = -1
+    for last, pages in enumerate(batches):
+        for page in pages:
+            opened.setdefault(page, max(0, last - ahead))
+            closed[page] = last
+    counts = []
+    for now in range(last + 1):
+        counts.append(sum(opened[page] <= now <= closed[page] for page in opened))
+    return max(counts)
+
+
+# %% [markdown]
+# ## 2. One page cache for all ranks
+#
+# With `os_cache=True`, the default, FFCV **maps** the file into its address space. The kernel reads
+# a page from disk when somebody touches it, and keeps it in its **page cache**, once per machine:
+#
+#     rank 0 ── map ──┐
+#     rank 1 ── map ──┼──> the page cache: one copy of each page ──> disk
+#     rank 2 ── map ──┘
+#
+# Tools mislead here. **RSS**, a process's resident set, counts each shared page in full, in every
+# process; **PSS** divides it by the number of processes that share it, so that sums are true.
+
+
+# %%
+def mapped_bytes(path: Path, measure: str) -> int:
+    """Return the bytes of `path` in this process's memory, by "Rss" or "Pss" (Linux, smaps)."""
+    mappings = re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
+    kib = 0
+    for mapping in mappings:
+        if str(path) in mapping.partition("\n")[0]:
+            kib += int(re.search(rf"^{measure}: +(\d+) kB", mapping, re.M)[1])
+    return 1024 * kib
+
+
+# %% [markdown]
+# ## 3. Quasi-random order on several ranks
+#
+# FFCV refuses QUASI_RANDOM together with `distributed=True`. What is missing is easily given: let
+# each rank open the file as if it were alone, with a share of neighboring samples as `indices`:
+#
+#     samples   0 ........ 32 | 33 ........ 65 | 66 ........ 98 | 99 .. 129, 0, 1
+#               rank 0          rank 1           rank 2           rank 3
+#
+# All ranks must take equally many steps, or the last all-reduce of an epoch hangs. Where n does not
+# divide N, the last rank begins again at sample 0. There is a price: a share stays the same in
+# every epoch, and only the order within it changes.
+#
+# For files larger than memory there is `os_cache=False`: a rank then reads pages into memory of its
+# own, three batches ahead, and frees each after its last sample. Nothing is shared, but little is
+# held.
+
+
+# %%
+def shard(rank: int, ranks: int, samples: int) -> np.ndarray:
+    """Return equally many neighboring samples for each rank; the last ones begin again at 0."""
+    each = math.ceil(samples / ranks)
+    return np.arange(rank * each, (rank + 1) * each) % samples
+
+
+# %% [markdown]
+# ## 4. The file and its loader
+#
+# As in data-loading/02_beton_file.py: crops of two photographs, raw pixels, and one thread per
+# rank, since the ranks share the cores.
+
+
+# %%
+class Images:
+    """(pixels, label, index) of each image, the same on every rank.
+
+    The images are crops of the two photographs that scikit-learn ships, half of them upside down;
+    the label says which photograph it is, and which way up.
+    """
+
+    def __init__(self, count: int, seed: int) -> None:
+        from sklearn.datasets import load_sample_images
+
+        self.photographs = load_sample_images().images  # two of 427 x 640 pixels
+        self.count = count
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int, int]:
+        random = np.random.default_rng([self.seed, index])
+        label = int(index) % 4
+        y = random.integers(427 - 2 * HEIGHT)
+        x = random.integers(640 - 2 * WIDTH)
+        crop_HWC = self.photographs[label % 2][y:, x:][: 2 * HEIGHT : 2, : 2 * WIDTH : 2]
+        if label >= 2:
+            crop_HWC = crop_HWC[::-1]
+        return np.ascontiguousarray(crop_HWC), label, int(index)
+
+
+def write_beton(path: Path) -> None:
+    """Write N images as raw pixels, with label and index, by FFCV's own writer."""
+    multiprocessing.set_start_method("fork", force=True)  # FFCV's writers inherit what they need
+    fields = {"image": RGBImageField("raw"), "label": IntField(), "index": IntField()}
+    writer = DatasetWriter(str(path), fields, page_size=PAGE, num_workers=1)
+    writer.from_indexed_dataset(Images(N, SEED), chunksize=16)
+    for process in multiprocessing.active_children():
+        process.join()
+
+
+def open_beton(path: Path, batch_size: int, order: str = "RANDOM", **options: object) -> "Loader":
+    """Return FFCV's loader of whole images, labels and indices, with one thread per rank."""
+    gc.collect()  # an old loader, freed while numba compiles, prints "Exception ignored: KeyError"
+    pipelines = {
+        "image": [decoders.SimpleRGBImageDecoder(), ToTensor()],
+        "label": [decoders.IntDecoder(), ToTensor()],
+        "index": [decoders.IntDecoder(), ToTensor()],
+    }
+    options = {"seed": SEED, "num_workers": 1, "drop_last": False} | options
+    return Loader(str(path), batch_size, order=OrderOption[order], pipelines=pipelines, **options)
+
+
+# %% [markdown]
+# ## 5. How it is measured
+#
+# The page of a sample stands in the file's allocation table, which FFCV's reader holds. Orders are
+# taken from FFCV itself, and pages are counted as if batches had one sample. Memory is what the
+# kernel says in /proc/self/smaps, after all ranks have read everything. The own cache is the array
+# that FFCV has allocated. What a rank was delivered is counted, not what was planned: each sample
+# carries its index.
+
+
+# %%
+def pages_of_samples(loader: "Loader") -> np.ndarray:
+    """Return the page in which each sample lies."""
+    table = loader.reader.alloc_table
+    pages = np.zeros(N, int)
+    pages[table["sample_id"]] = table["ptr"] // PAGE
+    return pages
+
+
+def from_rank_0(value: object) -> object:
+    """Return rank 0's `value` on every rank."""
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+
+def gather_objects(value: object) -> list:
+    """Return every rank's `value`, in order, on every rank."""
+    values = [None] * WORLD_SIZE
+    dist.all_gather_object(values, value)
+    return values
+
+
+def check_orders(loader: "Loader", page_of: np.ndarray) -> None:
+    pages = len(set(page_of))
+    expected = {Sequential: ("=", 1), QuasiRandom: ("=", 2), Random: (">=", pages - 1)}
+    batch_size = loader.batch_size
+    loader.batch_size = 1
+    for order, (sign, predicted) in expected.items():
+        samples = order(loader).sample_order(0)
+        measured = open_at_once([page] for page in page_of[samples])
+        text = f"{order.__name__}: pages open at once, of {pages}"
+        claim(text, predicted, measured, sign, question=1)
+    loader.batch_size = batch_size
+
+
+def check_page_cache(loader: "Loader", path: Path) -> None:
+    """Read all on every rank; claim what their maps hold together, by RSS and by PSS."""
+    for _ in loader:
+        pass
+    dist.barrier()  # all have read everything, and their maps stay
+    pages_bytes = path.stat().st_size - PAGE  # the header's page is not read through the map
+    for measure, copies in (("Rss", WORLD_SIZE), ("Pss", 1)):
+        held = sum(gather_objects(mapped_bytes(path, measure))) / pages_bytes
+        text = f"copies of the file in memory, by {measure.upper()}"
+        claim(text, copies, held, atol=0.1 * copies, question=2)
+    dist.barrier()  # nobody unmaps before all have looked
+
+
+def check_refusal(path: Path) -> None:
+    """FFCV itself: no quasi-random order over ranks."""
+    refusal = "none"
+    try:
+        open_beton(path, 4, "QUASI_RANDOM", distributed=True)
+    except NotImplementedError as error:
+        refusal = str(error)
+    print0(f"{'':13}with distributed=True FFCV says: {refusal}")
+    claim("QUASI_RANDOM with distributed=True is refused", 1, "Not implemented" in refusal)
+
+
+def check_own_cache(path: Path, page_of: np.ndarray) -> None:
+    """Read the whole file with a cache of one's own; claim how many pages that holds."""
+    epoch = iter(open_beton(path, 1, "QUASI_RANDOM", os_cache=False))
+    held = epoch.memory_context.memory.nbytes / PAGE
+    expected = open_at_once(([page] for page in page_of[epoch.order]), ahead=3)
+    claim("pages in a cache of one's own, of 8", expected, held, question=3)
+    for _ in epoch:
+        pass  # to the end, where its threads stop
+
+
+def check_shares(path: Path, page_of: np.ndarray) -> None:
+    """Read one share per rank in quasi-random order; claim who got which samples."""
+    mine = shard(RANK, WORLD_SIZE, N)
+    loader = open_beton(path, 4, "QUASI_RANDOM", indices=mine, os_cache=False)
+    delivered = np.concatenate([index.numpy().flatten() for *_, index in loader])
+    claim("pages that a rank reads", len(set(page_of[mine])), len(set(page_of[delivered])))
+    times = np.bincount(np.concatenate(gather_objects(delivered)), minlength=N)
+    claim("samples that an epoch leaves out", 0, int((times == 0).sum()))
+    claim("samples that come twice", -N % WORLD_SIZE, int((times - 1).sum()), question=4)
+
+
+def check_shards() -> None:
+    """Claim that `shard` covers 1 to 39 samples on 1 to 8 ranks, each as often as it should."""
+    wrong = 0
+    for samples in range(1, 40):
+        for ranks in range(1, 9):
+            shares = [shard(rank, ranks, samples) for rank in range(ranks)]
+            times = np.bincount(np.concatenate(shares), minlength=samples)
+            twice = int((times - 1).sum())
+            wrong += len(times) != samples or times.min() == 0 or twice != -samples % ranks
+    claim("cases, of 312, in which shares miss or add some", 0, wrong)
+
+
+# %% [markdown]
+# ## What you should have seen
+#
+# 1. One, two, and (nearly) all 8. Random order opens every page at the beginning and closes it at
+#    the end; quasi-random order keeps twice the batch size open, here 2. With batches of 256 and
+#    pages of 8 MiB that is 4 GiB at worst: small pages or small batches keep it in bounds.
+# 2. One copy, as PSS shows. RSS shows n: added up over the 8 ranks of a node it frightens people
+#    into copying data that is shared already. In a container, the page cache counts against the
+#    memory limit, but it is given back when something else needs it.
+# 3. Three: the two that quasi-random order has open, and the next, which is read three batches
+#    ahead. That is 6 MiB, however large the file. But nothing is shared: every rank of a machine
+#    holds its own pages, and where two shares meet in a page both read it.
+# 4. -N mod n: two on 4 ranks and on 3, none on 2, where the ledger rightly says so.
+#
+# **Try.** Shares that begin one sample late leave out sample 0 (and `check_shards` says in how many
+# cases). Without `indices=mine` every rank reads the whole file: the pages that a rank reads and
+# the samples that come twice give it away; a loss curve would not.
+#
+# On a thousand ranks with data on Lustre or S3, the choice is the same but dearer: pages of many
+# MiB in quasi-random order, one share per *node*, so that its ranks share a page cache.
+
+
+# %%
+def main() -> None:
+    command_line()
+    launch()
+    if int(os.environ.get("LOCAL_WORLD_SIZE", WORLD_SIZE)) != WORLD_SIZE:
+        refuse(f"needs one node, whose ranks share a file, got {WORLD_SIZE} ranks on several")
+    setup()
+    check_shards()
+    if Loader is None:
+        for text in ("orders", "the page cache", "a rank's own cache"):
+            blocked(text, needs="FFCV: see the docstring")
+        finish()
+    with tempfile.TemporaryDirectory(prefix="beton-") as folder:
+        path = Path(from_rank_0(folder)) / "raw.beton"
+        if RANK == 0:
+            write_beton(path)
+        dist.barrier()
+        loader = open_beton(path, batch_size=8)
+        page_of = pages_of_samples(loader)
+        check_orders(loader, page_of)
+        check_page_cache(loader, path)
+        check_refusal(path)
+        check_own_cache(path, page_of)
+        check_shares(path, page_of)
+        dist.barrier()  # the folder goes when all have read it
+    finish()
+
+
+# %% [markdown]
+# ## Plumbing, the same in every lesson: join the group, print, check a claim, leave
+
+# %%
+ledger: list[dict] = []  # one row per claim, the same on every rank
+
+
+def command_line(flags: dict[str, dict] | None = None) -> argparse.Namespace:
+    """Read the flags, given as {name: arguments of add_argument}; --help and mistakes end here."""
+    as_it_is = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_it_is)
+    for name, arguments in (flags or {}).items():
+        parser.add_argument(name, **arguments)
+    parser.error = refuse
+    return parser.parse_args()
+
+
+def launch() -> None:
+    """Plain `python lesson.py`: be torchrun, one rank per GPU if there are several, else 4."""
+    if "RANK" in os.environ or WORLD_SIZE > 1:
+        return  # this is a rank already: torchrun or srun has started it
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    gpus = torch.cuda.device_count()
+    ranks = gpus if gpus > 1 else 4
+    os.environ["LAUNCHER"] = str(os.getpid())
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
+    logging.disable()  # the rank that fails says why
+    try:
+        torchrun(["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", *sys.argv])
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        sys.exit(f"rank {rank} was ended by {failure.signal_name()}" if failure.exitcode < 0 else 1)
+    except SignalException as error:
+        sys.exit(128 + error.sigval)
+    sys.exit()
+
+
+def setup() -> torch.device:
+    """Join the process group: NCCL if every local rank has a GPU of its own, else gloo."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the launcher
+    parent = str(os.getppid())
+    if os.environ.pop("LAUNCHER", parent) != parent:
+        sys.exit(1)  # it was killed before that line
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank that waits inside C++ too
+    if "RANK" not in os.environ:
+        name_ranks_as_torchrun_does()
+    gpus = torch.cuda.device_count()
+    local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    if gpus >= local_ranks:
+        backend = "nccl"
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group(backend, device_id=device, timeout=timedelta(minutes=2))
+    else:
+        backend = f"gloo ({gpus} GPUs visible, {local_ranks} ranks here)"
+        device = torch.device("cpu")
+        dist.init_process_group("gloo", timeout=timedelta(minutes=2))
+    sys.excepthook = crash  # only now: init_process_group sets one of its own
+    print0(f"{WORLD_SIZE} ranks, {backend}, torch {torch.__version__}\n")
+    print0(f"{'':13}{'claim':50} {'predicted':22} {'measured':>11}")
+    return device
+
+
+def name_ranks_as_torchrun_does() -> None:
+    """Under `srun`, one task per rank: set the variables that torchrun would have set."""
+    slurm = os.environ
+    first_node = re.match(r"([^,[]+)(?:\[(\d+))?", slurm["SLURM_STEP_NODELIST"])  # of "gpu[03-07]"
+    tasks_here = re.match(r"\d+", slurm["SLURM_STEP_TASKS_PER_NODE"])  # of "4(x2)"
+    os.environ |= {"RANK": str(RANK), "WORLD_SIZE": str(WORLD_SIZE)}
+    os.environ |= {"LOCAL_RANK": slurm["SLURM_LOCALID"], "LOCAL_WORLD_SIZE": tasks_here[0]}
+    os.environ["MASTER_ADDR"] = first_node[1] + (first_node[2] or "")
+    os.environ["MASTER_PORT"] = str(20_000 + int(slurm["SLURM_JOB_ID"]) % 10_000)
+
+
+def print0(*words: object) -> None:
+    """Print on rank 0 only."""
+    if RANK == 0:
+        print(*words, flush=True)
+
+
+def refuse(rule: str) -> None:
+    """End before the first collective with one message, from rank 0: rule, value, remedy."""
+    if RANK != 0:
+        time.sleep(30)  # the launcher ends us meanwhile
+    sys.exit(f"{sys.argv[0]}: {rule}")
+
+
+def claim(
+    text: str,
+    predicted: float,
+    measured: float,
+    sign: str = "=",
+    atol: float = 0.0,
+    question: int | None = None,
+    timed: bool = False,
+    rank: int | None = None,
+) -> None:
+    """Check `measured sign predicted` (=, <=, >=), give or take `atol`, on all ranks; all call.
+
+    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers;
+    `timed` says that a clock decides.
+    """
+    pairs = [(float(predicted), float(measured), float(atol))]
+    if dist.is_initialized():
+        pairs = pairs * WORLD_SIZE
+        dist.all_gather_object(pairs, pairs[0])
+    errors = []
+    for p, m, slack in pairs:
+        error = {"=": abs(m - p), "<=": m - p, ">=": p - m}[sign] - slack
+        errors.append(math.inf if math.isnan(error) else error)
+    worst = errors.index(max(errors)) if rank is None else rank
+    verdict = "PASS" if errors[worst] <= 0 else "FAIL"
+    p, m, slack = pairs[worst]
+    between = f"{sign:>2} {readable(p)}" + (f" ±{slack:.2g}" if slack else "")
+    mark = f"{question}." if question else ""
+    print0(f"  {verdict:7} {mark:2} {text:50} {between:22} {readable(m):>11}")
+    if verdict == "FAIL":
+        print0(f"{'':13}off by {m - p:.3g} on rank {worst}")
+    row = {"claim": text, "verdict": verdict, "sign": sign, "rank": worst, "slack": slack}
+    row |= {"predicted": p, "measured": m if math.isfinite(m) else str(m)}  # JSON knows no NaN
+    ledger.append(row | {"question": question, "timed": timed})
+
+
+def readable(x: float) -> str:
+    """Whole numbers in full, others to six digits."""
+    return f"{x:,.0f}" if x.is_integer() and abs(x) < 1e12 else f"{x:,.6g}"
+
+
+def blocked(text: str, needs: str) -> None:
+    """Record what this machine cannot answer, and what would."""
+    print0(f"  BLOCKED    {text:50} needs {needs}")
+    ledger.append({"claim": text, "verdict": "BLOCKED", "needs": needs})
+
+
+def crash(*error: object) -> None:
+    """Leave without ceremony, since peers may be stuck. The first rank that fails says why."""
+    first = dist.distributed_c10d._get_default_store().add("crashes", 1) == 1
+    time.sleep(1 if first else 30)  # the launcher ends us meanwhile, if a peer's death is the cause
+    print(f"rank {RANK}:", file=sys.stderr)
+    sys.__excepthook__(*error)
+    os._exit(1)
+
+
+def finish() -> None:
+    """Write the ledger where LESSON_JSON says; exit 1 if a claim failed or none was made."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    verdicts = Counter(row["verdict"] for row in ledger)
+    print0(f"\n  {verdicts['PASS']} PASS, {verdicts['FAIL']} FAIL, {verdicts['BLOCKED']} BLOCKED")
+    if RANK == 0 and "LESSON_JSON" in os.environ:
+        about = {"ranks": WORLD_SIZE, "torch": torch.__version__, "python": sys.version}
+        about["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        about |= {"cpus": os.cpu_count(), "date": time.strftime("%F"), "ledger": ledger}
+        with open(os.environ["LESSON_JSON"], "w") as file:
+            json.dump(about, file, indent=1)
+    code = int(verdicts["FAIL"] > 0 or verdicts["PASS"] == 0)
+    if __name__ == "__main__":
+        os._exit(code)  # threads of a group that something still holds can abort a plain exit
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,760 @@
+"""Measure your machine: memory, caches, PCIe, NVLink and the roofline, by the clock
+=================================================================================
+
+**Question.** What do the links of *this* machine deliver, and does the roofline foretell how fast
+a kernel runs on it?
+
+**Predict**, and write it down before you run:
+
+1. One core copies 256 KiB, and 256 MiB. By what factor do the two differ in GB/s?
+2. A product of matrix and vector reads every element of the matrix once. What share of the FLOP/s
+   of a product of two matrices does it attain: nine tenths, a half, less than a third?
+3. The product of two matrices moves few bytes for its FLOPs. What share of the memory bandwidth
+   does it need: nine tenths, a half, less?
+
+**Run.**
+
+    torchrun --standalone --nproc-per-node=8 03_measure_your_machine.py     # a rank for each GPU
+    python 03_measure_your_machine.py --figure machine.png                  # the same, for you
+
+Takes 16 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs. Rank 0 measures, the
+others wait, except where all copy at once. Predict, run, then read.
+
+**Try.** In `memory_copy`, copy from `source[:1].expand(SIZES[-1])`, one byte over and over, to be
+faster: which claim fails? In `check_roofline`, take the matrix-vector product's FLOP/s as the peak:
+which one now?
+
+**Before.** fundamentals/01_gpu_interconnects.py: links, their rates, and the roofline.
+fundamentals/02_launching_processes.py: what the ranks are.
+
+**Next.** fundamentals/04_latency_and_bandwidth.py: what a message between two ranks costs, small
+ones included.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import itertools
+import json
+import logging
+import math
+import os
+import re
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from statistics import median
+from typing import NamedTuple
+
+import pynvml
+import torch
+import torch.distributed as dist
+
+# A *rank* is one of WORLD_SIZE processes that run this same file. `claim(text, predicted,
+# measured)` prints one row of the ledger and must be called by every rank. It, `setup`, `print0`,
+# `blocked` and `finish` stand in the last cell, the same in every lesson; you need not read them.
+RANK = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1")))
+
+SIZES = [4**k for k in range(3, 15)]  # bytes: 64 B to 256 MiB, beyond every cache
+Curve = dict[int, float]  # bytes -> median seconds
+Copy = Callable[[int], Callable[[], object]]  # prepares a copy of so many bytes
+
+# %% [markdown]
+# ## 1. Copy and look at the clock: caches and memory
+#
+# The simplest benchmark is a copy of n bytes, timed, for n from very small to very large. Its curve
+# has three parts on every link, be it a core's path to memory or a cable:
+#
+#     GB/s
+#      |                ________              3. beyond the caches: what the memory delivers
+#      |              /         \
+#      |            /    2.       \________
+#      |   1.     /      the data
+#      |        /        fit into a cache
+#      |  _ _ /
+#      +------------------------------------> bytes
+#        1. every copy pays the same start-up time: GB/s grow with n
+#
+# A CPU's hierarchy is L1 and L2 in each core, L3 for several, then DRAM for all. A GPU has L1 and
+# shared memory in each **SM** (streaming multiprocessor, its core), one L2, and HBM.
+
+
+# %%
+def copier(to: torch.Tensor, source: torch.Tensor) -> Copy:
+    """Return a function that prepares the copy of n bytes."""
+    return lambda n: partial(to[:n].copy_, source[:n], non_blocking=True)
+
+
+def random_bytes(n: int) -> torch.Tensor:
+    return torch.empty(n // 8, dtype=torch.int64).random_().view(torch.uint8)
+
+
+def memory_copy() -> tuple[Curve, int]:
+    """Copy within the host's memory: the curve, and how many bytes arrived wrong."""
+    source = random_bytes(SIZES[-1])
+    to = torch.zeros_like(source)
+    copy = copier(to, source)
+    curve = curve_of(copy, source.device)
+    to.zero_()
+    copy(SIZES[-1])()
+    return curve, int((to != source).sum())
+
+
+def curve_of(copy: Copy, device: torch.device) -> Curve:
+    return alternate({n: copy(n) for n in SIZES}, device)
+
+
+# %% [markdown]
+# ## 2. All at once: memory is a shared uplink
+#
+# The cores of a socket share its memory controllers, as GPUs below one PCIe switch share its
+# uplink. So "what one rank gets alone" is not what n ranks get together. Each rank copies 64 MiB:
+# within the host's memory on CPU, from pinned host memory to its own GPU on GPUs.
+
+
+# %%
+def all_ranks_copy(device: torch.device, host: dist.ProcessGroup) -> None:
+    """Print one rank's GB/s alone, and every rank's with all copying at once."""
+    source = torch.zeros(2**26, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    to = torch.empty_like(source, device=device)
+    copy = copier(to, source)(len(source))
+    alone = on_rank_0(lambda: alternate({"alone": copy}, device, rounds=3)["alone"], host)
+    dist.barrier(group=host)
+    together = gather_objects(alternate({"all": copy}, device, rounds=5)["all"])
+    rates = ", ".join(f"{len(source) / seconds / 1e9:.1f}" for seconds in together)
+    print0(f"\n  64 MiB to {device.type}: {len(source) / alone / 1e9:.1f} GB/s for rank 0 alone")
+    print0(f"  {WORLD_SIZE} ranks at once, GB/s each: {rates}\n")
+
+
+# %% [markdown]
+# ## 3. The roofline of this machine
+#
+# fundamentals/01 counted FLOPs and bytes. Here the clock decides. Three kernels, each far larger
+# than a cache, in float32 on a CPU core and bf16 on a GPU:
+#
+#     kernel               FLOPs        bytes of operands and result     FLOPs per byte, float32
+#     A + B                n^2          3 n^2 elements                   1/12
+#     A x  (vector)        2 n^2        n^2 + 2 n elements               1/2
+#     A B  (product)       2 n^3        3 n^2 elements                   n/6
+#
+# The addition is a stopwatch for the memory bandwidth, the product for the peak FLOP/s. From these
+# two the roofline foretells the third: min(peak, 1/2 x bandwidth).
+
+
+# %%
+class Ran(NamedTuple):
+    """What a kernel did, and how fast."""
+
+    flops: float
+    nbytes: float
+    seconds: float
+
+    @property
+    def flops_per_second(self) -> float:
+        return self.flops / self.seconds
+
+    @property
+    def bytes_per_second(self) -> float:
+        return self.nbytes / self.seconds
+
+    @property
+    def intensity(self) -> float:
+        return self.flops / self.nbytes
+
+
+def run_kernels(device: torch.device) -> dict[str, Ran]:
+    """Time the three kernels on one core, or one GPU."""
+    if device.type == "cuda":
+        n, m = 16384, 8192
+        dtype = torch.bfloat16
+    else:
+        n, m = 4096, 1024
+        dtype = torch.float32
+    a, b, total = (torch.rand(n, n, device=device, dtype=dtype) for _ in range(3))
+    x, y = (torch.rand(n, 1, device=device, dtype=dtype) for _ in range(2))
+    p, q, product = (torch.rand(m, m, device=device, dtype=dtype) for _ in range(3))
+    width = a.element_size()
+    operations = {
+        "add": partial(torch.add, a, b, out=total),
+        "matrix x vector": partial(torch.mm, a, x, out=y),
+        "matmul": partial(torch.mm, p, q, out=product),
+    }
+    took = alternate(operations, device)
+    work = {
+        "add": (n**2, 3 * n**2 * width),
+        "matrix x vector": (2 * n**2, (n**2 + 2 * n) * width),
+        "matmul": (2 * m**3, 3 * m**2 * width),
+    }
+    return {name: Ran(*work[name], took[name]) for name in operations}
+
+
+# %% [markdown]
+# The prediction for the matrix-vector product counts as right within a factor of 3: reading one
+# stream and adding up is not quite what an addition does, and neither reaches what the memory can.
+# The wrong theory, that peak FLOP/s count, is off by more than 3: that is question 2's claim.
+
+
+# %%
+def check_roofline(kernels: dict[str, Ran]) -> None:
+    for name, ran in kernels.items():
+        rates = f"{ran.flops_per_second / 1e9:12,.1f} GFLOP/s"
+        rates += f"{ran.bytes_per_second / 1e9:11,.1f} GB/s"
+        print0(f"  {name:16}{ran.intensity:9.3f} FLOPs per byte{rates}")
+    bandwidth = kernels["add"].bytes_per_second
+    peak = kernels["matmul"].flops_per_second
+    vector = kernels["matrix x vector"]
+    print0(f"  ridge of this machine: {peak / bandwidth:.1f} FLOPs per byte\n")
+    roof = min(peak, vector.intensity * bandwidth)
+    factor = max(roof / vector.flops_per_second, vector.flops_per_second / roof)
+    claim("matrix x vector: factor off its roof", 3, factor, "<=", timed=True)
+    share = vector.flops_per_second / peak
+    claim("matrix x vector: share of the peak FLOP/s", 1 / 3, share, "<=", question=2, timed=True)
+    needs = kernels["matmul"].bytes_per_second / bandwidth
+    claim("matmul: share of the bandwidth it needs", 0.5, needs, "<=", question=3, timed=True)
+
+
+# %% [markdown]
+# ## 4. On GPUs: HBM and the way to the host
+#
+# Each copy is predicted first, from what the driver says of this card: HBM from its clock and bus
+# width (two bits per clock and wire; a copy reads and writes, so half of it), PCIe from generation
+# and width. Expect 80 to 90% of the promise. **Pinned** host memory never moves, so the GPU's copy
+# engine can fetch it; **pageable** memory is first copied into a pinned buffer by a core, and hops
+# one after another add their seconds. Where NVLink-C2C joins GPU and CPU, PCIe promises nothing,
+# and where the driver cannot tell (virtual GPUs, MIG), nothing is judged.
+
+# %%
+PCIE = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}  # GB/s per lane, one way
+
+
+def nvml_handle(gpu: int) -> object:
+    """NVML's name for CUDA's GPU: CUDA_VISIBLE_DEVICES renumbers only the latter."""
+    uuid = str(torch.cuda.get_device_properties(gpu).uuid).removeprefix("GPU-")
+    return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+
+
+def promised_by_pcie(gpu: int) -> float | None:
+    """GB/s one way between a GPU and its host at the best both can do; None if none can tell."""
+    with contextlib.suppress(pynvml.NVMLError, AttributeError):
+        if pynvml.nvmlDeviceGetC2cModeInfoV(nvml_handle(gpu)).isC2cEnabled:
+            return None
+    with contextlib.suppress(pynvml.NVMLError, KeyError):
+        lane = PCIE[pynvml.nvmlDeviceGetMaxPcieLinkGeneration(nvml_handle(gpu))]
+        return lane * pynvml.nvmlDeviceGetMaxPcieLinkWidth(nvml_handle(gpu))
+    return None
+
+
+def promised_by_hbm(gpu: int) -> float | None:
+    """GB/s of a copy within the GPU's memory."""
+    with contextlib.suppress(pynvml.NVMLError):
+        megahertz = pynvml.nvmlDeviceGetMaxClockInfo(nvml_handle(gpu), pynvml.NVML_CLOCK_MEM)
+        wires = pynvml.nvmlDeviceGetMemoryBusWidth(nvml_handle(gpu))
+        return 2 * megahertz * wires / 8e3 / 2
+    return None
+
+
+# %% [markdown]
+# The copies: within the GPU, up from the host and down to it, from pinned and from pageable memory,
+# and up and down at once, for each direction has wires of its own.
+
+
+# %%
+def copies_on_gpu_0() -> tuple[dict[str, Curve], dict[str, float | None]]:
+    """Curves of the copies within GPU 0 and to and from its host; GB/s promised, one way."""
+    new = partial(torch.ones, SIZES[-1], dtype=torch.uint8)
+    gpu = torch.device("cuda", 0)
+    near, far = (new(device=gpu) for _ in range(2))
+    pinned, back = (new(pin_memory=True) for _ in range(2))
+    pageable = new()
+    up = copier(near, pinned)
+    down = copier(back, far)
+    copies = {"HBM copy": copier(far, near), "H2D pinned": up, "D2H pinned": down}
+    copies |= {"H2D pageable": copier(near, pageable), "D2H pageable": copier(pageable, near)}
+    copies["H2D and D2H at once, each"] = at_once(up, down, torch.cuda.Stream())
+    promised = dict.fromkeys(copies, promised_by_pcie(0))
+    promised["HBM copy"] = promised_by_hbm(0)
+    return {name: curve_of(copy, gpu) for name, copy in copies.items()}, promised
+
+
+def at_once(one: Copy, other: Copy, side: torch.cuda.Stream) -> Copy:
+    """Both copies together, the other on a stream of its own."""
+
+    def together(n: int) -> None:
+        here = torch.cuda.current_stream()
+        side.wait_stream(here)
+        with torch.cuda.stream(side):
+            other(n)()
+        one(n)()
+        here.wait_stream(side)
+
+    return lambda n: partial(together, n)
+
+
+def judge_copies(curves: dict[str, Curve], promised: dict[str, float | None]) -> None:
+    """Margins are wide, for hosts differ; above 1.05 the clock did not wait for the copy."""
+    for name, curve in curves.items():
+        rate = SIZES[-1] / curve[SIZES[-1]] / 1e9
+        print0(f"  {name}: {rate:,.1f} GB/s one way; {4**8 / curve[4**8] / 1e9:,.1f} for 64 KiB")
+        if "pageable" in name:
+            pinned = curves[name.replace("pageable", "pinned")][SIZES[-1]]
+            claim(f"{name}, seconds / pinned", 0.95, curve[SIZES[-1]] / pinned, ">=", timed=True)
+        elif promised[name] is None:
+            blocked(f"{name} / what is promised", needs="GPUs whose driver tells PCIe and clocks")
+        else:
+            text = f"{name} / {promised[name]:,.0f} GB/s promised"
+            claim(text, 0.7, rate / promised[name], atol=0.35, timed=True)
+
+
+# %% [markdown]
+# ## 5. On GPUs: every pair, both ways, and all at once
+#
+# A pair is promised what joins it: the NVLinks that lead from one to the other, or to a switch. If
+# there is none, the copy takes PCIe; NVML then names the highest thing on the way (PIX: one PCIe
+# switch, PXB: several, PHB: the CPU, NODE: two bridges of one CPU, SYS: the link from CPU to CPU).
+# A crossbar makes two more promises: both ways at once are each as fast as one way, and all GPUs
+# may send to their right neighbors at once. Bytes are compared, too: with a wrongly configured
+# IOMMU, PCIe P2P returns garbage at full speed.
+
+
+# %%
+def joined(i: int, j: int) -> tuple[str, float | None]:
+    """What joins two GPUs, in the words of `nvidia-smi topo -m`, and GB/s one way if NVLink."""
+    a = nvml_handle(i)
+    b = nvml_handle(j)
+    if pynvml.nvmlDeviceGetP2PStatus(a, b, pynvml.NVML_P2P_CAPS_INDEX_NVLINK) == 0:
+        there = pynvml.nvmlDeviceGetPciInfo(b).busId
+        ends = []
+        version = 0
+        for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
+            with contextlib.suppress(pynvml.NVMLError):  # no such link
+                if pynvml.nvmlDeviceGetNvLinkState(a, link):
+                    version = pynvml.nvmlDeviceGetNvLinkVersion(a, link)
+                    ends.append(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(a, link).busId)
+        links = ends.count(there) or len(ends)  # none leads straight there: all do, by a switch
+        return f"NV{links}", links * rate_of_nvlink(version)
+    ways = {0: "one board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
+    return ways[pynvml.nvmlDeviceGetTopologyCommonAncestor(a, b)], None
+
+
+def rate_of_nvlink(version: int) -> float:
+    """GB/s one way per link; NVML counts 1 for NVLink 1, 6 for NVLink 4, 7 for NVLink 5."""
+    if version == 1:
+        return 20
+    return 25 if version < 7 else 50
+
+
+# %% [markdown]
+# A copy between GPUs runs on the current streams of *both*: the sender's carries it, the receiver's
+# waits for it. So copies that are to run side by side each need two streams of their own; on the
+# default streams a ring of copies would run one after another.
+
+
+# %%
+class Transfer:
+    """One copy of 256 MiB from GPU to GPU, on streams of its own so that others can run beside."""
+
+    def __init__(self, i: int, j: int) -> None:
+        self.source = random_bytes(SIZES[-1]).to(f"cuda:{i}")
+        self.to = torch.zeros_like(self.source, device=f"cuda:{j}")
+        self.streams = torch.cuda.Stream(i), torch.cuda.Stream(j)
+
+    def start(self) -> None:
+        sending, receiving = self.streams
+        with torch.cuda.stream(sending), torch.cuda.stream(receiving):
+            self.to.copy_(self.source, non_blocking=True)
+
+    def wrong_bytes(self) -> int:
+        return int((self.to.cpu() != self.source.cpu()).sum())
+
+
+def rate_together(transfers: list[Transfer], repeats: int = 10) -> float:
+    """Return the GB/s of each when all of them run at once."""
+    devices = range(torch.cuda.device_count())
+    seconds = []
+    for _ in range(4):
+        for device in devices:
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        for _ in range(repeats):
+            for transfer in transfers:
+                transfer.start()
+        for device in devices:
+            torch.cuda.synchronize(device)
+        seconds.append((time.perf_counter() - started) / repeats)
+    return SIZES[-1] / median(seconds[1:]) / 1e9
+
+
+# %% [markdown]
+# What is found, and how it is judged. Pairs without NVLink are told, not judged: between sockets
+# PCIe may give a third of its rate.
+
+
+# %%
+class Pairs(NamedTuple):
+    """What was found between GPUs: GB/s and promises by name of the pair, and wrong bytes."""
+
+    rates: dict[str, float]
+    promised: dict[str, float | None]
+    wrong_bytes: int
+    both_ways: float  # of GPUs 0 and 1, at once: GB/s each way
+    ring: float  # each GPU to its right neighbor, all at once: GB/s each
+
+
+def copies_between_gpus() -> Pairs:
+    rates = {}
+    promised = {}
+    wrong = 0
+    gpus = torch.cuda.device_count()
+    for i, j in itertools.permutations(range(gpus), 2):
+        transfer = Transfer(i, j)
+        name = f"GPU {i} to {j}"
+        rate = None
+        with contextlib.suppress(pynvml.NVMLError, KeyError):
+            label, rate = joined(i, j)
+            name += f", {label}"
+        rates[name] = rate_together([transfer])
+        promised[name] = rate if torch.cuda.can_device_access_peer(i, j) else None
+        wrong += transfer.wrong_bytes()
+    both = rate_together([Transfer(0, 1), Transfer(1, 0)])
+    ring = rate_together([Transfer(gpu, (gpu + 1) % gpus) for gpu in range(gpus)])
+    return Pairs(rates, promised, wrong, both, ring)
+
+
+def judge_pairs(pairs: Pairs) -> None:
+    for name, rate in pairs.rates.items():
+        print0(f"  {name}: {rate:,.1f} GB/s one way")
+    print0(f"  GPUs 0 and 1 both ways at once: {pairs.both_ways:,.1f} GB/s each way")
+    print0(f"  all GPUs to their right neighbors at once: {pairs.ring:,.1f} GB/s each")
+    claim("GPU pairs: bytes that arrived wrong", 0, pairs.wrong_bytes)
+    shares = [pairs.rates[name] / rate for name, rate in pairs.promised.items() if rate]
+    if not shares:
+        blocked("NVLink: each pair / the links that join it", needs="2 GPUs joined by NVLink")
+        return
+    claim("NVLink: slowest pair / promised", 0.7, min(shares), atol=0.35, timed=True)
+    claim("NVLink: fastest pair / promised", 0.7, max(shares), atol=0.35, timed=True)
+    if len(shares) == len(pairs.rates) and len(set(pairs.promised.values())) == 1:
+        alone = median(pairs.rates.values())
+        claim(
+            "NVLink: both ways at once / one alone",
+            1,
+            pairs.both_ways / alone,
+            atol=0.2,
+            timed=True,
+        )
+        claim("NVLink: all send right at once / one", 1, pairs.ring / alone, atol=0.2, timed=True)
+
+
+# %% [markdown]
+# ## 6. How it is measured
+#
+# Each operation runs once untimed, then timed, in turns with all others, seven rounds; the median
+# counts. On GPUs CUDA events are the clock, since a copy returns to the host before it is done, and
+# where several GPUs work, the host's clock stops after all of them are synchronized. Rank 0
+# measures alone: the others wait in a gloo group, which burns neither a core nor a GPU.
+
+
+# %%
+def alternate(operations: dict, device: torch.device, rounds: int = 7) -> dict:
+    """Return the median seconds of each operation, in turns, after an untimed run of each."""
+    seconds = {key: [] for key in operations}
+    for _ in range(rounds):
+        for key, operation in operations.items():
+            operation()
+            seconds[key].append(seconds_of(operation, device))
+    return {key: median(times) for key, times in seconds.items()}
+
+
+def seconds_of(operation: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        start.record()
+        operation()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+    started = time.perf_counter()
+    operation()
+    return time.perf_counter() - started
+
+
+def on_rank_0(measure: Callable[[], object], host: dist.ProcessGroup) -> object:
+    """Return on every rank what rank 0 measures, while nobody else does anything."""
+    value = measure() if RANK == 0 else None
+    dist.barrier(group=host)
+    return from_rank_0(value)
+
+
+def from_rank_0(value: object) -> object:
+    """Return rank 0's `value` on every rank."""
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+
+def gather_objects(value: object) -> list:
+    """Return every rank's `value`, in order, on every rank."""
+    values = [None] * WORLD_SIZE
+    dist.all_gather_object(values, value)
+    return values
+
+
+def check_memory_copy(curve: Curve, wrong: int) -> None:
+    claim("memory copy: bytes that arrived wrong", 0, wrong)
+    gain = (4**9 / curve[4**9]) / (4**14 / curve[4**14])
+    claim("GB/s copying 256 KiB / 256 MiB", 1.2, gain, ">=", question=1, timed=True)
+    rates = {n: n / curve[n] / 1e9 for n in (4**5, 4**9, 4**14)}
+    told = ", ".join(f"{rate:.1f} for {n:,} bytes" for n, rate in rates.items())
+    print0(f"{'':13}GB/s: {told}")
+
+
+# %% [markdown]
+# ## What you should have seen
+#
+# 1. About twice, on the machine that this was written on (22 against 11 GB/s, say): 256 KiB stay in
+#    the core's L2 cache, 256 MiB come from DRAM. At 1 kB it is slower again: the call takes longer
+#    than the copy. So a benchmark of a size that fits a cache tells nothing about the memory.
+# 2. Less than a third; a tenth is common. A core does 2 FLOPs for every 4 bytes here, and waits for
+#    those bytes. Within a factor of two it runs as fast as the addition's bandwidth lets it: that
+#    is what the roofline foretold, without having run it.
+# 3. Far less than half: a product of 1024 x 1024 needs 2% of the bandwidth, if every element is
+#    fetched once. (A real kernel fetches some elements more often; these are the bytes it cannot
+#    do without.) So one of the two is always idle, the arithmetic or the memory.
+#
+# When all ranks copy at once, 4 ranks on 2 cores each get about half, for they take turns; with a
+# core each, they share the memory controllers instead. On a node with 8 GPUs the line printed there
+# is the one to look at: if 8 at once get less than one alone, they share an uplink or a CPU, and a
+# loader must count with the smaller figure. Pin each rank to the cores next to its GPU (`torchrun
+# --numa-binding=node`), or half of them copy across the socket link.
+#
+# Published, to compare with: 8 H200s, 396 GB/s of 450 between two GPUs, 784 of 900 both ways added
+# up, 55 of 63 from pinned memory. `--figure` draws every curve.
+#
+# **Try.** The copy of one byte leaves 255 of 256 bytes wrong: the claim about bytes fails, whatever
+# the clock says. A benchmark that does not look at its result measures anything. With the vector
+# product's FLOP/s as peak its share is 1, and the second question's claim fails.
+#
+# On a thousand GPUs this is a health check: run on every node before a job, it finds the card that
+# has trained its PCIe link down to x8, and the one node that would slow all others.
+
+
+# %%
+def draw(curves: dict[str, Curve], path: str) -> None:
+    """Bandwidth against size, both logarithmic."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    axes = figure.subplots()
+    for name, curve in curves.items():
+        rates = [n / seconds / 1e9 for n, seconds in curve.items()]
+        axes.loglog(list(curve), rates, "o-", markersize=4, label=name)
+    axes.set(xlabel="bytes copied", ylabel="GB/s, one way")
+    axes.set_xticks(SIZES[::2], ["64 B", "1 KiB", "16 KiB", "256 KiB", "4 MiB", "64 MiB"])
+    axes.minorticks_off()
+    axes.legend(frameon=False, loc="lower right")
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    about = {"metavar": "PATH", "help": "draw bandwidth against size"}
+    options = command_line({"--figure": about})
+    launch()
+    device = setup()
+    host = dist.new_group(backend="gloo")
+    torch.set_num_threads(1)  # one core, also where nobody set OMP_NUM_THREADS
+    copied, wrong = on_rank_0(memory_copy, host)
+    check_memory_copy(copied, wrong)
+    all_ranks_copy(device, host)
+    gpus = torch.cuda.device_count()
+    where = torch.device("cuda", 0) if gpus else device  # one GPU may be there for several ranks
+    check_roofline(on_rank_0(partial(run_kernels, where), host))
+    curves = {"memory copy, one core": copied}
+    if gpus == 0:
+        blocked("HBM and PCIe / what they promise", needs="1 GPU")
+    else:
+        pynvml.nvmlInit()
+        measured, promised = on_rank_0(copies_on_gpu_0, host)
+        judge_copies(measured, promised)
+        curves |= measured
+    if gpus < 2:
+        blocked("NVLink: each pair / the links that join it", needs="2 GPUs")
+    else:
+        judge_pairs(on_rank_0(copies_between_gpus, host))
+    if options.figure and RANK == 0:
+        draw(curves, options.figure)
+    finish()
+
+
+# %% [markdown]
+# ## Plumbing, the same in every lesson: join the group, print, check a claim, leave
+
+# %%
+ledger: list[dict] = []  # one row per claim, the same on every rank
+
+
+def command_line(flags: dict[str, dict] | None = None) -> argparse.Namespace:
+    """Read the flags, given as {name: arguments of add_argument}; --help and mistakes end here."""
+    as_it_is = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_it_is)
+    for name, arguments in (flags or {}).items():
+        parser.add_argument(name, **arguments)
+    parser.error = refuse
+    return parser.parse_args()
+
+
+def launch() -> None:
+    """Plain `python lesson.py`: be torchrun, one rank per GPU if there are several, else 4."""
+    if "RANK" in os.environ or WORLD_SIZE > 1:
+        return  # this is a rank already: torchrun or srun has started it
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    gpus = torch.cuda.device_count()
+    ranks = gpus if gpus > 1 else 4
+    os.environ["LAUNCHER"] = str(os.getpid())
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
+    logging.disable()  # the rank that fails says why
+    try:
+        torchrun(["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", *sys.argv])
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        sys.exit(f"rank {rank} was ended by {failure.signal_name()}" if failure.exitcode < 0 else 1)
+    except SignalException as error:
+        sys.exit(128 + error.sigval)
+    sys.exit()
+
+
+def setup() -> torch.device:
+    """Join the process group: NCCL if every local rank has a GPU of its own, else gloo."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the launcher
+    parent = str(os.getppid())
+    if os.environ.pop("LAUNCHER", parent) != parent:
+        sys.exit(1)  # it was killed before that line
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank that waits inside C++ too
+    if "RANK" not in os.environ:
+        name_ranks_as_torchrun_does()
+    gpus = torch.cuda.device_count()
+    local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    if gpus >= local_ranks:
+        backend = "nccl"
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group(backend, device_id=device, timeout=timedelta(minutes=2))
+    else:
+        backend = f"gloo ({gpus} GPUs visible, {local_ranks} ranks here)"
+        device = torch.device("cpu")
+        dist.init_process_group("gloo", timeout=timedelta(minutes=2))
+    sys.excepthook = crash  # only now: init_process_group sets one of its own
+    print0(f"{WORLD_SIZE} ranks, {backend}, torch {torch.__version__}\n")
+    print0(f"{'':13}{'claim':50} {'predicted':22} {'measured':>11}")
+    return device
+
+
+def name_ranks_as_torchrun_does() -> None:
+    """Under `srun`, one task per rank: set the variables that torchrun would have set."""
+    slurm = os.environ
+    first_node = re.match(r"([^,[]+)(?:\[(\d+))?", slurm["SLURM_STEP_NODELIST"])  # of "gpu[03-07]"
+    tasks_here = re.match(r"\d+", slurm["SLURM_STEP_TASKS_PER_NODE"])  # of "4(x2)"
+    os.environ |= {"RANK": str(RANK), "WORLD_SIZE": str(WORLD_SIZE)}
+    os.environ |= {"LOCAL_RANK": slurm["SLURM_LOCALID"], "LOCAL_WORLD_SIZE": tasks_here[0]}
+    os.environ["MASTER_ADDR"] = first_node[1] + (first_node[2] or "")
+    os.environ["MASTER_PORT"] = str(20_000 + int(slurm["SLURM_JOB_ID"]) % 10_000)
+
+
+def print0(*words: object) -> None:
+    """Print on rank 0 only."""
+    if RANK == 0:
+        print(*words, flush=True)
+
+
+def refuse(rule: str) -> None:
+    """End before the first collective with one message, from rank 0: rule, value, remedy."""
+    if RANK != 0:
+        time.sleep(30)  # the launcher ends us meanwhile
+    sys.exit(f"{sys.argv[0]}: {rule}")
+
+
+def claim(
+    text: str,
+    predicted: float,
+    measured: float,
+    sign: str = "=",
+    atol: float = 0.0,
+    question: int | None = None,
+    timed: bool = False,
+    rank: int | None = None,
+) -> None:
+    """Check `measured sign predicted` (=, <=, >=), give or take `atol`, on all ranks; all call.
+
+    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers;
+    `timed` says that a clock decides.
+    """
+    pairs = [(float(predicted), float(measured), float(atol))]
+    if dist.is_initialized():
+        pairs = pairs * WORLD_SIZE
+        dist.all_gather_object(pairs, pairs[0])
+    errors = []
+    for p, m, slack in pairs:
+        error = {"=": abs(m - p), "<=": m - p, ">=": p - m}[sign] - slack
+        errors.append(math.inf if math.isnan(error) else error)
+    worst = errors.index(max(errors)) if rank is None else rank
+    verdict = "PASS" if errors[worst] <= 0 else "FAIL"
+    p, m, slack = pairs[worst]
+    between = f"{sign:>2} {readable(p)}" + (f" ±{slack:.2g}" if slack else "")
+    mark = f"{question}." if question else ""
+    print0(f"  {verdict:7} {mark:2} {text:50} {between:22} {readable(m):>11}")
+    if verdict == "FAIL":
+        print0(f"{'':13}off by {m - p:.3g} on rank {worst}")
+    row = {"claim": text, "verdict": verdict, "sign": sign, "rank": worst, "slack": slack}
+    row |= {"predicted": p, "measured": m if math.isfinite(m) else str(m)}  # JSON knows no NaN
+    ledger.append(row | {"question": question, "timed": timed})
+
+
+def readable(x: float) -> str:
+    """Whole numbers in full, others to six digits."""
+    return f"{x:,.0f}" if x.is_integer() and abs(x) < 1e12 else f"{x:,.6g}"
+
+
+def blocked(text: str, needs: str) -> None:
+    """Record what this machine cannot answer, and what would."""
+    print0(f"  BLOCKED    {text:50} needs {needs}")
+    ledger.append({"claim": text, "verdict": "BLOCKED", "needs": needs})
+
+
+def crash(*error: object) -> None:
+    """Leave without ceremony, since peers may be stuck. The first rank that fails says why."""
+    first = dist.distributed_c10d._get_default_store().add("crashes", 1) == 1
+    time.sleep(1 if first else 30)  # the launcher ends us meanwhile, if a peer's death is the cause
+    print(f"rank {RANK}:", file=sys.stderr)
+    sys.__excepthook__(*error)
+    os._exit(1)
+
+
+def finish() -> None:
+    """Write the ledger where LESSON_JSON says; exit 1 if a claim failed or none was made."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    verdicts = Counter(row["verdict"] for row in ledger)
+    print0(f"\n  {verdicts['PASS']} PASS, {verdicts['FAIL']} FAIL, {verdicts['BLOCKED']} BLOCKED")
+    if RANK == 0 and "LESSON_JSON" in os.environ:
+        about = {"ranks": WORLD_SIZE, "torch": torch.__version__, "python": sys.version}
+        about["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        about |= {"cpus": os.cpu_count(), "date": time.strftime("%F"), "ledger": ledger}
+        with open(os.environ["LESSON_JSON"], "w") as file:
+            json.dump(about, file, indent=1)
+    code = int(verdicts["FAIL"] > 0 or verdicts["PASS"] == 0)
+    if __name__ == "__main__":
+        os._exit(code)  # threads of a group that something still holds can abort a plain exit
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,754 @@
+"""Pipeline schedules: GPipe and 1F1B
+==================================
+
+**Question.** A model is cut between its layers, and each rank holds one piece, a stage. It waits
+for its neighbors most of the time. In which order should it work, how long does it still idle, and
+how many activations must it hold?
+
+**Predict**, and write it down before you run. There are four stages (one per rank) of equal size; a
+backward pass takes twice as long as a forward pass; a message takes no time.
+
+1. The batch goes through whole: forward through all stages, then backward through all. What share
+   of the time does a stage idle?
+2. The batch is split into eight micro-batches. What share does a stage idle under GPipe (all
+   forwards, then all backwards), and what share under 1F1B (one forward, one backward, in turn)?
+3. Of how many micro-batches does the first stage hold the activations at one time, under GPipe and
+   under 1F1B?
+
+**Run.**
+
+    torchrun --standalone --nproc-per-node=4 07_pipeline_schedules.py   # NCCL on 4 GPUs, else gloo
+    python 07_pipeline_schedules.py                                     # the same, started for you
+    python 07_pipeline_schedules.py --figure gantt.png                  # and draw what was run
+
+Takes 17 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs. Predict, run, then
+read.
+
+**Try.** In `one_f_one_b` set `num_warmup` to `m`: which claims fail, and which do not? Now set it
+to 0: what does that cost? In `Stage.forward` leave out the division by `self.micro_batches`: does
+anything but the gradients tell?
+
+**Before.** parallelism/03_model_tensor_pipeline_parallel.py: the three ways to split a model.
+
+**Next.** exercises/11_pipeline_micro_batches: write it yourself, before you have forgotten why;
+then parallelism/08_pipeline_deadlocks.py
+"""
+
+import argparse
+import copy
+import ctypes
+import json
+import logging
+import math
+import os
+import re
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from fractions import Fraction
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+# A *rank* is one of WORLD_SIZE processes that run this same file, and here it is also one *stage*
+# of the pipeline. `claim(text, predicted, measured)` prints one row of the ledger and must be
+# called by every rank. It, `setup`, `print0`, `blocked` and `finish` stand in the last cell, the
+# same in every lesson; you need not read them.
+RANK = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1")))
+
+MICRO_BATCHES = 8
+ROWS, WIDTH = 4, 32  # of one micro-batch
+LAYERS = 2 * WORLD_SIZE + 1  # does not divide evenly: one stage has a layer more than the others
+
+# %% [markdown]
+# ## 1. GPipe: micro-batches fill the pipeline
+#
+# In **pipeline parallelism** rank s holds **stage** s: some consecutive layers. It receives the
+# activations of stage s-1, runs its layers, and sends the result to stage s+1. Backward, gradients
+# travel the other way. Little is sent, but everybody waits: below, a column is one slot of time, F
+# is a forward pass (1 slot), B is a backward pass (2 slots, for it computes the gradients of inputs
+# and of weights), and a dot is an idle slot.
+#
+#     one batch, p = 3 stages:   stage 0     F  .  .  .  .  .  .  B  B
+#                                stage 1     .  F  .  .  .  B  B  .  .
+#                                stage 2     .  .  F  B  B  .  .  .  .
+#
+# One stage works at a time. GPipe (Huang et al., 2019) splits the batch into m **micro-batches**
+# and sends them one behind the other, all forward, then all backward; Fk and Bk belong to
+# micro-batch k:
+#
+#     GPipe  slot  0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15 16 17 18 19 20    holds
+#     stage 0     F0 F1 F2 F3 F4  .  .  .  .  .  . B0 B0 B1 B1 B2 B2 B3 B3 B4 B4      5
+#     stage 1      . F0 F1 F2 F3 F4  .  .  . B0 B0 B1 B1 B2 B2 B3 B3 B4 B4  .  .      5
+#     stage 2      .  . F0 F1 F2 F3 F4 B0 B0 B1 B1 B2 B2 B3 B3 B4 B4  .  .  .  .      5
+#
+# The dots are the **bubble**. A micro-batch needs p-1 forward and p-1 backward hops to reach every
+# stage and come back; for so long each stage has nothing to do, 3(p-1) slots. It works for 3m
+# slots, so it idles (p-1) / (m+p-1) of the time. More micro-batches make the bubble smaller, but a
+# stage must hold ("holds") every micro-batch's activations until its backward pass: here all m of
+# them.
+#
+# Gradients add up over the micro-batches, and the optimizer steps once, at the end. So the result
+# is that of the whole batch, whatever the order. The order is a plain list per stage:
+
+# %%
+Action = tuple[str, int]  # ("F" or "B", number of the micro-batch)
+SLOTS = {"F": 1, "B": 2}
+
+
+def gpipe(stage: int, p: int, m: int) -> list[Action]:
+    """The order in which a stage of p works on m micro-batches: all forward, then all backward."""
+    return [("F", k) for k in range(m)] + [("B", k) for k in range(m)]
+
+
+# %% [markdown]
+# ## 2. 1F1B: one forward, one backward
+#
+# When stage 2 has done F0 it could do B0 at once. It need not wait for F4. In **1F1B** each stage
+# runs ahead only as far as it must, to have something to do until the first gradient comes back:
+# p-1-s forwards on stage s (**warm-up**). Then it does one forward and one backward in turn
+# (**steady state**), and at the end the backwards that are left (**cooldown**):
+#
+#     1F1B   slot  0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15 16 17 18 19 20    holds
+#     stage 0     F0 F1 F2  .  .  .  . B0 B0 F3 B1 B1 F4 B2 B2  . B3 B3  . B4 B4      3
+#     stage 1      . F0 F1  .  . B0 B0 F2 B1 B1 F3 B2 B2 F4 B3 B3  . B4 B4  .  .      2
+#     stage 2      .  . F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4  .  .  .  .      1
+#
+# Count the dots: the bubble is just as large. What shrinks is memory. Stage s never holds more than
+# p-s micro-batches, however large m is; so m may grow, and *that* makes the bubble small.
+#
+# This schedule has two names, PipeDream-Flush (Narayanan et al., 2021) and DAPPLE (Fan et al.,
+# 2021). PipeDream itself (2019) also alternates, but never drains the pipeline between steps: it
+# has no bubble, keeps several versions of the weights, and works with stale gradients. GPipe, in
+# its paper, saves memory in another way: it keeps only each micro-batch's *input* to the stage and
+# computes the rest anew before its backward pass, which then takes three slots.
+
+
+# %%
+def one_f_one_b(stage: int, p: int, m: int) -> list[Action]:
+    """1F1B with a flush: the order in which a stage of p works on m micro-batches."""
+    num_warmup = min(p - 1 - stage, m)
+    order = [("F", k) for k in range(num_warmup)]  # fill the pipeline
+    for k in range(m - num_warmup):  # steady state: one forward, one backward
+        order.append(("F", num_warmup + k))
+        order.append(("B", k))
+    for k in range(m - num_warmup, m):  # drain it
+        order.append(("B", k))
+    return order
+
+
+# %% [markdown]
+# ## 3. A stage follows its list
+#
+# Between two actions a stage sends what the first one made and receives what the second one needs.
+# Both go into one batch, since in 1F1B's steady state neighbors have something for each other: if
+# both sent first and waited, neither would ever receive (parallelism/08_pipeline_deadlocks.py).
+#
+# What arrives forward is a leaf of this rank's autograd graph. The stage keeps it and the output.
+# When the output's gradient arrives, `y.backward(gradient)` runs through this stage only, and
+# leaves in `x.grad` what the stage before needs. The last stage computes the loss. A micro-batch's
+# loss is a mean over *its* rows; divided by m, the sum over micro-batches is the mean over all
+# rows.
+
+
+# %%
+class Stage:
+    """One rank's layers, the micro-batches that it holds, and the step that follows a list."""
+
+    def __init__(self, layers: nn.Module, loss_of: Callable, micro_batches: int) -> None:
+        self.layers = layers
+        self.loss_of = loss_of  # (output of the last stage, k) -> mean loss of micro-batch k
+        self.micro_batches = micro_batches
+        self.held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # k: (input, output)
+        self.most_held = 0
+
+    def step(self, order: Sequence[Action], inputs: Sequence[torch.Tensor]) -> None:
+        """Run one step; `inputs`: stage 0's micro-batches, elsewhere tensors like what arrives."""
+        result = None
+        for done, todo in pairwise([None, *order, None]):
+            arrived = torch.empty_like(inputs[0])
+            messages = []
+            if done is not None and receiver(done) in range(WORLD_SIZE):
+                messages.append(dist.P2POp(dist.isend, result, receiver(done)))
+            if todo is not None and sender(todo) in range(WORLD_SIZE):
+                messages.append(dist.P2POp(dist.irecv, arrived, sender(todo)))
+            if messages:
+                self.exchange(messages)
+            if todo is not None:
+                result = self.act(todo, arrived, inputs)
+
+    def exchange(self, messages: list[dist.P2POp]) -> None:
+        for work in dist.batch_isend_irecv(messages):
+            work.wait()
+
+    def act(self, action: Action, arrived: torch.Tensor, inputs: Sequence) -> torch.Tensor | None:
+        """Do one action; return what a neighbor needs of it."""
+        direction, k = action
+        if direction == "F":
+            x = inputs[k] if RANK == 0 else arrived.requires_grad_()
+            return self.forward(k, x)
+        return self.backward(k, arrived)
+
+    def forward(self, k: int, x: torch.Tensor) -> torch.Tensor:
+        y = self.layers(x)
+        if RANK == WORLD_SIZE - 1:
+            y = self.loss_of(y, k) / self.micro_batches
+        self.held[k] = (x, y)
+        self.most_held = max(self.most_held, len(self.held))
+        return y.detach().contiguous()
+
+    def backward(self, k: int, grad: torch.Tensor) -> torch.Tensor | None:
+        x, y = self.held.pop(k)
+        y.backward(None if RANK == WORLD_SIZE - 1 else grad)
+        return x.grad
+
+
+def receiver(action: Action) -> int:
+    """The stage that needs this action's result: the next one, of a backward the one before."""
+    return RANK + 1 if action[0] == "F" else RANK - 1
+
+
+def sender(action: Action) -> int:
+    """The stage whose result this action needs."""
+    return RANK - 1 if action[0] == "F" else RANK + 1
+
+
+# %% [markdown]
+# ## 4. How it is measured
+#
+# **The oracle** is the whole model on the whole batch in one process: same weights, float64. Every
+# rank compares the gradients of its own layers, and rank 0 those of its inputs too. An error is
+# relative to the largest element. Sums of 32 terms are reordered in 2 (LAYERS + 1) products, there
+# and back, hence the tolerance.
+#
+# **Slots** are counted in the run itself. Each message takes along its sender's *logical clock*
+# (Lamport, 1978), the number of slots gone by: a stage's clock moves on by an action's slots, and a
+# message that arrives sets it to the sender's, if that is later. So no core's speed matters.
+
+
+# %%
+TOLERANCE = 2 * (LAYERS + 1) * WIDTH * 2**-53
+
+
+class SlotCounter(Stage):
+    """A stage that notes in which slot each of its actions starts."""
+
+    def __init__(self, *given: object) -> None:
+        super().__init__(*given)
+        self.now = 0
+        self.starts: dict[Action, int] = {}
+
+    def exchange(self, messages: list[dist.P2POp]) -> None:
+        stamps = [torch.tensor([self.now], device=m.tensor.device) for m in messages]
+        with_stamps = []
+        for message, stamp in zip(messages, stamps, strict=True):
+            with_stamps += [message, dist.P2POp(message.op, stamp, message.peer)]
+        super().exchange(with_stamps)
+        self.now = max(self.now, *(stamp.item() for stamp in stamps))
+
+    def act(self, action: Action, arrived: torch.Tensor, inputs: Sequence) -> torch.Tensor | None:
+        self.starts[action] = self.now
+        self.now += SLOTS[action[0]]
+        return super().act(action, arrived, inputs)
+
+
+class Case:
+    """A model, a batch, and the gradients that one process finds."""
+
+    def __init__(self, device: torch.device) -> None:
+        torch.manual_seed(0)  # the same on every rank
+        factory = {"device": device, "dtype": torch.float64}
+        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH, **factory), nn.Tanh())]
+        layers += [copy.deepcopy(layers[0]) for _ in range(LAYERS - 1)]
+        for layer in layers:
+            layer[0].reset_parameters()
+        self.x = torch.randn(MICRO_BATCHES * ROWS, WIDTH, **factory, requires_grad=True)
+        self.target = torch.randn(MICRO_BATCHES * ROWS, WIDTH, **factory)
+        F.mse_loss(nn.Sequential(*layers)(self.x), self.target).backward()
+        first = RANK * LAYERS // WORLD_SIZE
+        last = (RANK + 1) * LAYERS // WORLD_SIZE
+        self.expected = nn.Sequential(*layers[first:last])  # this rank's, with gradients
+
+    def stage(self, m: int, kind: type[Stage] = Stage) -> Stage:
+        """This rank's stage without gradients, for a step of m micro-batches."""
+        layers = copy.deepcopy(self.expected)
+        layers.zero_grad()
+        return kind(layers, lambda y, k: F.mse_loss(y, self.target.chunk(m)[k]), m)
+
+    def inputs(self, m: int) -> list[torch.Tensor]:
+        return [x.requires_grad_() for x in self.x.detach().chunk(m)]
+
+    def error(self, layers: nn.Module, inputs: Sequence[torch.Tensor]) -> float:
+        """How far this rank's gradients are from one process's, relative to the largest."""
+        pairs = []
+        for ours, expected in zip(layers.parameters(), self.expected.parameters(), strict=True):
+            pairs.append((ours.grad, expected.grad))
+        if RANK == 0:
+            pairs.append((torch.cat([x.grad for x in inputs]), self.x.grad))
+        return max(relative_error(ours, expected) for ours, expected in pairs)
+
+
+def relative_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest difference between two tensors, relative to the largest element."""
+    return ((ours - expected).abs().max() / expected.abs().max()).item()
+
+
+def gather_objects(value: object) -> list:
+    """Return every rank's `value`, in order, on every rank."""
+    values = [None] * WORLD_SIZE
+    dist.all_gather_object(values, value)
+    return values
+
+
+# %% [markdown]
+# Each schedule is run once with slots counted. What the run did is printed as a grid, like those
+# above, and the idle share of that grid is compared with the formula.
+
+
+# %%
+ORDERS = {"one batch": (gpipe, 1), "GPipe": (gpipe, MICRO_BATCHES)}
+ORDERS["1F1B"] = (one_f_one_b, MICRO_BATCHES)
+
+
+def bubble(m: int) -> Fraction:
+    """The share of slots that a stage idles by the formula: (p-1) / (m+p-1)."""
+    return Fraction(WORLD_SIZE - 1, m + WORLD_SIZE - 1)
+
+
+def check_slots(case: Case) -> dict[str, list[dict[Action, int]]]:
+    """Run each schedule; claim gradients, bubble, activations held; return every stage's slots."""
+    runs = {}
+    for name, (order, m) in ORDERS.items():
+        stage = case.stage(m, SlotCounter)
+        inputs = case.inputs(m)
+        stage.step(order(RANK, WORLD_SIZE, m), inputs)
+        error = case.error(stage.layers, inputs)
+        runs[name] = gather_objects(stage.starts)
+
+        show(name, runs[name])
+        claim(f"{name}: error of the gradients", 0, error, atol=TOLERANCE)
+        expected = min(m, WORLD_SIZE - RANK) if name == "1F1B" else m
+        claim(f"{name}: micro-batches held at most", expected, stage.most_held, question=3)
+    if WORLD_SIZE == 1:
+        blocked("share of slots idle, on the clock too", needs="2 ranks")
+        return runs
+    idle = {name: idle_share(starts) for name, starts in runs.items()}
+    claim("one batch: share of slots idle", bubble(1), idle["one batch"], question=1)
+    claim("GPipe: share of slots idle", bubble(MICRO_BATCHES), idle["GPipe"], question=2)
+    claim("1F1B: share of slots idle", bubble(MICRO_BATCHES), idle["1F1B"], question=2)
+    return runs
+
+
+def idle_share(starts: list[dict[Action, int]]) -> Fraction:
+    """The share of all slots, of all stages, from the first action to the last, that are empty."""
+    return 1 - Fraction(sum(map(busy, starts)), last_slot(starts) * len(starts))
+
+
+def busy(starts: dict[Action, int]) -> int:
+    return sum(SLOTS[direction] for direction, _ in starts)
+
+
+def last_slot(starts: list[dict[Action, int]]) -> int:
+    ends = [0]
+    for stage in starts:
+        ends += [slot + SLOTS[direction] for (direction, _), slot in stage.items()]
+    return max(ends)
+
+
+def show(name: str, starts: list[dict[Action, int]]) -> None:
+    """Print a run as a grid: a row per stage, a column per slot."""
+    print0(f"\n{'':13}{name}")
+    for stage, actions in enumerate(starts):
+        row = [" ."] * last_slot(starts)
+        for (direction, k), slot in actions.items():
+            for column in range(slot, slot + SLOTS[direction]):
+                row[column] = f"{direction}{k}"
+        print0(f"{'':13}stage {stage}  " + " ".join(row))
+    print0()
+
+
+# %% [markdown]
+# **The clock.** On two cores, stages that idle would lend their core to the others, and no bubble
+# would show. So on a CPU each action also sleeps, SLOT seconds per slot: the sleep stands for the
+# stage's work on a device of its own. Idle is the time in which a stage does not sleep. The best of
+# three runs counts, since other jobs on the machine can only delay a run.
+
+
+# %%
+SLOT = 0.03  # seconds
+
+
+class Sleeper(Stage):
+    """A stage that sleeps for every action, and notes when."""
+
+    def __init__(self, *given: object) -> None:
+        super().__init__(*given)
+        self.log: list[tuple[str, float, float]] = []  # direction, start, end in seconds
+
+    def act(self, action: Action, arrived: torch.Tensor, inputs: Sequence) -> torch.Tensor | None:
+        result = super().act(action, arrived, inputs)
+        start = time.monotonic()
+        time.sleep(SLOTS[action[0]] * SLOT)
+        self.log.append((action[0], start, time.monotonic()))
+        return result
+
+
+def run_on_the_clock(order: Callable, m: int, case: Case) -> list[list]:
+    """Run one step; return the log of every stage, in seconds since the first action."""
+    stage = case.stage(m, Sleeper)
+    dist.barrier()
+    stage.step(order(RANK, WORLD_SIZE, m), case.inputs(m))
+    logs = gather_objects(stage.log)
+    zero = min(log[0][1] for log in logs)
+    shifted = []
+    for log in logs:
+        shifted.append([(direction, start - zero, end - zero) for direction, start, end in log])
+    return shifted
+
+
+def idle_on_the_clock(logs: list[list]) -> float:
+    asleep = 0.0
+    for log in logs:
+        asleep += sum(end - start for _, start, end in log)
+    return 1 - asleep / (duration(logs) * len(logs))
+
+
+def duration(logs: list[list]) -> float:
+    return max(log[-1][2] for log in logs)  # the end of each stage's last action
+
+
+def check_clock(case: Case) -> dict[str, list[list]]:
+    """Claim the idle share on the clock of each schedule; return the best runs."""
+    best = {}
+    for name, (order, m) in ORDERS.items():
+        runs = [run_on_the_clock(order, m, case) for _ in range(3)]
+        best[name] = min(runs, key=duration)
+        idle = idle_on_the_clock(best[name])
+        claim(f"{name}: share of time idle", bubble(m), idle, atol=0.1, timed=True)
+    return best
+
+
+# %% [markdown]
+# `--figure` draws each schedule twice: above as its slots were counted, below as the clock saw it.
+
+
+# %%
+def draw(path: str, slots: dict[str, list], clocked: dict[str, list]) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(15, 5), layout="constrained")
+    axes = figure.subplots(2, len(ORDERS), sharey=True)
+    for column, name in enumerate(ORDERS):
+        in_slots = []
+        for stage in slots[name]:
+            bars = [(d, slot * SLOT, (slot + SLOTS[d]) * SLOT) for (d, _), slot in stage.items()]
+            in_slots.append(bars)
+        draw_gantt(axes[0, column], f"{name}, slots counted", in_slots)
+        draw_gantt(axes[1, column], f"{name}, on the clock", clocked[name])
+    figure.savefig(path)
+
+
+def draw_gantt(axes: object, title: str, logs: list[list]) -> None:
+    """One row per stage; forward blue, backward green."""
+    for stage, log in enumerate(logs):
+        bars = [(start, end - start) for _, start, end in log]
+        colors = ["C0" if direction == "F" else "C2" for direction, _, _ in log]
+        axes.broken_barh(bars, (stage - 0.4, 0.8), facecolors=colors, edgecolor="white")
+    axes.set(title=title, xlabel="seconds; forward blue, backward green", ylabel="stage")
+    axes.set(ylim=(len(logs), -1), yticks=range(len(logs)))
+
+
+# %% [markdown]
+# ## 5. On GPUs: the bubble of real stages, and the memory of both schedules
+#
+# On GPUs a stage's work is real: four linear layers 8192 wide in bf16. CUDA events on the stream
+# say how long each action computes, and the host's clock, after a synchronisation, how long the
+# step takes; the rest is idle, bubble and messages together. The allocator's peak says what each
+# schedule holds. The first step of each is a warm-up: it connects neighbors and fills the
+# allocator's cache.
+
+
+# %%
+class EventTimer(Stage):
+    """A stage that brackets each action's kernels with CUDA events."""
+
+    def __init__(self, *given: object) -> None:
+        super().__init__(*given)
+        self.events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def act(self, action: Action, arrived: torch.Tensor, inputs: Sequence) -> torch.Tensor | None:
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        start.record()
+        result = super().act(action, arrived, inputs)
+        end.record()
+        self.events.append((start, end))
+        return result
+
+
+def step_on_gpu(order: Callable, layers: nn.Module, device: torch.device) -> tuple[float, float]:
+    """Return the idle share of a step, and the GB that it allocates at its peak."""
+    batch = torch.randn(MICRO_BATCHES * 2048, 8192, device=device, dtype=torch.bfloat16)
+    inputs = batch.chunk(MICRO_BATCHES)
+    for _ in range(2):
+        layers.zero_grad(set_to_none=False)  # gradients stay allocated: not what we compare
+        stage = EventTimer(layers, lambda y, k: y.float().square().mean(), MICRO_BATCHES)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        dist.barrier()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        stage.step(order(RANK, WORLD_SIZE, MICRO_BATCHES), inputs)
+        torch.cuda.synchronize()
+        ms = 1e3 * (time.perf_counter() - start)
+    computing = sum(start.elapsed_time(end) for start, end in stage.events)
+    return 1 - computing / ms, (torch.cuda.max_memory_allocated() - before) / 1e9
+
+
+def measure_on_gpus(device: torch.device) -> None:
+    if device.type == "cpu" or WORLD_SIZE == 1:
+        blocked("idle share and peak memory of real stages", needs="2 GPUs")
+        return
+    linears = [nn.Linear(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(4)]
+    layers = nn.Sequential(*linears)
+    idle_gpipe, gb_gpipe = step_on_gpu(gpipe, layers, device)
+    idle_1f1b, gb_1f1b = step_on_gpu(one_f_one_b, layers, device)
+    expected = bubble(MICRO_BATCHES)
+    print0(f"{'':13}GPipe: {idle_gpipe:.1%} idle, {gb_gpipe:.2f} GB of activations on stage 0;")
+    print0(f"{'':13}1F1B: {idle_1f1b:.1%} idle, {gb_1f1b:.2f} GB; formula: {float(expected):.1%}")
+    claim("real stages, GPipe: share of time idle", expected, idle_gpipe, atol=0.1, timed=True)
+    claim("real stages, 1F1B: share of time idle", expected, idle_1f1b, atol=0.1, timed=True)
+    # One micro-batch more than held may be alive: what arrives, what is being computed.
+    at_most = (min(MICRO_BATCHES, WORLD_SIZE - RANK) + 1) / MICRO_BATCHES
+    claim("1F1B's activations / GPipe's, in bytes", at_most, gb_1f1b / gb_gpipe, "<=")
+
+
+# %% [markdown]
+# ## What you should have seen
+#
+# With 4 stages and 8 micro-batches:
+#
+# 1. Three quarters: one stage of four works at a time. Four devices are as fast as one; all that
+#    was gained is that the model fits.
+# 2. 3/11 = 27.3% under either. In the grids, the dots lie elsewhere (GPipe's in the middle, 1F1B's
+#    spread) but there are equally many. On the clock it is a few percent more, for a message takes
+#    time. With 32 micro-batches it would be 3/35 = 8.6%.
+# 3. Eight under GPipe, four under 1F1B; its stage s holds 4-s. With 32 micro-batches GPipe would
+#    hold 32, and 1F1B still four: that is why large models are trained with 1F1B. Had GPipe
+#    recomputed its activations, as in its paper, it would hold the *inputs* of eight, and pay a
+#    forward more.
+#
+# The gradients are those of one process, to rounding, under any order: a schedule changes when work
+# is done, never what is computed. `--figure` draws both runs; the bars on the clock are the counted
+# slots, a little stretched.
+#
+# **Try.** 1F1B with `num_warmup = m` *is* GPipe: the bubble's claims hold, and only the number of
+# micro-batches held tells. With `num_warmup = 0` stage 0 waits for each micro-batch to come all the
+# way back: it idles 75%, as if there were no micro-batches. Without the division the gradients are
+# eight times too large, as with eight times the learning rate, and nothing else shows it.
+#
+# **What the formula leaves out.** Stages of unequal size: the slowest sets the pace, every other
+# one idles in each slot; an embedding or a vocabulary-wide head counts as layers when you cut. The
+# time of messages: p-1 hops each way are exposed. A batch that is too small for many micro-batches:
+# kernels on one sequence fill no GPU. **Interleaving** (Narayanan et al., 2021) gives each rank v
+# small pieces of the model instead of one: the bubble becomes (p-1) / (vm+p-1) of the time, for v
+# times as many messages and some more activations. **Zero-bubble** schedules (Qi et al., 2023)
+# split B into the gradient of the inputs, which the neighbor waits for, and that of the weights,
+# which fills gaps.
+#
+# On real systems pipeline parallelism is what goes over the slow links, between nodes: it sends one
+# activation per micro-batch, where tensor parallelism sends four per layer. Gradient clipping needs
+# a norm over all stages, and an embedding tied to the head a sum over the first and the last.
+
+
+# %%
+def main() -> None:
+    figure = {"metavar": "PATH", "help": "draw the schedules, in slots and on the clock"}
+    options = command_line({"--figure": figure})
+    launch()
+    device = setup()
+    case = Case(device)
+    slots = check_slots(case)
+    if WORLD_SIZE > 1 and device.type == "cpu":
+        clocked = check_clock(case)
+        if options.figure and RANK == 0:
+            draw(options.figure, slots, clocked)
+    measure_on_gpus(device)
+    finish()
+
+
+# %% [markdown]
+# ## Plumbing, the same in every lesson: join the group, print, check a claim, leave
+
+# %%
+ledger: list[dict] = []  # one row per claim, the same on every rank
+
+
+def command_line(flags: dict[str, dict] | None = None) -> argparse.Namespace:
+    """Read the flags, given as {name: arguments of add_argument}; --help and mistakes end here."""
+    as_it_is = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_it_is)
+    for name, arguments in (flags or {}).items():
+        parser.add_argument(name, **arguments)
+    parser.error = refuse
+    return parser.parse_args()
+
+
+def launch() -> None:
+    """Plain `python lesson.py`: be torchrun, one rank per GPU if there are several, else 4."""
+    if "RANK" in os.environ or WORLD_SIZE > 1:
+        return  # this is a rank already: torchrun or srun has started it
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    gpus = torch.cuda.device_count()
+    ranks = gpus if gpus > 1 else 4
+    os.environ["LAUNCHER"] = str(os.getpid())
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
+    logging.disable()  # the rank that fails says why
+    try:
+        torchrun(["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", *sys.argv])
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        sys.exit(f"rank {rank} was ended by {failure.signal_name()}" if failure.exitcode < 0 else 1)
+    except SignalException as error:
+        sys.exit(128 + error.sigval)
+    sys.exit()
+
+
+def setup() -> torch.device:
+    """Join the process group: NCCL if every local rank has a GPU of its own, else gloo."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the launcher
+    parent = str(os.getppid())
+    if os.environ.pop("LAUNCHER", parent) != parent:
+        sys.exit(1)  # it was killed before that line
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank that waits inside C++ too
+    if "RANK" not in os.environ:
+        name_ranks_as_torchrun_does()
+    gpus = torch.cuda.device_count()
+    local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    if gpus >= local_ranks:
+        backend = "nccl"
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group(backend, device_id=device, timeout=timedelta(minutes=2))
+    else:
+        backend = f"gloo ({gpus} GPUs visible, {local_ranks} ranks here)"
+        device = torch.device("cpu")
+        dist.init_process_group("gloo", timeout=timedelta(minutes=2))
+    sys.excepthook = crash  # only now: init_process_group sets one of its own
+    print0(f"{WORLD_SIZE} ranks, {backend}, torch {torch.__version__}\n")
+    print0(f"{'':13}{'claim':50} {'predicted':22} {'measured':>11}")
+    return device
+
+
+def name_ranks_as_torchrun_does() -> None:
+    """Under `srun`, one task per rank: set the variables that torchrun would have set."""
+    slurm = os.environ
+    first_node = re.match(r"([^,[]+)(?:\[(\d+))?", slurm["SLURM_STEP_NODELIST"])  # of "gpu[03-07]"
+    tasks_here = re.match(r"\d+", slurm["SLURM_STEP_TASKS_PER_NODE"])  # of "4(x2)"
+    os.environ |= {"RANK": str(RANK), "WORLD_SIZE": str(WORLD_SIZE)}
+    os.environ |= {"LOCAL_RANK": slurm["SLURM_LOCALID"], "LOCAL_WORLD_SIZE": tasks_here[0]}
+    os.environ["MASTER_ADDR"] = first_node[1] + (first_node[2] or "")
+    os.environ["MASTER_PORT"] = str(20_000 + int(slurm["SLURM_JOB_ID"]) % 10_000)
+
+
+def print0(*words: object) -> None:
+    """Print on rank 0 only."""
+    if RANK == 0:
+        print(*words, flush=True)
+
+
+def refuse(rule: str) -> None:
+    """End before the first collective with one message, from rank 0: rule, value, remedy."""
+    if RANK != 0:
+        time.sleep(30)  # the launcher ends us meanwhile
+    sys.exit(f"{sys.argv[0]}: {rule}")
+
+
+def claim(
+    text: str,
+    predicted: float,
+    measured: float,
+    sign: str = "=",
+    atol: float = 0.0,
+    question: int | None = None,
+    timed: bool = False,
+    rank: int | None = None,
+) -> None:
+    """Check `measured sign predicted` (=, <=, >=), give or take `atol`, on all ranks; all call.
+
+    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers;
+    `timed` says that a clock decides.
+    """
+    pairs = [(float(predicted), float(measured), float(atol))]
+    if dist.is_initialized():
+        pairs = pairs * WORLD_SIZE
+        dist.all_gather_object(pairs, pairs[0])
+    errors = []
+    for p, m, slack in pairs:
+        error = {"=": abs(m - p), "<=": m - p, ">=": p - m}[sign] - slack
+        errors.append(math.inf if math.isnan(error) else error)
+    worst = errors.index(max(errors)) if rank is None else rank
+    verdict = "PASS" if errors[worst] <= 0 else "FAIL"
+    p, m, slack = pairs[worst]
+    between = f"{sign:>2} {readable(p)}" + (f" ±{slack:.2g}" if slack else "")
+    mark = f"{question}." if question else ""
+    print0(f"  {verdict:7} {mark:2} {text:50} {between:22} {readable(m):>11}")
+    if verdict == "FAIL":
+        print0(f"{'':13}off by {m - p:.3g} on rank {worst}")
+    row = {"claim": text, "verdict": verdict, "sign": sign, "rank": worst, "slack": slack}
+    row |= {"predicted": p, "measured": m if math.isfinite(m) else str(m)}  # JSON knows no NaN
+    ledger.append(row | {"question": question, "timed": timed})
+
+
+def readable(x: float) -> str:
+    """Whole numbers in full, others to six digits."""
+    return f"{x:,.0f}" if x.is_integer() and abs(x) < 1e12 else f"{x:,.6g}"
+
+
+def blocked(text: str, needs: str) -> None:
+    """Record what this machine cannot answer, and what would."""
+    print0(f"  BLOCKED    {text:50} needs {needs}")
+    ledger.append({"claim": text, "verdict": "BLOCKED", "needs": needs})
+
+
+def crash(*error: object) -> None:
+    """Leave without ceremony, since peers may be stuck. The first rank that fails says why."""
+    first = dist.distributed_c10d._get_default_store().add("crashes", 1) == 1
+    time.sleep(1 if first else 30)  # the launcher ends us meanwhile, if a peer's death is the cause
+    print(f"rank {RANK}:", file=sys.stderr)
+    sys.__excepthook__(*error)
+    os._exit(1)
+
+
+def finish() -> None:
+    """Write the ledger where LESSON_JSON says; exit 1 if a claim failed or none was made."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    verdicts = Counter(row["verdict"] for row in ledger)
+    print0(f"\n  {verdicts['PASS']} PASS, {verdicts['FAIL']} FAIL, {verdicts['BLOCKED']} BLOCKED")
+    if RANK == 0 and "LESSON_JSON" in os.environ:
+        about = {"ranks": WORLD_SIZE, "torch": torch.__version__, "python": sys.version}
+        about["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        about |= {"cpus": os.cpu_count(), "date": time.strftime("%F"), "ledger": ledger}
+        with open(os.environ["LESSON_JSON"], "w") as file:
+            json.dump(about, file, indent=1)
+    code = int(verdicts["FAIL"] > 0 or verdicts["PASS"] == 0)
+    if __name__ == "__main__":
+        os._exit(code)  # threads of a group that something still holds can abort a plain exit
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""The form of lessons: the order of parts, one plumbing, identical passages, code that reads."""
+
+import ast
+import re
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.lessons import LESSONS, READING_ORDER, ROOT
+from tests.helpers.tricks import tricks
+from tests.write_plumbing import definitions, plumbing_of
+
+IMPORTABLE = {"torch", "numpy", "sklearn", "matplotlib", "tqdm", "psutil", "pynvml"}
+IMPORTABLE |= {"deepspeed", "ffcv", "numba", "torchvision", "nvtx"}
+
+READ_ALOUD = LESSONS + [
+    str(path.relative_to(ROOT))
+    for folder in ("exercises", "course", "tests/helpers")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if path.name != "exercise.py"  # a learner's
+]
+
+TOP = """\
+RANK = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1")))
+"""
+
+
+def own(lesson: str) -> str:
+    """A lesson's source without its plumbing."""
+    return (ROOT / lesson).read_text().removesuffix(plumbing_of(lesson))
+
+
+def docstring(lesson: str) -> str:
+    return ast.get_docstring(ast.parse(own(lesson)))
+
+
+def predictions(lesson: str) -> set[int]:
+    """The numbers of the questions under *Predict*."""
+    part = re.search(r"\*\*Predict\*\*(.*?)\n\*\*", docstring(lesson), re.S)[1]
+    return {int(number) for number in re.findall(r"^(\d+)\. ", part, re.M)}
+
+
+def test_the_reading_order_names_each_lesson_once() -> None:
+    assert sorted(row["path"] for row in READING_ORDER) == sorted(set(LESSONS))
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_plumbing_is_the_canonical_copy(lesson: str) -> None:
+    assert plumbing_of(lesson) == plumbing_of("tests/helpers/plumbing.py"), "run: make plumbing"
+    assert TOP in own(lesson).partition("\n# %%")[0], "RANK and WORLD_SIZE stand above the cells"
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_the_docstring_asks_and_does_not_answer(lesson: str) -> None:
+    said = docstring(lesson)
+    title, rule = said.splitlines()[:2]
+    assert set(rule) == {"="}
+    assert len(rule) == len(title)
+    parts = ["**Question.**", "**Predict**", "**Run.**", "**Try.**", "**Before.**", "**Next.**"]
+    places = [said.index(part) for part in parts]
+    assert places == sorted(places)
+    name = Path(lesson).name
+    assert re.search(rf"python {name}", said)
+    assert re.search(rf"torchrun .*{name}", said) or "starts its own ranks" in said
+    assert re.search(r"Takes \d+ s", said)
+    assert "You will have seen" not in said
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_a_claim_answers_each_question(lesson: str) -> None:
+    tree = ast.parse(own(lesson))
+    keywords = [node for node in ast.walk(tree) if isinstance(node, ast.keyword)]
+    answered = set()
+    for keyword in keywords:
+        if keyword.arg == "question" and isinstance(keyword.value, ast.Constant):
+            answered.add(keyword.value.value)
+    assert predictions(lesson)
+    assert answered == predictions(lesson)
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_the_idea_comes_first_and_the_answers_last(lesson: str) -> None:
+    source = own(lesson)
+    sections = re.findall(r"^# %% \[markdown\]\n# ## (.*)$", source, re.M)
+    assert sections[0].startswith("1. ")
+    assert sections[-1] == "What you should have seen"
+    numbered = [int(s.partition(".")[0]) for s in sections if s[0].isdigit()]
+    assert numbered == list(range(1, len(numbered) + 1))
+    assert any("measured" in section for section in sections[:-1]), "How it is measured"
+    answers = source.partition("# ## What you should have seen")[2]
+    for number in predictions(lesson):
+        assert re.search(rf"^# {number}\. ", answers, re.M), f"{number}. is not answered"
+    defined = [n.name for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)]
+    assert defined[-1] == "main"
+    assert answers.index("def main()")
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_cells_are_short_and_have_words_before_them(lesson: str) -> None:
+    """A cell of code holds at most about 60 lines; before each stands a cell of prose."""
+    cells = re.split(r"^# %%", own(lesson), flags=re.M)[1:]
+    for before, cell in zip([" [markdown]", *cells], cells, strict=False):
+        if not cell.startswith(" [markdown]"):
+            assert before.startswith(" [markdown]"), cell[:200]
+            assert len([line for line in cell.splitlines() if line.strip()]) <= 75, cell[:200]
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_a_lesson_imports_only_what_is_named(lesson: str) -> None:
+    for node in ast.walk(ast.parse((ROOT / lesson).read_text())):
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module] if isinstance(node, ast.ImportFrom) else []
+        for name in names:
+            top = name.partition(".")[0]
+            assert top in IMPORTABLE | set(sys.stdlib_module_names), f"{lesson} imports {name}"
+
+
+@pytest.mark.parametrize("path", READ_ALOUD)
+def test_code_can_be_read_aloud(path: str) -> None:
+    source = (ROOT / path).read_text()
+    if path in LESSONS or path.startswith("course/"):
+        assert "noqa" not in source
+    lines = source.splitlines()
+    found = [
+        f"{path}:{at}: {rule}: {lines[at - 1].strip()}" for at, rule in tricks(ast.parse(source))
+    ]
+    assert not found, "\n".join(found)
+
+
+PASSAGES = definitions((ROOT / "tests/helpers/passages.py").read_text())
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_shared_passages_are_identical(lesson: str) -> None:
+    for name, text in definitions(own(lesson)).items():
+        if name in PASSAGES:
+            assert text == PASSAGES[name], f"{name}: run make plumbing"
+
+
+def test_nothing_else_repeats() -> None:
+    """No function or method of six lines or more stands in two lessons, the passages apart."""
+    places = defaultdict(set)
+    for lesson in LESSONS:
+        for name, text in definitions(own(lesson)).items():
+            if name in PASSAGES:
+                continue
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 5:
+                    if ast.get_docstring(node):
+                        node.body.pop(0)
+                    places[ast.dump(ast.Module(node.body, []))].add(f"{lesson}: {node.name}")
+    assert [sorted(where) for where in places.values() if len(where) > 1] == []

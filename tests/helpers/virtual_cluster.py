@@ -1,0 +1,34 @@
+"""What the tests of lessons on virtual nodes share: playing as nobody, waiting for the ranks."""
+
+import ctypes
+import os
+import subprocess
+import time
+
+import psutil
+from sklearn.datasets import load_digits
+
+from tests.helpers import lessons
+from tests.helpers.leftovers import networks
+
+
+def play_as_nobody(path: str, *changes: tuple[str, str]) -> tuple[int, list[dict]]:
+    """Play a lesson as a user who can make a network only inside a user namespace."""
+    load_digits()  # what it imports and reads late, nobody may not be able to
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setresgid(65534, 65534, 65534)
+        os.setresuid(65534, 65534, 65534)
+        ctypes.CDLL(None).prctl(4, 1)  # PR_SET_DUMPABLE: or /proc/self stays root's
+    return lessons._play(path, changes, ())
+
+
+def once_there(lesson: subprocess.Popen, processes: int, nets: int = 2) -> list[psutil.Process]:
+    """All that the lesson has started, once so many processes are in so many networks."""
+    for _ in range(1200):
+        time.sleep(0.05)
+        started = psutil.Process(lesson.pid).children(recursive=True)
+        found = networks([process.pid for process in started])
+        if (len(started), len(found)) == (processes, nets):
+            return started
+    raise AssertionError(f"no {processes} processes in {nets} networks: {started}")

@@ -1,0 +1,277 @@
+"""The lesson on collectives: its definitions, its counting, and that each claim can fail."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from exercises.ranks import run
+from tests.helpers.lessons import ROOT, load, play
+
+LESSON = "communication/01_nccl_collectives.py"
+
+# What the eight must do, written out for four ranks with rank 1 as root (MPI 4.1, chapter 6).
+HELD_AFTER = {
+    "broadcast": [[10, 11, 12, 13]] * 4,
+    "scatter": [[10], [11], [12], [13]],
+    "gather": [[], [0, 10, 20, 30], [], []],
+    "reduce": [[], [60, 64, 68, 72], [], []],
+    "all_reduce": [[60, 64, 68, 72]] * 4,
+    "all_gather": [[0, 10, 20, 30]] * 4,
+    "reduce_scatter": [[60], [64], [68], [72]],
+    "all_to_all": [[0, 10, 20, 30], [1, 11, 21, 31], [2, 12, 22, 32], [3, 13, 23, 33]],
+}
+
+
+def held_after_each() -> dict[str, list[float]]:
+    lesson = load(LESSON)
+    n = lesson.WORLD_SIZE
+    X_RN = torch.tensor([[10.0 * r + j for j in range(n)] for r in range(n)])
+    held = {}
+    for name, call in lesson.CALLS.items():
+        out = torch.full_like(lesson.expected(X_RN)[name], torch.nan)
+        call(lesson.brought(X_RN)[name].clone(), out)
+        held[name] = out.tolist()
+    return held
+
+
+def test_each_rank_holds_what_the_standard_says() -> None:
+    held = run(held_after_each, 4)
+    assert {name: [held[r][name] for r in range(4)] for name in held[0]} == HELD_AFTER
+
+
+def test_the_pictures_in_the_text_are_what_the_standard_says() -> None:
+    """Each picture's rows, with *j for the sum of all chunks j."""
+    text = (ROOT / LESSON).read_text()
+    sums = {"*0": 60, "*1": 64, "*2": 68, "*3": 72}
+    drawn = {}
+    for first, second in (
+        ("broadcast", "scatter"),
+        ("reduce", "gather"),
+        ("all_reduce", "all_gather"),
+        ("reduce_scatter", "all_to_all"),
+    ):
+        _, _, below = text.partition(f"#                {first} ")
+        drawn[first], drawn[second] = [], []
+        for line in below.splitlines()[1:5]:
+            left, right = line[17:46], line[46:]
+            for name, cell in ((first, left), (second, right)):
+                after = cell.partition("->")[2].split()
+                drawn[name].append([sums.get(c) or int(c) for c in after if c != "-"])
+    assert drawn == HELD_AFTER
+
+
+def test_a_picture_shows_what_was_gathered_and_stays_narrow() -> None:
+    lesson = load(LESSON)
+    lesson.WORLD_SIZE = 4
+    drawn = lesson.picture("gather", [[0], [10], [20], [30]], HELD_AFTER["gather"])
+    lines = drawn.splitlines()[1:]
+    assert lines[0].split() == ["gather", "rank", "0", "00", "→", "."]
+    assert lines[1].split() == ["rank", "1", "10", "→", "00", "10", "20", "30"]
+    assert len({line.index("→") for line in lines}) == 1
+    lesson.WORLD_SIZE = 64
+    drawn = lesson.picture("all_to_all", [[6363.0] * 64] * 64, [[float("nan")] * 64] * 64)
+    assert drawn.count("rank") == 4
+    assert drawn.splitlines()[-1].strip() == "…"
+    assert "? ? ? ? …" in drawn
+    assert max(map(len, drawn.splitlines())) <= 100
+
+
+def traffic(size: int) -> tuple[int, int]:
+    """Rank 0 sends `size` bytes to rank 1; how much more each has carried since."""
+    lesson = load(LESSON)
+    x = torch.ones(size, dtype=torch.uint8)
+    dist.barrier()
+    was = lesson.carried()
+    dist.barrier()
+    dist.send(x, 1) if lesson.RANK == 0 else dist.recv(x, 0)
+    dist.barrier()
+    sent, received = (now - then for now, then in zip(lesson.carried(), was, strict=True))
+    return sent, received
+
+
+def test_the_kernel_counts_each_byte_once_and_on_the_right_side() -> None:
+    size = 3_000_000
+    (sent, none), (nothing, received) = run(traffic, 2, size)
+    assert size <= sent <= size + 2000
+    assert size <= received <= size + 2000
+    assert none < 2000
+    assert nothing < 2000
+
+
+def open_files() -> tuple[int, int]:
+    lesson = load(LESSON)
+    lesson.carried()
+    before = len(lesson.os.listdir("/proc/self/fd"))
+    for _ in range(50):
+        lesson.carried()
+    return before, len(lesson.os.listdir("/proc/self/fd"))
+
+
+def test_counting_leaves_no_file_open() -> None:
+    for before, after in run(open_files, 2):
+        assert after < before + 25  # a leak is at least 50; gloo's own sockets come and go
+
+
+def test_shares_are_the_factors_of_nccl_tests() -> None:
+    """Broadcast and reduce 1, all_reduce 2(n-1)/n, the others (n-1)/n."""
+
+    def shares() -> dict[str, float]:
+        return load(LESSON).MUST
+
+    for n in (2, 3):
+        part = (n - 1) / n
+        once = dict.fromkeys(("scatter", "gather", "all_gather", "reduce_scatter"), part)
+        rest = {"broadcast": 1, "reduce": 1, "all_to_all": part, "all_reduce": 2 * part}
+        assert run(shares, n)[0] == once | rest
+
+
+def values(*names: str) -> set[str]:
+    return {f"{name}: error" for name in names}
+
+
+def traffic_of(name: str, must: str) -> set[str]:
+    return {f"{name}: must {must} S, gloo moves"}
+
+
+ONE = "all_reduce of rank + 1"
+CAME = "ranks that had arrived when the barrier let go"
+UNDONE = "ranks back, work undone, before rank 0 calls"
+SUMMED = "after wait(): error of the sum"
+SUMS = "sums handed out after the skip, without an error"
+OFF = "largest error of these sums: the next step's 100"
+ENDED = "ranks that waited in vain, ended by the timeout"
+LATE = "share of one rank's lateness billed to the network"
+MOVES = "bytes_on_the_wire"  # the sections to run, of those for several ranks
+WAITS, SKIPS, CLOCK = "who_waits_for_whom", "one_rank_skips", "sides_of_a_clock"
+
+
+def only(section: str) -> list[tuple[str, str]]:
+    """Changes that leave this section alone in `main`, of those for several ranks."""
+    others = [name for name in (MOVES, WAITS, SKIPS, CLOCK) if name != section]
+    return [(f"        {name}(device)\n", "") for name in others]
+
+
+BREAKS = {  # what is broken, at two ranks: section, (old, new), the claims to FAIL and no other
+    "MAX for the sum, in the first call": (
+        MOVES,
+        (
+            "    dist.all_reduce(x)\n    claim(",
+            "    dist.all_reduce(x, dist.ReduceOp.MAX)\n    claim(",
+        ),
+        {ONE},
+    ),
+    "no broadcast": (
+        MOVES,
+        ("    dist.broadcast(out, src=ROOT)\n", ""),
+        values("broadcast") | traffic_of("broadcast", "1"),
+    ),
+    "scatter in the wrong order": (
+        MOVES,
+        ("list(x.split(1))", "list(x.flip(0).split(1))"),
+        values("scatter"),
+    ),
+    "no scatter": (
+        MOVES,
+        ("    dist.scatter(out, chunks, src=ROOT)\n", ""),
+        values("scatter") | traffic_of("scatter", "0.5"),
+    ),
+    "no gather": (
+        MOVES,
+        ("    dist.gather(x, chunks, dst=ROOT)\n", ""),
+        values("gather") | traffic_of("gather", "0.5"),
+    ),
+    "reduce by MAX": (
+        MOVES,
+        ("dist.reduce(total, dst=ROOT)", "dist.reduce(total, ROOT, dist.ReduceOp.MAX)"),
+        values("reduce"),
+    ),
+    "no reduce": (
+        MOVES,
+        ("    dist.reduce(total, dst=ROOT)\n", ""),
+        values("reduce") | traffic_of("reduce", "1"),
+    ),
+    "all_reduce by MAX": (  # Try
+        MOVES,
+        ("    dist.all_reduce(out)\n", "    dist.all_reduce(out, dist.ReduceOp.MAX)\n"),
+        values("all_reduce"),
+    ),
+    "all_reduce twice over": (
+        MOVES,
+        (
+            "    dist.all_reduce(out)\n",
+            "    dist.all_reduce(out.clone())\n    dist.all_reduce(out)\n",
+        ),
+        traffic_of("all_reduce", "1"),
+    ),
+    "all_gather without the others": (
+        MOVES,
+        ("    dist.all_gather_into_tensor(out, x)\n", "    out.copy_(x.expand_as(out))\n"),
+        values("all_gather") | traffic_of("all_gather", "0.5"),
+    ),
+    "reduce_scatter of the wrong chunk": (
+        MOVES,
+        ("dist.reduce_scatter_tensor(out, x)", "dist.reduce_scatter_tensor(out, x.flip(0))"),
+        values("reduce_scatter"),
+    ),
+    "no reduce_scatter": (
+        MOVES,
+        ("dist.reduce_scatter_tensor(out, x)", "out.copy_(x[:1])"),
+        values("reduce_scatter") | traffic_of("reduce_scatter", "0.5"),
+    ),
+    "all_to_all with nobody": (
+        MOVES,
+        ("dist.all_to_all_single(out, x)", "out.copy_(x)"),
+        values("all_to_all") | traffic_of("all_to_all", "0.5"),
+    ),
+    "every operator is SUM": (
+        MOVES,
+        ("getattr(dist.ReduceOp, name)", "dist.ReduceOp.SUM"),
+        values("AVG", "MIN", "MAX", "PRODUCT"),
+    ),
+    "every operator is MAX": (
+        MOVES,
+        ("getattr(dist.ReduceOp, name)", "dist.ReduceOp.MAX"),
+        values("SUM", "AVG", "MIN", "PRODUCT"),
+    ),
+    "halves that only gather": (
+        MOVES,
+        (
+            "    dist.reduce_scatter_tensor(shard, x)\n",
+            "    shard.copy_(x[RANK * 1000 :][:1000])\n",
+        ),
+        {"elements whose bits differ, all_reduce and halves"},
+    ),
+    "no barrier": (WAITS, ("    dist.barrier()\n    arrived", "    arrived"), {CAME}),
+    "a call that waits": (  # Try
+        WAITS,
+        ("x, async_op=True)\n", "x, async_op=True)\n    work.wait()\n"),
+        {UNDONE},
+    ),
+    "another sum": (WAITS, ("(4,), RANK + 1.0", "(4,), RANK + 2.0"), {SUMMED}),
+    "no skip": (SKIPS, ("if RANK < WORLD_SIZE - 1 or step > 0:", "if True:"), {SUMS, OFF, ENDED}),
+    "one step more": (SKIPS, ("for step in range(3)", "for step in range(4)"), {SUMS}),
+    "smaller losses": (SKIPS, ("100.0 * step + RANK", "10.0 * step + RANK"), {OFF}),
+    "an error unseen": (SKIPS, ("error = str(timeout)", "pass"), {ENDED}),
+    "both clocks settled": (CLOCK, ("    if before:\n", "    if True:\n"), {LATE}),
+    "neither clock settled": (CLOCK, ("    if before:\n", "    if False:\n"), {LATE}),
+}
+
+
+@pytest.mark.parametrize("broken", BREAKS)
+def test_a_broken_line_fails_its_claims_and_no_other(broken: str) -> None:
+    section, change, failing = BREAKS[broken]
+    played = play(LESSON, 2, *only(section), change)
+    assert played.failed == failing, played.output
+    assert played.code == 1
+
+
+def test_the_unbroken_lesson_shows_the_skipped_call() -> None:
+    played = play(LESSON, 3)
+    assert (played.code, played.failed) == (0, set()), played.output
+    assert "rank 0 got [103.0, 403.0], then: " in played.output
+
+
+def test_at_four_ranks_the_tree_beats_a_root_that_tells_everybody_itself() -> None:
+    flat = ('"broadcast": DEPTH', '"broadcast": WORLD_SIZE - 1')
+    played = play(LESSON, 4, *only(MOVES), flat)
+    assert played.failed == traffic_of("broadcast", "1")

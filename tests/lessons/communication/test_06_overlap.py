@@ -1,0 +1,227 @@
+"""Overlap: spans against counting, order and values at any world size, breaks, nothing left."""
+
+import functools
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exercises.ranks import attempt, run
+from tests.helpers.leftovers import MARKED, gone, machine
+from tests.helpers.lessons import ROOT, Played, load, play
+from tests.helpers.virtual_cluster import once_there, play_as_nobody
+
+LESSON = "communication/06_overlap.py"
+NO_LINK = [("    check_across_the_cable(link, why_not, options.figure)\n", "")]
+NO_LINK += [
+    (
+        'link, why_not = start_ranks(2, MBIT, measure_when_told) if RANK == 0 else ([], "")',
+        'link, why_not = [], ""',
+    )
+]
+NO_HERE = [("    measure_on_this_machine(device)\n", "")]
+ONE_STEP = [
+    ("    for name in PASSES:\n        worst", '    for name in ("backward",):\n        worst')
+]
+ONE_STEP += [('        "forward": ForwardPass(x_BD, Recorder(), NAP / 2),\n', "")]
+QUICK = [("REPEATS = 3", "REPEATS = 1")]
+
+
+@functools.cache
+def lesson():
+    return load(LESSON)
+
+
+spans = st.lists(
+    st.tuples(st.sampled_from(["compute", "communication"]), st.integers(0, 30), st.integers(0, 9))
+)
+
+
+@given(spans)
+def test_exposed_is_what_counting_moments_says(drawn: list[tuple[str, int, int]]) -> None:
+    placed = [lesson().Span(kind, 7, start, start + long) for kind, start, long in drawn]
+    moments = {"compute": set(), "communication": set()}
+    for kind, _, start, end in placed:
+        moments[kind] |= set(range(start, end))
+    assert lesson().exposed(placed) == len(moments["communication"] - moments["compute"])
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+def test_order_and_values_hold_for_any_number_of_ranks(ranks: int) -> None:
+    played = play(LESSON, ranks, *NO_LINK, *NO_HERE)
+    assert (played.code, played.failed) == (0, set()), played.output
+    assert [row["verdict"] for row in played.ledger] == ["PASS"] * 8 + ["BLOCKED"]  # GPU streams
+
+
+def late_work() -> list[list[float]]:
+    """What an all-reduce on the late network leaves: when called, before and after the wait."""
+    x = torch.ones(2)
+    work = lesson().LateWork(torch.distributed.all_reduce, (x,))
+    before = x.tolist()
+    x.fill_(7)
+    work.wait()
+    return [before, x.tolist()]
+
+
+def test_the_late_network_reads_at_once_and_delivers_when_waited_for() -> None:
+    assert run(late_work, 3) == [[[1, 1], [3, 3]]] * 3
+
+
+SENT, GRADIENTS = "all-reduces before the last gradient", "error of the gradients"
+AHEAD, ACTIVATIONS = "all-gathers begun a layer ahead", "error of the activations"
+HALF_FULL = ("layer % PER_BUCKET == 0:", "layer % PER_BUCKET == 1:")
+NO_FINAL_WAIT = ("        for work in self.recorder.works:\n            work.wait()\n", "")
+BREAKS = {
+    "a bucket leaves before it is full": (
+        [HALF_FULL],
+        {"overlap: " + SENT, "overlap: " + GRADIENTS},
+    ),
+    "all buckets wait for the last gradient": (
+        [
+            (
+                "layer % PER_BUCKET == 0:  # the first layer comes last\n            self",
+                "layer == 0:\n            for bucket in reversed(range(BUCKETS)): self",
+            )
+        ],
+        {"overlap: " + SENT},
+    ),
+    "a gradient is no view of its bucket": (
+        [
+            (
+                "self.buckets[layer // PER_BUCKET, layer % PER_BUCKET]",
+                "self.buckets[layer // PER_BUCKET, layer % PER_BUCKET].clone()",
+            )
+        ],
+        {how + GRADIENTS for how in ("after: ", "overlap: ")},
+    ),
+    "nobody waits in the end": (
+        [NO_FINAL_WAIT],
+        {how + GRADIENTS for how in ("after: ", "overlap: ")},
+    ),
+    "a layer does not wait for its weight": (
+        [("                self.recorder.works[layer].wait()\n", "                pass\n")],
+        {how + ACTIVATIONS for how in ("after: ", "overlap: ")},
+    ),
+    "no prefetch": (
+        [
+            ('        if self.how == "overlap":\n            self.gather(0)\n', ""),
+            ('self.how == "overlap" and layer + 1 < LAYERS:', 'self.how == "overlap":'),
+            ("self.gather(layer + 1)", "self.gather(layer)"),
+        ],
+        {"overlap: " + AHEAD},
+    ),
+    "everybody holds the first shard": (
+        [("flat.chunk(WORLD_SIZE)[RANK].clone()", "flat.chunk(WORLD_SIZE)[0].clone()")],
+        {how + ACTIVATIONS for how in ("after: ", "overlap: ")},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_a_broken_line_fails_the_claims_that_guard_it(what: str) -> None:
+    changes, claims = BREAKS[what]
+    played = play(LESSON, 2, *NO_LINK, *NO_HERE, *changes)
+    if "SIGSEGV" in str(played.code):
+        return  # memory that nobody waits for is freed too early: that is noticed as well
+    assert played.failed == claims, played.output
+    assert played.code == 1
+
+
+CLOCK, TRACE, LOG = (
+    "backward: share hidden",
+    "backward: by trace, as by clock",
+    "backward: by log, as by clock",
+)
+WAITS_AT_ONCE = (
+    "            work = work.get_future().then(lambda _: self.communicated(part, start))\n",
+    "            work = work.get_future().then(lambda _: self.communicated(part, start))\n"
+    "        work.wait()\n",
+)
+ON_THE_LINK = {
+    "nothing": ([], set()),
+    "whoever issues waits at once": ([WAITS_AT_ONCE], {CLOCK, TRACE}),
+    "half of the buckets wait for the end": (
+        [
+            (
+                'if self.how == "after":\n            for',
+                'if self.how != "compute":\n            for',
+            ),
+            (
+                "in reversed(range(BUCKETS)):",
+                'in reversed(range(BUCKETS // (1 + (self.how == "overlap")))):',
+            ),
+            (HALF_FULL[0], "layer % PER_BUCKET == 0 and layer >= LAYERS // 2:"),
+        ],
+        {CLOCK, "overlap: " + SENT},
+    ),
+    "the trace lacks a collective": (
+        [('    "gloo:all_reduce": "communication",\n', "")],
+        {TRACE},
+    ),
+    "the trace lacks the compute": ([('    "compute": "compute",\n', "")], {TRACE}),
+    "the log lacks the communication": (
+        [
+            ("exposed(overlap.log)", "exposed(computing(overlap.log))"),
+            ("exposed(after.log)", "exposed(computing(after.log))"),
+        ],
+        {LOG},
+    ),
+}
+
+
+def across(*changes: tuple[str, str]) -> Played:
+    return play(LESSON, 2, *NO_HERE, *ONE_STEP, *QUICK, *changes)
+
+
+@pytest.mark.parametrize("what", ON_THE_LINK)
+def test_across_the_link(what: str) -> None:
+    changes, claims = ON_THE_LINK[what]
+    played = across(*changes)
+    assert {row["claim"] for row in played.ledger} >= {CLOCK, TRACE, LOG}, played.output
+    assert played.failed == claims, played.output
+
+
+def test_the_figure_is_drawn(tmp_path) -> None:
+    log = [lesson().Span("compute", 1, 0.0, 0.2), lesson().Span("communication", 1, 0.2, 0.3)]
+    found = lesson().Measured(1, 1, {}, 1, lesson().Timed(0.3, log, []))
+    lesson().draw(str(tmp_path / "figure.png"), [{"backward": found, "forward": found}] * 2)
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_timeline_shows_who_does_what_when() -> None:
+    log = [lesson().Span("compute", 0, 0.0, 0.5), lesson().Span("communication", 0, 0.5, 1.0)]
+    rows = lesson().timeline(1, lesson().Timed(1.0, log, []), width=8).splitlines()
+    assert rows == ["  rank 1 comp  aaaa....", "  rank 1 comm  ....aaaa"]
+
+
+def test_without_a_slow_network_it_is_blocked_and_says_why() -> None:
+    played = across(('command(f"tc ', 'command(f"no-such-tc '))
+    assert played.code == 0, played.output
+    assert "no-such-tc" in played.output
+    needs = [row["needs"] for row in played.ledger if row["verdict"] == "BLOCKED"]
+    assert needs == ["root or user namespaces", "1 GPU"]
+    assert max(map(len, played.output.splitlines())) <= 100
+
+
+def test_whoever_is_not_root_has_a_slow_network_too() -> None:
+    changes = [*NO_HERE, *ONE_STEP, *QUICK]
+    outcomes = attempt(play_as_nobody, 2, LESSON, *changes, deadline=60, group=False)
+    _, ledger = outcomes[0].value
+    assert {row["claim"] for row in ledger} >= {CLOCK, TRACE, LOG}, outcomes[0].output
+
+
+@pytest.mark.parametrize("end", ["SIGINT", "SIGTERM", "SIGKILL"])
+def test_a_signal_leaves_nothing(end: str) -> None:
+    was = machine()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node=2", str(ROOT / LESSON)]
+    torchrun = subprocess.Popen(command, env=MARKED, stdout=subprocess.DEVNULL, process_group=0)
+    once_there(torchrun, 5)  # two ranks, and a launcher with two ranks in two nodes
+    torchrun.send_signal(getattr(signal, end))
+    assert torchrun.wait(40) != 0
+    assert gone()
+    assert machine() == was

@@ -1,0 +1,246 @@
+"""Two nodes in namespaces: sums, bytes on the cable, and nothing left behind, whoever ends what."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exercises.ranks import attempt, run
+from tests.helpers.leftovers import MARKED, gone, machine
+from tests.helpers.lessons import ROOT, Played, load, play
+from tests.helpers.virtual_cluster import once_there, play_as_nobody
+
+LESSON = "communication/07_hierarchical_collectives.py"
+QUICK = ('"default": 20.0', '"default": 400.0')
+ONE_ROUND = ("    repeats = 3\n", "    repeats = 1\n")
+NO_TIMES = ("    check_times(rounds, mbit)\n", "")
+
+
+def once(*changes: tuple[str, str], argv: tuple[str, ...] = ()) -> Played:
+    """One round of small all-reduces, no times judged."""
+    return play(LESSON, 1, QUICK, ONE_ROUND, NO_TIMES, *changes, argv=argv)
+
+
+# Values
+
+
+def apart(nodes: int, local: int, length: int, dtype: torch.dtype) -> int:
+    """Numbers of any way's all-reduce that differ from one process's, on this rank."""
+    lesson = load(LESSON, ("NODES = 2\n", f"NODES = {nodes}\n"), ("\nL = 2 ", f"\nL = {local} "))
+    brought = [torch.arange(length) % 5 + rank for rank in range(nodes * local)]
+    wrong = 0
+    for name, way in lesson.ways().items():
+        if name != "hierarchy in torch":  # which needs shares of equal length, and its mesh
+            way.run(x := brought[lesson.RANK].to(dtype))
+            wrong += int((x != sum(brought).to(dtype)).sum())
+    return wrong
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.sampled_from([(1, 1), (1, 3), (2, 1), (2, 2), (3, 1), (4, 1)]),
+    st.integers(0, 40),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+)
+def test_every_way_sums_right(shape: tuple[int, int], length: int, dtype: torch.dtype) -> None:
+    nodes, local = shape
+    assert run(apart, nodes * local, nodes, local, length, dtype) == [0] * (nodes * local)
+
+
+# Claims, and what breaks them
+
+
+@pytest.mark.parametrize("local", [1, 3])
+def test_other_nodes(local: int) -> None:
+    played = once(argv=("--ranks-per-node", str(local)))
+    assert (played.code, played.failed) == (0, set()), played.output
+    assert len(played.ledger) == 11
+
+
+@pytest.mark.parametrize("argv", [("--ranks-per-node", "9"), ("--mbit", "0"), ("--mbit", "nan")])
+def test_bad_flags_are_refused_before_any_rank(argv: tuple[str, str]) -> None:
+    ran = subprocess.run([sys.executable, ROOT / LESSON, *argv], capture_output=True, text=True)
+    assert ran.returncode == 1
+    assert ran.stdout == ""
+    assert "must be 1 to 8, --mbit 1 to 1000" in ran.stderr
+
+
+LINK = ": S over the cable, both ways"
+WRONG = ": elements that are wrong"
+WAYS = "ring, to and fro", "ring, node by node", "hierarchy", "torch's all_reduce"
+WAYS += ("hierarchy in torch",)
+FLAT = (
+    '"hierarchy": Way(hierarchical,',
+    '"hierarchy": Way(lambda x: ring_all_reduce(x, node_by_node),',
+)
+BREAKS = {
+    "a flat ring in place of the hierarchy": (FLAT, {"hierarchy" + LINK}),
+    "a counter that misses one direction": (
+        ("int(row[1]) + int(row[9])", "int(row[1])"),
+        {name + LINK for name in WAYS},
+    ),
+    "a counter that misses the other": (
+        ("int(row[1]) + int(row[9])", "int(row[9])"),
+        {name + LINK for name in WAYS},
+    ),
+    "nodes that are mixed up": (
+        ("nodes[2 * rank // len(pipes)]", "nodes[rank % 2]"),
+        {name + LINK for name in WAYS},
+    ),
+    "a sum that is not passed on": (
+        (
+            "own.copy_(pass_on(chunks[(position - hop + 1) % n], own, ring))",
+            "pass_on(chunks[(position - hop + 1) % n], own, ring)",
+        ),
+        {name + WRONG for name in WAYS[:3]},
+    ),
+    "the ring across left out": (
+        ("    ring_all_reduce(chunks[(RANK + 1) % L], across)", "    across  "),
+        {"hierarchy" + WRONG, "hierarchy" + LINK},
+    ),
+    "a node's sum that is not summed across": (
+        ('    dist.all_reduce(own, group=mesh.get_group("across"))\n', ""),
+        {"hierarchy in torch" + WRONG, "hierarchy in torch" + LINK},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_a_broken_line_fails_the_claims_that_guard_it(what: str) -> None:
+    change, claims = BREAKS[what]
+    played = once(change)
+    assert played.failed == claims, played.output
+    assert played.code == 1
+
+
+def test_times_fail_if_the_hierarchy_is_a_ring() -> None:
+    played = play(LESSON, 1, ONE_ROUND, FLAT, argv=("--mbit", "40"))
+    assert {f"time: {name} / hierarchy" for name in WAYS[:2]} & played.failed, played.output
+
+
+NODE_OF_TWO = ('int(os.environ.get("LOCAL_WORLD_SIZE", "1"))', "2")
+
+
+def test_real_nodes_sum_right_and_the_bytes_that_no_card_has_sent_are_missed() -> None:
+    """Two ranks of four are said to be here; but all are, so no network card sends a byte."""
+    played = play(LESSON, 4, NODE_OF_TWO)
+    assert {row["claim"] for row in played.ledger} >= {name + WRONG for name in WAYS}
+    assert played.failed == {name + ": S sent by a node" for name in WAYS[:3]}, played.output
+
+
+def test_ranks_that_are_all_here_are_refused() -> None:
+    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    how = {"env": environment, "capture_output": True, "text": True}
+    ran = subprocess.run([sys.executable, ROOT / LESSON], **how)
+    assert ran.returncode == 1
+    assert "needs several equal nodes, got 2 ranks, 2 of them here" in ran.stderr
+
+
+# Who may make nodes
+
+
+def test_whoever_is_not_root_has_nodes_too() -> None:
+    changes = [QUICK, ONE_ROUND, NO_TIMES]
+    (outcome,) = attempt(play_as_nobody, 1, LESSON, *changes, deadline=60, group=False)
+    code, ledger = outcome.value
+    assert code == 0, outcome.output
+    assert [row["claim"] for row in ledger if row["verdict"] == "PASS"][-1].endswith(LINK)
+
+
+NONE = [
+    ("if libc.unshare(CLONE_NEWNET) != 0:", "if True:"),
+    ("if libc.unshare(CLONE_NEWUSER | CLONE_NEWNET) != 0:", "if True:"),
+]
+NO_TC = [('command(f"tc ', 'command(f"no-such-tc ')]
+NO_RIGHT = [("ip link set lo up", "ip link set no-such-link up")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (NONE, "unshare: "),
+        (NO_TC, "No such file or directory: 'no-such-tc'"),
+        (NO_RIGHT, 'Cannot find device "no-such-link"'),
+    ],
+)
+def test_without_nodes_it_is_blocked_and_says_why(changes: list, why: str) -> None:
+    played = once(*changes)
+    assert played.code == 0
+    assert why in played.output
+    assert [row["needs"] for row in played.ledger if row["verdict"] == "BLOCKED"] == [
+        "root or user namespaces",
+        "2 nodes with GPUs",
+    ]
+    assert max(map(len, played.output.splitlines())) <= 100
+
+
+# Nothing is left
+
+
+def start(path: Path, *launcher: str) -> subprocess.Popen:
+    """Start the lesson; return it once its ranks and its two networks are there."""
+    lesson = subprocess.Popen(
+        [sys.executable, *launcher, path], env=MARKED, stdout=subprocess.DEVNULL, process_group=0
+    )
+    once_there(lesson, 6 if launcher else 5)  # the lesson under torchrun, a launcher, four ranks
+    return lesson
+
+
+@pytest.mark.parametrize("end", ["SIGINT", "SIGTERM", "SIGKILL"])
+def test_a_signal_leaves_nothing(end: str) -> None:
+    was = machine()
+    lesson = start(ROOT / LESSON)
+    lesson.send_signal(getattr(signal, end))
+    assert lesson.wait(10) != 0
+    assert gone()
+    assert machine() == was
+
+
+def test_torchrun_killed_leaves_nothing() -> None:
+    was = machine()
+    torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"
+    lesson = start(ROOT / LESSON, *torchrun)
+    lesson.kill()
+    assert gone()
+    assert machine() == was
+
+
+def changed(folder: Path, *changes: tuple[str, str]) -> Path:
+    source = (ROOT / LESSON).read_text()
+    for old, new in changes:
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    (path := folder / "lesson.py").write_text(source)
+    return path
+
+
+END = "    for name in ways():\n        claim("
+
+
+@pytest.mark.parametrize("end", [END, "    1 / 0\n" + END])
+def test_the_end_and_an_exception_leave_nothing(end: str, tmp_path: Path) -> None:
+    was = machine()
+    path = changed(tmp_path, QUICK, ONE_ROUND, NO_TIMES, (END, end))
+    lesson = start(path)
+    assert lesson.wait(60) == ("1 / 0" in end)
+    assert gone()
+    assert machine() == was
+
+
+def test_a_rank_that_fails_ends_all(tmp_path: Path) -> None:
+    was = machine()
+    fails = ("    way.run(x)\n", "    time.sleep(60 / (RANK - 2))\n")
+    path = changed(tmp_path, fails)
+    ran = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 1
+    assert ran.stderr.count("ZeroDivisionError: division by zero") == 1
+    assert machine() == was
+    left = [p.info["cmdline"] or [] for p in psutil.process_iter(["cmdline"])]
+    assert not [line for line in left if str(path) in line]

@@ -1,0 +1,439 @@
+"""Compressors against their algebra, training against one process, claims against broken lines."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torchvision
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.functional import cross_entropy
+
+from exercises.ranks import attempt, run
+from tests.helpers.leftovers import MARKED, gone, machine
+from tests.helpers.lessons import ROOT, Played, load, play
+from tests.helpers.virtual_cluster import once_there, play_as_nobody
+
+LESSON = "communication/08_gradient_compression.py"
+SHAPES = [(12, 5), (7,), (6, 2, 3)]  # a matrix, a vector, a convolution
+N = 12 * 5 + 7 + 6 * 2 * 3
+CPU = torch.device("cpu")
+
+
+def mine(size: int = N, seed: int = 0) -> torch.Tensor:
+    """A gradient that differs from rank to rank."""
+    return torch.randn(size, generator=torch.Generator().manual_seed(100 * seed + dist.get_rank()))
+
+
+def mean_over_ranks(x: torch.Tensor) -> torch.Tensor:
+    everyone = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, x)
+    return sum(everyone) / len(everyone)
+
+
+def close(a: torch.Tensor, b: torch.Tensor, atol: float = 1e-5) -> bool:
+    return torch.allclose(a, b, rtol=0, atol=atol)
+
+
+# PowerSGD
+
+
+def low_rank(r: int) -> torch.Tensor:
+    """The same on every rank: matrices of rank r, and a vector."""
+    torch.manual_seed(3)
+    parts = [torch.randn(12, r) @ torch.randn(r, 5), torch.randn(7)]
+    parts.append(torch.randn(6, r) @ torch.randn(r, 6))
+    return torch.cat([part.flatten() for part in parts])
+
+
+def exact_on_low_rank(r: int) -> bool:
+    noise = mine()
+    x = low_rank(r) + noise - mean_over_ranks(noise)  # only the mean has rank r
+    sent, arrived = load(LESSON).PowerSGD(r, SHAPES)(x)
+    return torch.equal(sent, arrived) and close(arrived, low_rank(r), 1e-4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_powersgd_is_exact_if_the_mean_has_its_rank(ranks: int) -> None:
+    assert all(all(run(exact_on_low_rank, ranks, r)) for r in (1, 2))
+
+
+def converges_to_svd() -> bool:
+    x = mine()
+    compress = load(LESSON).PowerSGD(2, SHAPES)
+    for _ in range(300):
+        _, arrived = compress(x)
+    u, s, v = torch.linalg.svd(mean_over_ranks(x)[:60].view(12, 5), full_matrices=False)
+    best = (u[:, :2] * s[:2]) @ v[:2]
+    whole = close(arrived[60:67], mean_over_ranks(x)[60:67])
+    return whole and close(arrived[:60].view(12, 5), best, 1e-2)
+
+
+def test_powersgd_converges_to_the_best_matrix_of_its_rank_and_sends_vectors_whole() -> None:
+    assert all(run(converges_to_svd, 2))
+
+
+# Top-k, 8 bits, casts
+
+
+def top_k_is_right() -> bool:
+    lesson, x = load(LESSON, ("SHARE = 0.001", "SHARE = 0.1")), mine(1000)
+    sent, arrived = lesson.top_k(x)
+    chosen = sent != 0
+    largest = x.abs()[chosen].min() >= x.abs()[~chosen].max()
+    whole = torch.equal(sent[chosen], x[chosen])
+    return bool(chosen.sum() == 100 and largest and whole and close(arrived, mean_over_ranks(sent)))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_top_k_sends_the_largest_as_they_are_and_averages_over_all_ranks(ranks: int) -> None:
+    assert all(run(top_k_is_right, ranks))
+
+
+def eight_bits_are_right(way: str) -> list[bool]:
+    """Either way: off by a step of each rounding at most, right on average, equal on all ranks."""
+    lesson, x = load(LESSON), mine(1001)  # no multiple of 2 or 3
+    compress = getattr(lesson, way)
+    whole = mean_over_ranks(x)
+    draws = [compress(x) for _ in range(200)]
+    step = x.abs().max() / 127
+    bounded = all(((sent - x).abs() <= step * 1.001).all() for sent, _ in draws)
+    arrived = torch.stack([arrived for _, arrived in draws])
+    largest = step.clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    near = ((arrived - whole).abs() <= 2.01 * largest).all()
+    bias = (arrived.mean(0) - whole).abs().max()  # each draw: at most 2 deviations of step / 2
+    of_rank_0 = arrived.clone()
+    dist.broadcast(of_rank_0, 0)
+    equal = torch.equal(arrived, of_rank_0)
+    silent = torch.equal(compress(torch.zeros(9))[1], torch.zeros(9))
+    return [bool(bounded), bool(near), bool(bias < 5 * largest / 200**0.5), equal, silent]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("way", ["eight_bits", "eight_bits_by_all_gather"])
+def test_eight_bits_are_a_step_off_at_most_and_right_on_average(way: str, ranks: int) -> None:
+    assert run(eight_bits_are_right, ranks, way) == [[True] * 5] * ranks
+
+
+def averages_what_was_sent() -> bool:
+    lesson, x = load(LESSON), mine(1000)
+    sent, arrived = lesson.eight_bits_by_all_gather(x)
+    return close(arrived, mean_over_ranks(sent))
+
+
+def test_what_is_gathered_is_averaged() -> None:
+    assert all(run(averages_what_was_sent, 3))
+
+
+def casts_like_torch() -> bool:
+    lesson, x = load(LESSON), mine()
+    _, ours = lesson.cast_to(torch.float16)(x.clone())
+    bucket = SimpleNamespace(buffer=lambda: x)
+    theirs = fp16_compress_hook(None, bucket).wait()
+    _, whole = lesson.cast_to(torch.float32)(x0 := mine())
+    return torch.equal(ours, theirs) and close(whole, mean_over_ranks(x0), 1e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_float16_is_torchs_hook_to_the_bit(ranks: int) -> None:
+    assert all(run(casts_like_torch, ranks))
+
+
+# Training
+
+
+def batches(steps: int, n: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(5)
+    return [(torch.randn(n, 8, 64), torch.randint(10, (n, 8))) for _ in range(steps)]
+
+
+def float32_is_one_process() -> float:
+    lesson, n, r = load(LESSON), dist.get_world_size(), dist.get_rank()
+    ours, alone = lesson.Run(lesson.FULL, CPU), lesson.Run(lesson.FULL, CPU).model
+    sgd = torch.optim.SGD(alone.parameters(), lesson.RATE)
+    for x, y in batches(4, n):
+        ours.step(x[r], y[r])
+        sgd.zero_grad()
+        cross_entropy(alone(x.flatten(0, 1)), y.flatten()).backward()
+        sgd.step()
+    theirs = nn.utils.parameters_to_vector(alone.parameters())
+    return (ours.weights() - theirs).abs().max().item()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_our_hook_sending_all_trains_as_one_process_does(ranks: int) -> None:
+    assert max(run(float32_is_one_process, ranks)) < 1e-6
+
+
+def outer_step(name: str) -> float:
+    """One step, then one outer step: how far the weights are from the formula."""
+    lesson, n, r = load(LESSON, ("\nH = 10 ", "\nH = 1 ")), 3, dist.get_rank()
+    ours = lesson.Run(f"{name}, H=1", CPU)
+    start = ours.weights().clone()
+    [(x, y)] = batches(1, n)
+    ours.model.zero_grad()
+    cross_entropy(ours.model(x[r]), y[r]).backward()
+    moved = nn.utils.parameters_to_vector([p.grad for p in ours.model.parameters()]) * -lesson.RATE
+    ours.step(x[r], y[r])
+    rate = 1.0 if name == "local SGD" else 0.7 * (1 + 0.9)  # Nesterov's first step
+    return (ours.weights() - start - rate * mean_over_ranks(moved)).abs().max().item()
+
+
+@pytest.mark.parametrize("name", ["local SGD", "DiLoCo"])
+def test_an_outer_step_is_the_formula(name: str) -> None:
+    assert max(run(outer_step, 3, name)) < 1e-6
+
+
+def test_resnet18_is_torchvisions_with_a_small_first_convolution() -> None:
+    model = torchvision.models.resnet18(num_classes=10)
+    model.conv1 = nn.Conv2d(3, 64, 3, bias=False)
+    theirs = sorted(tuple(p.shape) for p in model.parameters())
+    assert sorted(load(LESSON).resnet18()) == theirs
+
+
+def bytes_of_calls() -> list[tuple[float, float, float]]:
+    lesson = load(LESSON)
+    with lesson.CountedCommunication() as counted:
+        dist.all_reduce(torch.zeros(6))
+        dist.all_gather_into_tensor(torch.zeros(3 * 4), torch.zeros(4))
+        dist.all_to_all_single(torch.zeros(6), torch.zeros(6))
+    how = (lesson.handed_over, lesson.sent_by_a_rank, lesson.over_the_cable)
+    return [tuple(one(call) for one in how) for call in counted.log]
+
+
+def test_bytes_handed_in_sent_and_across() -> None:
+    """Three ranks, two of them on one side: 4 pairs of 6 cross, 2 in each direction."""
+    expected = [(24, 32, 32), (16, 32, 32), (24, 16, 16)]
+    assert run(bytes_of_calls, 3) == [expected] * 3
+
+
+# The claims
+
+LOST, KEEP = ": share of gradients lost", ("top-k", "PowerSGD 1", "PowerSGD 2", "PowerSGD 4")
+GAP = "largest difference of weights between ranks"
+HANDED = ": bytes handed in per step"
+FEW = ("\nSTEPS = 60\n", "\nSTEPS = 20\n")  # too few to learn: accuracy is not looked at
+NO_LINK = (
+    ("across = RANK == 0 and WORLD_SIZE > 1", "across = False"),
+    ("train_across(link, why_not, runs) if WORLD_SIZE > 1 else False", "False"),
+    ("    check_published(device)\n", ""),
+)
+SHORT = (FEW, *NO_LINK)
+FEEDBACK = "    x += run.residual  # error feedback\n"
+NEAREST = ("torch.floor(x / step + torch.rand_like(x))", "torch.round(x / step)")
+GATHERED = ("Method(lambda: eight_bits,", "Method(lambda: eight_bits_by_all_gather,")
+BREAKS = {
+    "nothing": ([], set()),
+    "what is not sent is dropped": (
+        [
+            ("TOP: Method(lambda: top_k, few, feedback=True)", "TOP: Method(lambda: top_k, few)"),
+            ("4 * low_rank_elements(r), feedback=True)", "4 * low_rank_elements(r))"),
+        ],
+        {name + LOST for name in KEEP},
+    ),
+    "what is kept is not added": ([(FEEDBACK, "")], {name + LOST for name in KEEP}),
+    "kept is not what was not sent": (
+        [("run.residual = x - sent", "run.residual = x - 0.9 * sent")],
+        {name + LOST for name in KEEP},
+    ),
+    "sums are not divided": (
+        [
+            (".div_(WORLD_SIZE)", ""),
+            ("sent, total / WORLD_SIZE", "sent, total"),
+            ("in incoming]).mean(0)", "in incoming]).sum(0)"),
+            ("dequantise(message), everyone.mean(0)", "dequantise(message), everyone.sum(0)"),
+        ],
+        {name + LOST for name in ("float32", "8 bits", "8 bits, all-gather", "top-k")},
+    ),
+    "a higher rank is sent, ranks do not set out together": (
+        [
+            ("torch.randn(k, r, generator", "torch.randn(k, r + 1, generator"),
+            ("vector_to_parameters(self.common.clone(), self.model.parameters())", "pass"),
+        ],
+        {n + HANDED for n in (*KEEP[1:], "PowerSGD 1, no feedback")} | {GAP},
+    ),
+    "each rank adds up in its own order": (
+        [("sent, total / WORLD_SIZE", "sent, total * (1 + 1e-7 * RANK) / WORLD_SIZE")],
+        {GAP},
+    ),
+    "rounding to the nearest": ([NEAREST], {"8 bits: largest error of the mean, in steps"}),
+    "rounding down": (
+        [("torch.floor(x / step + torch.rand_like(x))", "torch.floor(x / step)")],
+        {"8 bits: largest error of the mean, in steps"}
+        | {name + LOST for name in ("8 bits", "8 bits, all-gather")},
+    ),
+    "a sum that is sent in float32": (
+        [
+            ("gather(quantise(mine))", "gather(mine)"),
+            ("torch.cat([dequantise(one) for one in gather", "torch.cat([one for one in gather"),
+        ],
+        {"8 bits" + HANDED, "8 bits: sent / float16's"},
+    ),
+    "each rank keeps its own chunk": (
+        [("dist.all_to_all_single(incoming, outgoing)", "incoming.copy_(outgoing)")],
+        {"8 bits" + HANDED, "8 bits: sent / float16's", "8 bits" + LOST},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(what: str) -> None:
+    changes, claims = BREAKS[what]
+    played = play(LESSON, 2, *SHORT, *changes)
+    failed = {claim for claim in played.failed if "accuracy" not in claim}
+    assert played.ledger, played.code
+    assert failed == claims, played.output
+
+
+def test_eight_bits_that_are_gathered_cost_more_from_four_ranks_on() -> None:
+    played = play(LESSON, 4, *SHORT, GATHERED)
+    assert {"8 bits" + HANDED, "8 bits: sent / float16's"} == {
+        claim for claim in played.failed if "accuracy" not in claim
+    }, played.output
+
+
+def test_without_feedback_accuracy_does_not_come() -> None:
+    played = play(LESSON, 2, *NO_LINK, (FEEDBACK, ""))
+    saves = {f"{name}: accuracy that feedback saves" for name in ("top-k", "PowerSGD 1")}
+    assert saves <= played.failed, played.output
+
+
+@pytest.mark.parametrize("ranks", [3, 5])
+def test_claims_on_bytes_and_gradients_hold_on_any_number_of_ranks(ranks: int) -> None:
+    played = play(LESSON, ranks, *SHORT)
+    assert played.ledger, played.code
+    assert {claim for claim in played.failed if "accuracy" not in claim} == set(), played.output
+
+
+# Across the link
+
+COUNTED = ("float32", "bfloat16", "8 bits", "8 bits, all-gather")
+BYTES = {f"{name}: bytes on the cable / predicted" for name in COUNTED}
+PREDICTED = {f"{name}: slow step / predicted" for name in ("float32", "bfloat16")}
+HALF = "slow step: float32 / bfloat16"
+BOTH = "int(row[1]) + int(row[9])"
+TC = '        command(f"tc qdisc add dev slow root tbf rate {mbit}mbit burst 5kb latency 100ms")\n'
+QUICK = [
+    ("\nMBIT = 20\n", "\nMBIT = 100\n"),
+    ("\nSLOW_STEPS = 4\n", "\nSLOW_STEPS = 1\n"),
+]  # bytes, not times
+SENDS_ALL = [
+    (
+        "Method(lambda: cast_to(torch.bfloat16), 2 * P)",
+        "Method(lambda: cast_to(torch.float32), 4 * P)",
+    ),
+    ("compressor = partial(PowerSGD, r, SHAPES)", "compressor = lambda: cast_to(torch.float32)"),
+    ("TOP: Method(lambda: top_k,", "TOP: Method(lambda: cast_to(torch.float32),"),
+]
+NO_GAIN = {HALF, "slow step: float32 / PowerSGD 1, at least"}
+NO_GAIN |= {f"{name}: accuracy ahead in equal time" for name in ("top-k", "PowerSGD 1")}
+ON_THE_LINK = {  # what must fail; only bytes can be said not to, for other jobs take no bytes
+    "nothing": (QUICK, set()),
+    "a counter that misses one direction": ([*QUICK, (BOTH, "int(row[1])")], BYTES),
+    "a counter that misses the other": ([*QUICK, (BOTH, "int(row[9])")], BYTES),
+    "all at one end": ([*QUICK, ("nodes[2 * rank // len(pipes)]", "nodes[0]")], BYTES),
+    "a cable that is not slow": ([(TC, "")], PREDICTED),
+    "a cable half as slow": ([("rate {mbit}mbit", "rate {2 * mbit}mbit")], PREDICTED),
+    "methods that send all": (SENDS_ALL, NO_GAIN),
+}
+
+
+def across(ranks: int, *changes: tuple[str, str]) -> Played:
+    left_out = ("    check_runs(runs)\n", ""), ("    check_published(device)\n", "")
+    return play(LESSON, ranks, FEW, *left_out, *changes)
+
+
+@pytest.mark.parametrize("what", ON_THE_LINK)
+def test_a_broken_line_fails_the_claims_that_guard_the_link(what: str) -> None:
+    changes, claims = ON_THE_LINK[what]
+    played = across(2, *changes)
+    assert {row["claim"] for row in played.ledger} >= BYTES | PREDICTED | {HALF}, played.output
+    assert claims <= played.failed, played.output
+    assert played.failed & BYTES == claims & BYTES, played.output
+
+
+def test_an_odd_number_of_ranks_has_two_ends_too() -> None:
+    played = across(3, *QUICK)
+    assert {row["claim"] for row in played.ledger} >= BYTES, played.output
+    assert not played.failed & BYTES, played.output
+
+
+NO_RIGHT = [
+    ("if libc.unshare(CLONE_NEWNET) != 0:", "if libc.unshare(-1) != 0:"),
+    ("if libc.unshare(CLONE_NEWUSER | CLONE_NEWNET) != 0:", "if libc.unshare(-1) != 0:"),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ([('command(f"tc ', 'command(f"no-such-tc ')], "no-such-tc"),
+        ([("ip link set lo up", "ip link set no-such up")], 'Cannot find device "no-such"'),
+        (NO_RIGHT, "unshare: "),
+    ],
+)
+def test_without_a_link_it_is_blocked_and_says_why(changes: list, why: str) -> None:
+    played = across(2, *QUICK, *changes)
+    assert played.code == 0, played.output
+    assert why in played.output
+    needs = [row["needs"] for row in played.ledger if row["verdict"] == "BLOCKED"]
+    assert needs == ["root or user namespaces", "2 GPUs"]
+    assert max(map(len, played.output.splitlines())) <= 100
+
+
+def test_whoever_is_not_root_has_a_link_too() -> None:
+    outcomes = attempt(play_as_nobody, 2, LESSON, FEW, *QUICK, deadline=90, group=False)
+    assert outcomes[0].kind == "returned", outcomes[0]
+    _, ledger = outcomes[0].value
+    assert {row["claim"] for row in ledger} >= BYTES, outcomes[0].output
+
+
+# Nothing is left
+
+
+SLOW = ("\nMBIT = 20\n", "\nMBIT = 4\n")
+
+
+def start(folder: Path, *changes: tuple[str, str]) -> subprocess.Popen:
+    """The lesson under torchrun on two ranks, changed."""
+    source = (ROOT / LESSON).read_text()
+    for old, new in (("\nSTEPS = 60\n", "\nSTEPS = 10\n"), *changes):
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    (path := folder / "lesson.py").write_text(source)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node=2", str(path)]
+    into = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=MARKED | {"OMP_NUM_THREADS": "1"}, process_group=0, **into)
+
+
+RAISES = (
+    "    dist.barrier()\n    return bytes",
+    "    RANK and (time.sleep(1), 1 / 0)\n    return bytes",
+)
+
+
+@pytest.mark.parametrize(
+    "end", ["SIGINT", "SIGTERM", "SIGKILL", "SIGKILL to rank 0", "an exception", "the end"]
+)
+def test_nothing_is_left(end: str, tmp_path: Path) -> None:
+    was = machine()
+    changes = {"an exception": [SLOW, RAISES], "the end": []}.get(end, [SLOW])
+    torchrun = start(tmp_path, *changes)
+    started = once_there(torchrun, 5)  # two ranks; a launcher with two ranks in two nodes
+    if end.startswith("SIG"):
+        name, _, rank_0 = end.partition(" to ")
+        ranks = [p for p in started if p.ppid() == torchrun.pid]
+        first = next(p for p in ranks if p.environ()["RANK"] == "0")
+        (first if rank_0 else torchrun).send_signal(getattr(signal, name))
+    _, said = torchrun.communicate(timeout=60)
+    assert torchrun.returncode != 0  # after so few steps accuracy is not what it should be
+    assert ("ZeroDivisionError" in said) == (end == "an exception"), said
+    assert gone()
+    assert machine() == was

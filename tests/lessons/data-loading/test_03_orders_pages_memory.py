@@ -1,0 +1,121 @@
+"""Orders against sets, open pages against a count, claims against broken lines."""
+
+import functools
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exercises.ranks import run
+from tests.helpers.lessons import load, play
+
+LESSON = "data-loading/03_orders_pages_memory.py"
+NEEDED = pytest.mark.skipif(find_spec("ffcv") is None, reason="FFCV is not installed")
+
+
+@functools.cache
+def lesson():
+    return load(LESSON)
+
+
+@pytest.fixture(scope="module")
+def beton(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The lesson's file, written by FFCV in a process of its own."""
+    path = tmp_path_factory.mktemp("beton") / "raw.beton"
+    run(lambda: load(LESSON).write_beton(path), 1)
+    return path
+
+
+def orders_of(path: Path) -> tuple[list, str]:
+    opened = load(LESSON)
+    loader = opened.open_beton(path, 8, distributed=True)
+    epochs = [loader.traversal_order.sample_order(epoch).tolist() for epoch in range(3)]
+    with pytest.raises(NotImplementedError, match="Not implemented") as refusal:
+        opened.open_beton(path, 8, "QUASI_RANDOM", distributed=True)
+    return epochs, str(refusal.value)
+
+
+@NEEDED
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_ranks_share_an_epoch_and_quasi_random_is_refused(ranks: int, beton: Path) -> None:
+    outcomes = run(orders_of, ranks, beton, deadline=60)
+    for epoch in range(3):
+        indices = [n for epochs, _ in outcomes for n in epochs[epoch]]
+        assert set(indices) == set(range(130))
+        assert len(indices) == 130 + -130 % ranks
+    assert len({tuple(epoch) for epoch in outcomes[0][0]}) == 3  # each epoch in another order
+
+
+@given(st.integers(1, 200), st.integers(1, 16))
+def test_shares_are_equal_and_miss_nothing(samples: int, ranks: int) -> None:
+    shares = [lesson().shard(rank, ranks, samples) for rank in range(ranks)]
+    assert {len(share) for share in shares} == {-(-samples // ranks)}
+    assert set(np.concatenate(shares)) == set(range(samples))
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.integers(0, 5), min_size=1), min_size=1), st.integers(0, 4))
+def test_pages_open_equal_a_count_batch_by_batch(batches: list, ahead: int) -> None:
+    def is_open(page: int, now: int) -> bool:
+        uses = [i for i, pages in enumerate(batches) if page in pages]
+        return bool(uses) and uses[0] - ahead <= now <= uses[-1]
+
+    due = max(sum(is_open(p, now) for p in range(6)) for now in range(len(batches)))
+    assert lesson().open_at_once(batches, ahead) == due
+
+
+def test_without_ffcv_the_lesson_is_blocked() -> None:
+    line = "    with contextlib.suppress(ImportError):  # the extra [ffcv]\n"
+    gone = (line, line + "        raise ImportError\n")
+    played = play(LESSON, 2, gone)
+    assert (played.code, played.failed) == (0, set()), played.output
+    needs = [row["needs"] for row in played.ledger if row["verdict"] == "BLOCKED"]
+    assert len(needs) == 3
+    assert all(need.startswith("FFCV") for need in needs)
+
+
+LEFT = "samples that an epoch leaves out"
+TWICE = "samples that come twice"
+READS = "pages that a rank reads"
+CACHE = "pages in a cache of one's own, of 8"
+BREAKS = {  # two changes each: a run takes seconds
+    "a share begins one late (Try); only rank 0 keeps its map": (
+        (
+            ("np.arange(rank * each, (rank", "np.arange(rank * each + 1, (rank"),
+            (
+                "    dist.barrier()  # all have read everything, and their maps stay\n",
+                "    if RANK: loader.memory_manager.context.mmap = None; gc.collect()\n"
+                "    dist.barrier()\n",
+            ),
+        ),
+        {
+            "cases, of 312, in which shares miss or add some",
+            *(LEFT, TWICE, "copies of the file in memory, by RSS"),
+        },
+    ),
+    "every rank takes all (Try); random order where quasi-random is asked": (
+        (
+            ('"QUASI_RANDOM", indices=mine, os', '"QUASI_RANDOM", os'),
+            ("        samples = order(loader)", "        samples = Random(loader)"),
+        ),
+        {
+            *(READS, TWICE),
+            "Sequential: pages open at once, of 8",
+            "QuasiRandom: pages open at once, of 8",
+        },
+    ),
+    "the cache is expected to read nothing ahead": (("ahead=3)", "ahead=0)"), {CACHE}),
+}
+
+
+@NEEDED
+@pytest.mark.parametrize("what", BREAKS)
+def test_broken_lines_fail_the_claims_that_guard_them_and_no_others(what: str) -> None:
+    changes, claims = BREAKS[what]
+    changes = [changes] if isinstance(changes[0], str) else changes
+    played = play(LESSON, 2, *changes, deadline=120)
+    assert played.failed == claims, played.output
+    assert played.code == 1

@@ -1,0 +1,206 @@
+"""The lesson on fully_shard: shards lose nothing, and each claim FAILs when its line breaks."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from exercises.ranks import run
+from tests.helpers.lessons import load, play
+
+LESSON = "fsdp/01_fsdp_basics.py"
+LEARNED = "mean of the last losses, and the bytes' entropy"
+LATER = "loss on a byte: change if later bytes change"
+SUM = "probabilities of a byte's 256 values: their sum"
+CHOICES = ("model", "blocks", "linears", "blocks, kept", "blocks, freed")
+ERRORS = {f"{name}: weights after 3 steps, error" for name in CHOICES}
+
+
+def counted() -> list[tuple]:
+    """What the counter saw of one call each of known size, and of a call over half the ranks."""
+    lesson, n = load(LESSON), dist.get_world_size()
+    x = torch.ones(4 * n)
+    pair = dist.new_group([0, 1])
+    with lesson.CountedCommunication() as wire:
+        dist.all_reduce(x)
+        dist.all_gather_into_tensor(torch.empty(len(x) * n), x)
+        dist.reduce_scatter_tensor(torch.empty(4), x)
+        dist.all_gather_into_tensor(torch.empty(6, dtype=torch.bfloat16), torch.ones(3).bfloat16())
+        dist.all_reduce(x, group=pair)
+    return [(call.operation, call.elements, call.nbytes) for call in wire.log]
+
+
+def test_the_counter_sees_what_is_handed_over() -> None:
+    assert run(counted, 2)[0] == [
+        ("all_reduce", 8, 32),
+        ("all_gather", 16, 64),
+        ("reduce_scatter", 8, 32),
+        ("all_gather", 6, 12),
+        ("all_reduce", 8, 32),
+    ]
+
+
+def shares() -> tuple[int, list[int], list[int], float]:
+    lesson = load(LESSON)
+    lesson.RANK, lesson.WORLD_SIZE = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (lesson.WORLD_SIZE,))
+    whole = lesson.new_gpt(mesh)
+    model = lesson.shard_model(lesson.new_gpt(mesh), mesh, "blocks")
+    rows = [p.to_local().shape[0] for p in model.parameters()]
+    predicted = [lesson.rows_held(len(p)) for p in whole.parameters()]
+    return lesson.elements_of(whole), rows, predicted, lesson.weights_error(model, whole)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_shards_are_chunks_of_rows_and_lose_nothing(n: int) -> None:
+    ranks = run(shares, n)
+    whole = [p.shape[0] for p in load(LESSON).GPT().parameters()]
+    for i, rows in enumerate(whole):
+        held = [rank[1][i] for rank in ranks]
+        assert sum(held) == rows
+        assert max(held) == -(-rows // n)
+        assert sorted(held, reverse=True) == held
+    assert all(held == predicted for _, held, predicted, _ in ranks)
+    assert [rank[3] for rank in ranks] == [0.0] * n
+
+
+@pytest.mark.parametrize(("rows", "n"), [(1, 4), (7, 3), (8, 4), (9, 8)])
+def test_padded_rows_are_whole_chunks(rows: int, n: int) -> None:
+    lesson = load(LESSON)
+    lesson.WORLD_SIZE = n
+    module = torch.nn.Linear(5, rows, bias=False)
+    chunk = len(torch.arange(rows).chunk(n)[0])
+    assert lesson.padded_elements(module) == 5 * chunk * n
+
+
+def counts_of(units: tuple[str, ...]) -> set[str]:
+    named = ("all-gathers, 2U + 1", "reduce-scatters, U + 1", "all-gathered, 2 P_in + P_root")
+    named += ("most ever whole, the root + one unit",)
+    return {f"{unit}: {what}" for unit in units for what in named}
+
+
+KEPT = {f"reshard_after_forward=False: {what}" for what in ("all-gathers", "whole after forward")}
+FREED = {f"reshard_after_forward=True: {what}" for what in ("all-gathers", "whole after forward")}
+DEFAULT = {f"default: {what}" for what in ("all-gathers", "whole after forward")}
+INNER = "        fully_shard(module, mesh=mesh, **options)\n"
+
+BREAKS = {
+    "inner units are forgotten (Try)": (
+        [(INNER, "        pass\n")],
+        counts_of(("blocks", "linears"))
+        | DEFAULT
+        | {f"reshard_after_forward={free}: all-gathers" for free in (True, False)},
+    ),
+    "attention looks ahead (Try)": ([("is_causal=True", "is_causal=False")], {LATER, SUM}),
+    "labels are not shifted": (
+        [("x_BT[:, 1:], reduction", "x_BT[:, :-1], reduction")],
+        {SUM},
+    ),
+    "every rank trains on rank 0's data": (
+        [
+            (
+                "take_steps(model, random_bytes(mesh, RANK))",
+                "take_steps(model, random_bytes(mesh, 0))",
+            )
+        ],
+        ERRORS,
+    ),
+    "one choice alone trains on other data": (
+        [
+            (
+                "take_steps(model, random_bytes(mesh, RANK))",
+                'take_steps(model, random_bytes(mesh, RANK * (name != "linears")))',
+            )
+        ],
+        {"linears: weights after 3 steps, error"},
+    ),
+    "it frees although told to keep": (
+        [('({"reshard_after_forward": False},', '({"reshard_after_forward": True},')],
+        KEPT,
+    ),
+    "it keeps although told to free": (
+        [('({"reshard_after_forward": True},', '({"reshard_after_forward": False},')],
+        FREED,
+    ),
+    "the default keeps everything": (
+        [("({}, 2 * U + 1, P_root)", '({"reshard_after_forward": False}, 2 * U + 1, P_root)')],
+        DEFAULT,
+    ),
+    "gradients are not reduced": (
+        [
+            (
+                "            byte_losses(model, random_bytes(mesh, RANK)).mean().backward()\n",
+                "            model.set_requires_gradient_sync(False)\n"
+                "            byte_losses(model, random_bytes(mesh, RANK)).mean().backward()\n",
+            )
+        ],
+        {
+            f"{units}: {what}"
+            for units in ("model", "blocks", "linears")
+            for what in ("reduce-scatters, U + 1", "reduce-scattered, P_in + P_root")
+        },
+    ),
+    "gradients are summed, not averaged": (
+        [
+            (
+                "        take_steps(model, random_bytes(mesh, RANK))\n",
+                "        model.set_gradient_divide_factor(1.0)\n"
+                "        take_steps(model, random_bytes(mesh, RANK))\n",
+            )
+        ],
+        ERRORS,
+    ),
+    "all ranks draw the same text": (
+        [
+            (
+                "torch.Generator().manual_seed(RANK)  # every",
+                "torch.Generator().manual_seed(0)  # every",
+            )
+        ],
+        {"ranks that drew another text than this one"},
+    ),
+    "rank 0's rows for everyone": (
+        [("min(chunk, rows - RANK * chunk)", "chunk + RANK")],
+        {"elements this rank holds: chunk r of each tensor"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_break_makes_its_claim_fail(name: str) -> None:
+    changes, expected = BREAKS[name]
+    played = play(LESSON, 2, *changes, argv=("--steps", "1"))
+    assert played.code == 1, played.code
+    assert played.failed - {LEARNED} == expected
+
+
+def test_a_model_that_does_not_learn_fails() -> None:
+    played = play(LESSON, 2, ("lr=6e-3", "lr=0.0"), argv=("--steps", "10"))
+    assert played.failed == {LEARNED}
+
+
+def test_a_loss_that_is_too_good_fails() -> None:
+    """A loss that no small model reaches in 25 steps: labels that are not shifted end at 0.3."""
+    played = play(LESSON, 2, ("x_BT[:, 1:], reduction", "x_BT[:, :-1], reduction"))
+    assert played.failed == {"mean of the last losses, and one bit per byte", SUM}
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_one_rank_and_rows_that_do_not_divide(n: int) -> None:
+    played = play(LESSON, n, argv=("--steps", "12"))
+    assert played.failed <= {LEARNED}
+    waiting = [row["claim"] for row in played.ledger if row.get("needs") == "2 ranks"]
+    assert len(waiting) == (7 if n == 1 else 0)
+
+
+def test_own_text_and_its_entropy(tmp_path: Path) -> None:
+    path = tmp_path / "two.txt"
+    path.write_text("ab" * 5000)  # entropy ln 2, and wholly predictable
+    played = play(LESSON, 2, argv=("--steps", "40", "--data", str(path)))
+    row = next(row for row in played.ledger if row["claim"] == LEARNED)
+    assert row["predicted"] == pytest.approx(math.log(2), abs=1e-6)
+    assert row["verdict"] == "PASS"
+    assert played.failed == set()

@@ -1,0 +1,247 @@
+"""The lesson on DeepSpeed's keys: real values, real launcher; each claim FAILs when it should."""
+
+import inspect
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.helpers.lessons import ROOT, load, play
+
+pytest.importorskip("deepspeed")
+LESSON = "fsdp/02_deepspeed_config.py"
+FOLDER = ROOT / "fsdp" / "deepspeed_configs"
+PLAIN = os.environ | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_files_are_written_from_the_lesson(stage: int, tmp_path: Path) -> None:
+    lesson = load(LESSON)
+    assert json.loads((FOLDER / f"zero{stage}.json").read_text()) == lesson.ZERO[stage]
+    lesson.write_configs(str(tmp_path))
+    written = (tmp_path / f"zero{stage}.json").read_text()
+    assert written == (FOLDER / f"zero{stage}.json").read_text()
+
+
+def keys_of(config: dict) -> set[str]:
+    return set(config) | {k for v in config.values() if isinstance(v, dict) for k in keys_of(v)}
+
+
+def explained() -> dict[str, str]:
+    """Key and default of each row of the table in fsdp/README.md."""
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", (ROOT / "fsdp/README.md").read_text(), re.M)
+    return {key: default.strip() for key, default in rows}
+
+
+def test_every_key_is_explained() -> None:
+    lesson = load(LESSON)
+    configs = [*lesson.ZERO, lesson.with_zero_options(2, offload_optimizer={"device": "cpu"})]
+    configs.append({"data_types": {"grad_accum_dtype": "fp32"}, "adam_w_mode": False})
+    assert set.union(*map(keys_of, configs)) <= set(explained())
+
+
+def test_defaults_that_the_table_states_are_deepspeeds() -> None:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+    from deepspeed.runtime.config import ADAM_W_MODE_DEFAULT, DeepSpeedConfig
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    fields = {f.alias or name: f.default for name, f in DeepSpeedZeroConfig.model_fields.items()}
+    adam = inspect.signature(DeepSpeedCPUAdam).parameters
+    fields |= {key: adam[key].default for key in ("lr", "betas", "eps", "weight_decay")}
+    least = DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1})
+    fields |= {k: getattr(least, k) for k in ("gradient_accumulation_steps", "gradient_clipping")}
+    fields |= {"enabled": least.bfloat16_config.enabled, "adam_w_mode": ADAM_W_MODE_DEFAULT}
+    stated = {k: v for k, v in explained().items() if k in fields and v not in ("none", "by stage")}
+    assert len(stated) >= 17
+    for key, default in stated.items():
+        assert np.allclose(fields[key], json.loads(default), rtol=1e-12, atol=0), key
+
+
+DIFFERS = {f"zero2.json: {what}" for what in ("losses, error", "gradient norms, error")}
+FSDP2 = {claim.replace("zero2.json", "FSDP2") for claim in DIFFERS}
+BROKEN_LOSSES = {  # each a set of breaks that meet different claims
+    "one process sees rank 0's data only": (
+        [("for rank in range(WORLD_SIZE)])", "for rank in [0] * WORLD_SIZE])")],
+        FSDP2 | DIFFERS,
+    ),
+    "gradients go to no update": (
+        [
+            (
+                "            engine.step()  # does nothing before the last micro-batch of a step\n",
+                "",
+            )
+        ],
+        DIFFERS,
+    ),
+    "DeepSpeed's ranks all train on rank 0's data": (
+        [
+            (
+                "seen = train_engine(engine, x_BT, steps=3)",
+                "seen = train_engine(engine, random_ascii(device, 0), steps=3)",
+            )
+        ],
+        DIFFERS,
+    ),
+    "gradients are summed, not averaged": (
+        [
+            (
+                '"gradient_accumulation_steps": 1}',
+                '"gradient_accumulation_steps": 1, "gradient_allreduce_op": "sum"}',
+            )
+        ],
+        DIFFERS,  # the losses by 4e-5 only
+    ),
+    "FSDP2's ranks all train on rank 0's data": (
+        [("train_torch(model, x_BT, steps=3)", "train_torch(model, x_BT * 0, steps=3)")],
+        FSDP2,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN_LOSSES)
+def test_a_wrong_loss_or_gradient_fails_its_claim(what: str) -> None:
+    changes, expected = BROKEN_LOSSES[what]
+    config = ("--deepspeed_config", str(FOLDER / "zero2.json"))
+    played = play(LESSON, 2, *changes, argv=config)
+    assert played.failed == expected, played.output + str(played.code)
+    assert len(played.ledger) == 4
+    assert played.code == 1
+
+
+NO_VALUES = ("    check_values(deepspeed, device, configs)\n", "")
+MOVED = "with adam_w_mode false: they move by"
+PREFETCHED = "stage 3, 100,000 live: all-gathers, at most"
+BROKEN_KEYS = {  # each a set of breaks that meet different claims
+    "nothing is broken": ([], set()),
+    "Adam in AdamW's mode (Try); no clipping; other accumulation; buckets stay small": (
+        [
+            ("adam_w_mode=False", "adam_w_mode=True"),
+            ('    del config["gradient_clipping"]\n', '    config["gradient_clipping"] = 0\n'),
+            ('"gradient_accumulation_steps": 2,', '"gradient_accumulation_steps": 3,'),
+            ("reduce_bucket_size=size,", "reduce_bucket_size=BUCKET,"),
+            ('"stage3_max_live_parameters": 0,', '"stage3_max_live_parameters": 10**9,'),  # Try
+        ],
+        {
+            MOVED,
+            "no gradient_clipping: norm of a step",
+            "sequences per update",
+            "buckets of 1,000,000: all-reduces",
+            "stage 3, none live: all-gathers",
+            "the same without prefetch: all-gathers",  # three micro-batches
+        },
+    ),
+    "no prefetch; L2 by name; torch that lacks all_gather_into_tensor; buckets are large": (
+        [
+            ('"stage3_prefetch_bucket_size": 10_000,', '"stage3_prefetch_bucket_size": 0,'),
+            (
+                '"torch_adam": True, **params}',
+                '"torch_adam": True, "adam_w_mode": False, **params}',
+            ),
+            (
+                "    P = sum(p.numel() for p in GPT().parameters())\n",
+                "    P = sum(p.numel() for p in GPT().parameters())\n"
+                "    import deepspeed.runtime.utils as utils\n"
+                "    utils.dist.has_all_gather_into_tensor = lambda: False\n",
+            ),
+            ("reduce_bucket_size=size,", "reduce_bucket_size=10 * size,"),
+        ],
+        {
+            PREFETCHED,
+            "type Adam: unused weights shrink to",
+            "allgather_bucket_size 2,000: all-gathers",
+            "buckets of 100,000: all-reduces",
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN_KEYS)
+def test_a_key_that_is_not_set_fails_its_claim(what: str) -> None:
+    changes, expected = BROKEN_KEYS[what]
+    played = play(LESSON, 2, NO_VALUES, *changes)
+    assert played.failed == expected, played.output + str(played.code)
+
+
+def test_allgather_bucket_size_times_ten_changes_no_message() -> None:
+    """The key is read and checked, but nothing is split by it: no claim could notice a change."""
+    played = play(
+        LESSON, 2, NO_VALUES, ("allgather_bucket_size=2_000", "allgather_bucket_size=20_000")
+    )
+    assert (played.code, played.failed) == (0, set())
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_other_world_sizes(n: int) -> None:
+    played = play(LESSON, n)
+    assert (played.code, played.failed) == (0, set()), played.output
+    assert [row["verdict"] for row in played.ledger].count("BLOCKED") == (1 if n == 1 else 0)
+
+
+def test_it_runs_under_deepspeeds_own_launcher(tmp_path: Path) -> None:
+    """Nothing is compiled, though the machine has never seen DeepSpeed before."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shutil.copy(ROOT / LESSON, tmp_path)
+    paths = {
+        "LESSON_JSON": str(tmp_path / "ledger.json"),
+        "TORCH_EXTENSIONS_DIR": str(tmp_path / "c"),
+    }
+    launcher = ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(port)]
+    config = ["--deepspeed_config", str(FOLDER / "zero3.json")]
+    ran = subprocess.run(
+        [sys.executable, *launcher, Path(LESSON).name, *config],
+        cwd=tmp_path,
+        env=PLAIN | paths,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
+    reported = json.loads((tmp_path / "ledger.json").read_text())
+    assert reported["ranks"] == 2
+    assert [row["verdict"] for row in reported["ledger"]] == ["PASS"] * 4
+    assert not (tmp_path / "c").exists(), "it compiled something"
+
+
+def test_cpu_offload_with_deepspeeds_own_adam() -> None:
+    """Compiled on first use (a minute), before there are ranks that could wait in vain."""
+    build = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
+    ninja = {"PATH": f"{os.environ['PATH']}:{Path(sys.executable).parent}"}  # may lie there only
+    subprocess.run([sys.executable, "-c", build], env=PLAIN | ninja, check=True, timeout=600)
+    only_offload = (
+        '    configs = {f"stage {stage}": config for stage, config in enumerate(ZERO)}\n',
+        "    configs = {}\n",
+    )
+    name = (
+        "        seen = train_engine(engine, x_BT, steps=3)\n",
+        "        seen = train_engine(engine, x_BT, steps=3)\n"
+        "        print0(type(engine.basic_optimizer))\n",
+    )
+    without = ("        check_messages(deepspeed, device)\n", "        pass\n")
+    played = play(LESSON, 2, only_offload, without, name, argv=("--cpu-adam",))
+    assert played.code == 0, played.output
+    assert "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam" in played.output
+
+
+def test_a_config_that_is_not_there_is_refused_once() -> None:
+    argv = [sys.executable, ROOT / LESSON, "--deepspeed_config", "none.json"]
+    alone = PLAIN | {"RANK": "0", "WORLD_SIZE": "1"}
+    ran = subprocess.run(argv, env=alone, capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert "--deepspeed_config needs a JSON file; got none.json; see" in ran.stderr
+    assert ran.stderr.count("\n") == 1
+
+
+def test_without_deepspeed_the_rest_runs_and_says_what_is_blocked() -> None:
+    played = play(LESSON, 2, ("        import deepspeed\n", "        raise ImportError\n"))
+    verdicts = [row["verdict"] for row in played.ledger]
+    assert (played.code, verdicts) == (0, ["PASS", "PASS", "BLOCKED"])
+    assert played.ledger[-1]["needs"].startswith("deepspeed: pip install")

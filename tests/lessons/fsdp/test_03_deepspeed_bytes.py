@@ -1,0 +1,158 @@
+"""The lesson on DeepSpeed's bytes: real layouts, and each claim FAILs when its line breaks."""
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from exercises.ranks import run
+from tests.helpers.lessons import load, play
+
+pytest.importorskip("deepspeed")
+LESSON = "fsdp/03_deepspeed_bytes.py"
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
+def test_shares_cover_everything_once(n: int) -> None:
+    """Over all ranks, stages 1 to 3 hold 12 bytes of float32 a parameter and little padding."""
+    lesson = load(LESSON)
+    sizes = [p.numel() for p in lesson.GPT().parameters()]
+    P = sum(sizes)
+    for stage, padding in (1, 2 * n), (2, 2 * n), (3, 52 * n):
+        total = 0
+        for rank in range(n):
+            lesson.RANK, lesson.WORLD_SIZE = rank, n
+            total += lesson.expected_bytes(stage, sizes)[0]
+        assert 12 * P <= total < 12 * (P + padding)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
+def test_every_tensor_lies_in_some_share(n: int) -> None:
+    lesson = load(LESSON)
+    sizes = [5, 1, 40, 2, 7]
+    kept = 0
+    for rank in range(n):
+        lesson.RANK, lesson.WORLD_SIZE = rank, n
+        kept += lesson.elements_on_my_share(sizes)
+    assert kept >= sum(sizes)
+    if n == 1:
+        assert kept == sum(sizes)
+
+
+def held_by_fsdp2() -> tuple[int, int]:
+    """Bytes of float32 and of all that FSDP2 holds between backward and step, in bfloat16."""
+    lesson = load(LESSON)
+    lesson.RANK, lesson.WORLD_SIZE = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (lesson.WORLD_SIZE,))
+    gc.collect()
+    gc.freeze()
+    model = lesson.GPT()
+    for module in *model.blocks, model:
+        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        optimizer.step()
+        optimizer.zero_grad()
+        lesson.mean_loss(model, lesson.random_bytes(torch.device("cpu"))).backward()
+    held = lesson.smallest_census()
+    return held["cpu", torch.float32], held.total()
+
+
+@pytest.mark.parametrize("n", [2, 4])  # rows divide by n: no padding
+def test_fsdp2_holds_16_bytes_a_parameter_over_n_all_in_float32(n: int) -> None:
+    P = sum(p.numel() for p in load(LESSON).GPT().parameters())
+    assert run(held_by_fsdp2, n) == [(16 * P // n, 16 * P // n)] * n
+
+
+def counts() -> dict[str, int]:
+    lesson, n = load(LESSON), dist.get_world_size()
+    x = torch.ones(4 * n)
+    with lesson.CountedCommunication() as counted:
+        dist.all_reduce(x)
+        dist.all_reduce(torch.ones(1))
+        dist.reduce(x, 0)
+        dist.all_gather_into_tensor(torch.empty(len(x) * n), x)
+        dist.reduce_scatter_tensor(torch.empty(4), x)
+    operations = ("all_reduce", "reduce", "all_gather", "reduce_scatter")
+    return {name: lesson.large_elements(counted, name) for name in operations}
+
+
+def test_whole_tensors_are_counted_and_scalars_are_not() -> None:
+    expected = {"all_reduce": 8, "reduce": 8, "all_gather": 16, "reduce_scatter": 8}
+    assert run(counts, 2) == [expected] * 2
+
+
+STEPS = "zero_config(stage)) for stage"
+BROKEN_LAYOUTS = {  # each a set of breaks that meet different claims
+    "stage 1 shards nothing; small tensors stay whole (Try); not to owners (Try); no offload": (
+        [
+            (STEPS, "zero_config(stage * (stage != 1))) for stage"),
+            (
+                '"stage3_param_persistence_threshold": 0,',
+                '"stage3_param_persistence_threshold": 10**5,',
+            ),
+            (
+                "(2, use_multi_rank_bucket_allreduce=False)",
+                "(2, use_multi_rank_bucket_allreduce=True)",
+            ),
+            (', offload_optimizer={"device": "cpu"}', ""),
+        ],
+        {
+            "stage 1: bytes in float32",
+            "stage 1: elements gathered",
+            "stage 3: bytes in bfloat16",
+            "stage 3: elements gathered",
+            "stage 2, to owners only: reduced, ring",
+            "stage 3, kept for backward: elements gathered",
+            "stage 3, gradients in float32: bytes",
+            "offload: bytes in float32, host",
+        },
+    ),
+    "stage 2 keeps whole gradients; stage 3 keeps parameters; frees them when told to keep": (
+        [
+            (STEPS, "zero_config(stage - (stage == 2))) for stage"),
+            ('"stage3_max_live_parameters": 0,', '"stage3_max_live_parameters": 10**9,'),
+            ('"stage3_max_reuse_distance": 0,', '"stage3_max_reuse_distance": 10**9,'),
+            ("zero_config(3, **keep)", "zero_config(3, **dict.fromkeys(keep, 0))"),
+            ('"grad_accum_dtype": "fp32"', '"grad_accum_dtype": "bf16"'),
+        ],
+        {
+            "stage 2: bytes in bfloat16",
+            "stage 2: elements reduced",
+            "stage 3: elements gathered",
+            "stage 3, kept for backward: elements gathered",
+            "stage 3, gradients in float32: bytes",
+        },
+    ),
+    "FSDP2 shards bfloat16 weights; stage 3's small tensors are sharded though told not to": (
+        [
+            ("    model = GPT().to(device)\n", "    model = GPT().to(device, torch.bfloat16)\n"),
+            (
+                '{"stage3_param_persistence_threshold": 10**5, "reduce',
+                '{"stage3_param_persistence_threshold": 0, "reduce',
+            ),
+        ],
+        {
+            "FSDP2: bytes in float32",
+            "FSDP2: bytes in bfloat16",
+            "stage 3, small tensors whole: bytes in bfloat16",
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN_LAYOUTS)
+def test_a_wrong_layout_fails_its_claims(what: str) -> None:
+    changes, expected = BROKEN_LAYOUTS[what]
+    played = play(LESSON, 2, *changes)
+    assert played.failed == expected, played.output + str(played.code)
+
+
+def test_without_deepspeed_fsdp2_is_measured_and_the_rest_is_blocked() -> None:
+    played = play(LESSON, 2, ("        import deepspeed\n", "        raise ImportError\n"))
+    verdicts = [row["verdict"] for row in played.ledger]
+    assert (played.code, verdicts) == (0, ["PASS", "PASS", "BLOCKED"])
+    assert played.ledger[-1]["needs"].startswith("deepspeed: pip install")

@@ -1,0 +1,126 @@
+"""The lesson on FSDP2's other settings: each claim FAILs when the line that it guards breaks."""
+
+import pytest
+
+from tests.helpers.lessons import play
+
+LESSON = "fsdp/04_fsdp_refinements.py"
+GRADIENTS = {f"{name}: gradients, error" for name in ("as a rule", "with prefetch")}
+BACKWARD = "Communication() as counted:\n        mean_loss(model, random_bytes(mesh, RANK))"
+BACKWARD += ".backward()\n    inside"
+SYNC = "            model.set_requires_gradient_sync(last)\n"
+
+BREAKS = {
+    "nothing is fetched ahead": (
+        ("model.blocks[i].set_modules_to_forward_prefetch([model.blocks[i + 1]])", "pass"),
+        {"with prefetch: blocks asked for as block 0 starts"},
+    ),
+    "gathers stay in float32": (
+        ("param_dtype=torch.bfloat16,", "param_dtype=torch.float32,"),
+        {"bytes of an element gathered", "bytes of an activation"},
+    ),
+    "gradients are summed in bfloat16": (
+        ("reduce_dtype=torch.float32", "reduce_dtype=torch.bfloat16"),
+        {"bytes of an element reduced"},
+    ),
+    "the masters are bfloat16": (
+        ("new_gpt(mesh, torch.float32)", "new_gpt(mesh, torch.bfloat16)"),
+        {"bytes of a weight that the optimizer updates"},
+    ),
+    "every micro-batch synchronises (Try)": (
+        (SYNC, ""),
+        {"3 micro-batches: reduce-scatters"},
+    ),
+    "micro-batches are summed, not averaged": (
+        (
+            "(mean_loss(model, x_BT) / micro_batches).backward()",
+            "mean_loss(model, x_BT).backward()",
+        ),
+        {
+            "norm before clipping / one process's",
+            "clipped gradients, error",  # 1e-6 in the divisor of the clip
+        },
+    ),
+    "the norm is one rank's": (
+        (
+            "norm / expected,",
+            "nn.utils.get_total_norm([p.grad.to_local() for p in model.parameters()]) / expected,",
+        ),
+        {"norm before clipping / one process's"},
+    ),
+    "nobody fills the model born on meta": (
+        ("    set_model_state_dict(model, state, options=options)\n", ""),
+        {"the cure: distance from rank 0's weights"},
+    ),
+    "seeds differ (Try)": (
+        ("    torch.manual_seed(0)\n    weight", "    torch.manual_seed(RANK)\n    weight"),
+        {"the trap: shards that equal rank 0's"},
+    ),
+    "one setting's gradients are not one process's": (
+        (
+            "RANK))\n        forward = len(counted.log)\n        loss",
+            "0))\n        forward = len(counted.log)\n        loss",
+        ),
+        GRADIENTS,
+    ),
+}
+
+ON_FOUR_RANKS = {
+    "freed as a rule, not resharded": (
+        [
+            ("mesh=mesh, reshard_after_forward=k", "mesh=mesh, reshard_after_forward=True"),
+        ],
+        {
+            "resharded: elements a rank keeps of the blocks",
+            "resharded: ranks in a gather of backward",
+        },
+    ),
+    "it trains on rank 0's data while it reshards, and in groups": (
+        [
+            (
+                "RANK))\n        forward = len(counted.log)\n        kept",
+                "0))\n        forward = len(counted.log)\n        kept",
+            ),
+            (
+                "RANK)).backward()\n    inside",
+                "0)).backward()\n    inside",
+            ),
+        ],
+        {"resharded: gradients, error", "HSDP: gradients, error"},
+    ),
+    "one group of all ranks, seen as two": (
+        [
+            (
+                "    model = shard_blocks(new_gpt(mesh), mesh)\n    with Counted" + BACKWARD,
+                "    flat = init_device_mesh(device.type, (WORLD_SIZE,))\n"
+                "    model = shard_blocks(new_gpt(mesh), flat)\n    with Counted" + BACKWARD,
+            )
+        ],
+        {"HSDP: elements handed over inside a group", "HSDP: elements handed over across groups"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_break_makes_its_claim_fail(name: str) -> None:
+    change, expected = BREAKS[name]
+    played = play(LESSON, 2, change)
+    assert played.code == 1, played.code
+    assert played.failed == expected
+
+
+@pytest.mark.parametrize("name", ON_FOUR_RANKS)
+def test_a_break_of_groups_makes_its_claims_fail(name: str) -> None:
+    changes, expected = ON_FOUR_RANKS[name]
+    played = play(LESSON, 4, *changes)
+    assert played.code == 1, played.code
+    assert played.failed == expected
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_what_needs_more_ranks_is_blocked(n: int) -> None:
+    played = play(LESSON, n)
+    assert played.code == 0, played.output
+    needs = [row["needs"] for row in played.ledger if row["verdict"] == "BLOCKED"]
+    assert needs.count("4 ranks") == 2
+    assert needs.count("2 ranks") == (5 if n == 1 else 0)

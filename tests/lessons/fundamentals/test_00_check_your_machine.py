@@ -1,0 +1,425 @@
+"""The doctor: looks without harm, foretells truly, knows real failures by their words."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import types
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from exercises.ranks import run
+from tests.helpers.lessons import LESSONS, ROOT, load
+
+PATH = "fundamentals/00_check_your_machine.py"
+ALONE = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--user", "--map-root-user"])]
+NAMESPACES = (
+    shutil.which("unshare") is not None
+    and subprocess.run([*ALONE, "true"], capture_output=True).returncode == 0
+)
+doctor = load(PATH)
+
+
+def visit(folder: Path, *argv: str, before: tuple = (), **env: str) -> subprocess.CompletedProcess:
+    """Run a copy of the doctor in `folder`, away from the course."""
+    shutil.copy(ROOT / PATH, folder)
+    command = [*before, sys.executable, Path(PATH).name, *argv]
+    return subprocess.run(
+        command, cwd=folder, env=os.environ | env, capture_output=True, text=True, timeout=100
+    )
+
+
+# Looking
+
+
+def test_a_probe_that_fails_or_hangs_ends_nothing() -> None:
+    assert doctor.look(lambda: 42)() == 42
+    assert isinstance(doctor.look(lambda: 1 / 0)(), ZeroDivisionError)
+    pipe, end = os.pipe()
+    assert isinstance(doctor.look(os.read, pipe, 1)(0.1), TimeoutError)
+    os.close(end)  # ends the probe's thread
+    assert doctor.look(lambda: None)() is None
+
+
+def test_a_machine_without_psutil_or_nvml_is_looked_at_all_the_same(tmp_path: Path) -> None:
+    for name in ("psutil", "pynvml"):
+        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('No module {name}')")
+    log = tmp_path / "train.log"
+    log.write_text("step 1\n[W 10:00] [c10d] name: EADDRINUSE, message: address already in use\n")
+    ran = visit(tmp_path, "--log", "train.log", PYTHONPATH=str(tmp_path))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout.count("No module psutil") == 2  # computer and network, and no more
+    assert "none: No module pynvml" in ran.stdout
+    assert "1 + ... + 2, summed through gloo" in ran.stdout
+    assert "gloo listens on" not in ran.stdout
+    assert "copied out of the course" in ran.stdout
+    verdict = ran.stdout.partition("What killed the job")[2]
+    assert "port taken" in verdict.partition("What is here")[0]
+
+
+class Refused(Exception):
+    """What NVML raises where a card cannot answer."""
+
+
+def fake_nvml(**answers: object) -> types.ModuleType:
+    """NVML with two H100: NVLink joins them, and neither tells its utilisation."""
+
+    def refuse(*_: object) -> None:
+        raise Refused
+
+    module = types.ModuleType("pynvml")
+    module.NVMLError, module.NVML_NVLINK_MAX_LINKS, module.NVML_P2P_CAPS_INDEX_NVLINK = (
+        Refused,
+        4,
+        2,
+    )
+    module.nvmlInit = lambda: None
+    module.nvmlSystemGetDriverVersion = lambda: "570.1"
+    told = {"Count": 2, "HandleByIndex": "card", "Name": "H100", "UtilizationRates": refuse}
+    told |= {"MemoryInfo": types.SimpleNamespace(total=85e9), "P2PStatus": 0}
+    told |= {"NvLinkState": lambda card, link: int(link < 3), "TopologyCommonAncestor": 20}
+    told |= {"CurrPcieLinkGeneration": 1, "MaxPcieLinkGeneration": 5}
+    told |= {"CurrPcieLinkWidth": 8, "MaxPcieLinkWidth": 16} | answers
+    for name, answer in told.items():
+        give = answer if callable(answer) else lambda *_, answer=answer: answer
+        setattr(module, "nvmlDeviceGet" + name, give)
+    return module
+
+
+@pytest.mark.parametrize(("p2p", "way"), [(0, "NVLink"), (5, "PXB")])
+def test_gpus_and_the_paths_between_them(p2p: int, way: str, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(P2PStatus=p2p))
+    lines = doctor.gpus().splitlines()
+    assert lines[0] == "2, driver 570.1"
+    assert lines[1] == "0: H100, 85 GB, ?% busy, 3 NVLinks up, PCIe gen 1 of 5, x8 of x16"
+    assert lines[3] == f"0-1 {way}"
+    assert lines[4].startswith(f"torch may use {torch.cuda.device_count()}")
+
+
+def test_nvidia_smi_speaks_where_nvml_cannot(tmp_path: Path, monkeypatch) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho smi says $1\n")
+    smi.chmod(0o755)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert "smi says --query-gpu=name," in doctor.gpus()
+    assert "smi says topo" in doctor.gpus()
+
+
+def test_what_keeps_a_gpu_from_working_fast_is_told(monkeypatch) -> None:
+    ill = {"ComputeRunningProcesses": [1, 2], "ComputeMode": 3, "TotalEccErrors": 7}
+    ill["CurrentClocksThrottleReasons"] = 0x4 | 0x80 | 0x1
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(**ill))
+    line = doctor.gpus().splitlines()[1]
+    assert "2 programs on it" in line
+    assert "compute mode NOT default" in line
+    assert "SLOWED by power cap, SLOWED by power brake, UNCORRECTABLE" in line
+
+
+def test_rdma_ports_are_listed_with_state_and_rate(tmp_path: Path) -> None:
+    assert "TCP" in doctor.rdma_ports(tmp_path)
+    port = tmp_path / "mlx5_0/ports/1"
+    port.mkdir(parents=True)
+    (port / "state").write_text("4: ACTIVE\n")
+    (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
+    assert doctor.rdma_ports(tmp_path) == "RDMA: mlx5_0 ACTIVE 400 Gb/sec (4X NDR)"
+
+
+# Networks
+
+
+@pytest.mark.parametrize(
+    ("names", "taken"),
+    [
+        (["lo", "eth0", "ib0", "ib1"], ["ib0", "ib1"]),
+        (["lo", "docker0", "eth0", "virbr0", "wlan0"], ["eth0", "wlan0"]),
+        (["lo", "docker0", "virbr0"], ["docker0"]),
+        (["lo", "virbr0"], ["lo"]),
+        (["virbr0"], ["virbr0"]),
+        ([], []),
+    ],
+)
+def test_nccl_prefers_as_its_source_says(names: list[str], taken: list[str]) -> None:
+    assert doctor.nccl_interfaces(names) == taken
+
+
+def test_only_addresses_of_this_machine_count() -> None:
+    assert "127.0.0.1" in doctor.own_addresses("localhost")
+    assert doctor.own_addresses("203.0.113.7") == []  # RFC 5737: nobody's
+    with pytest.raises((OSError, UnicodeError)):
+        doctor.own_addresses("nowhere-" * 9)
+
+
+def foretold_and_found(interface: str) -> tuple[set[str], set[str]]:
+    if interface:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    foretold = set(load(PATH).gloo_addresses())
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    sockets = psutil.Process().net_connections("tcp")
+    return foretold, {s.laddr.ip for s in sockets if s.status == psutil.CONN_LISTEN}
+
+
+@pytest.mark.parametrize("interface", ["", *doctor.interfaces()])
+def test_gloo_listens_where_it_is_foretold(interface: str) -> None:
+    foretold, found = run_alone(foretold_and_found, interface)
+    assert foretold == found != set()
+
+
+def run_alone(function, *args: object) -> object:
+    return run(function, 1, *args, group=False)[0]
+
+
+@pytest.mark.skipif(doctor.nccl_library() is None, reason="needs NCCL")
+def test_nccl_meets_where_it_is_foretold() -> None:
+    foretold = doctor.nccl_interfaces(list(doctor.interfaces()))
+    assert doctor.interface_nccl_takes(doctor.nccl_library()) == foretold[0]
+
+
+def test_where_the_choice_is_made_nothing_is_foretold(monkeypatch) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    assert set(ledger_of("nccl_takes_what_is_foretold", ()).values()) == {"BLOCKED"}
+
+
+# Failures, every one of them provoked: nothing here is a text that someone typed
+
+
+def words_of(provoke, **env: str) -> str:
+    os.environ.update(env)
+    try:
+        provoke()
+    except Exception as error:
+        return str(error)
+    raise AssertionError("nothing went wrong")
+
+
+def init(backend: str = "gloo", **options: object) -> None:
+    dist.init_process_group(backend, timeout=timedelta(seconds=1), **options)
+
+
+def taken_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as s:
+        port = str(s.getsockname()[1])
+        agentless = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": port}
+        return words_of(init, MASTER_ADDR="127.0.0.1", **agentless)
+
+
+def taken_port_in_python() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as s:
+        return words_of(lambda: socket.create_server(s.getsockname()))
+
+
+def unknown_host() -> str:
+    return words_of(init, MASTER_ADDR="nowhere-" * 9)
+
+
+def nobody_at_home() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as s:
+        port = str(s.getsockname()[1])
+    return words_of(init, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+
+
+def missing_rank() -> str:
+    agentless = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": "0"}
+    return words_of(init, WORLD_SIZE="2", **agentless)
+
+
+def missing_rank_under_torchrun() -> str:
+    return words_of(init, WORLD_SIZE="2")
+
+
+def wrong_interface() -> str:
+    return words_of(init, GLOO_SOCKET_IFNAME="nowhere0")
+
+
+def no_nccl() -> str:
+    dist.distributed_c10d._NCCL_AVAILABLE = False
+    return words_of(lambda: init("nccl"))
+
+
+def no_gpu() -> str:
+    return words_of(lambda: init("nccl"))
+
+
+PROVOKED = [
+    (taken_port, "port taken"),
+    (taken_port_in_python, "port taken"),
+    (unknown_host, "unknown host name"),
+    (nobody_at_home, "nobody listens"),
+    (missing_rank, "hang at init"),
+    (missing_rank_under_torchrun, "hang at init"),
+    (wrong_interface, "wrong interface"),
+    (no_nccl, "no NCCL"),
+    (no_gpu, "no NCCL"),
+]
+
+
+@pytest.mark.parametrize(("provoke", "name"), PROVOKED, ids=[p.__name__ for p, _ in PROVOKED])
+def test_a_real_failure_is_recognised(provoke, name: str) -> None:
+    words = run_alone(provoke)
+    assert doctor.diagnose(words)[1] == name, words
+
+
+# Words of failures that cannot be provoked here, with the row that must name them. The last words
+# of a job often hold a consequence besides the cause: the cause is named.
+QUOTED = {
+    "[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9)": "hang in training",
+    "Timed out waiting 8000ms for recv operation to complete": "hang in training",
+    "triton.OutOfResources: out of resource: shared memory, Required: 1": "kernel too greedy",
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB": "GPU memory full",
+    "CUDA out of memory.\n[rank1]: Connection closed by peer [10.0.0.1]": "GPU memory full",
+    "exitcode  : -9 (pid: 41)": "killed for memory",
+    "Signal 9 (SIGKILL) received by PID 41\nConnection reset by peer": "killed for memory",
+    "Connection closed by peer [10.0.0.1]:4242": "a peer died",
+    "ncclRemoteError: A call failed possibly due to a network error": "a peer died",
+    "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 7": "two ranks on a GPU",
+    "Multiple Ranks are using the same GPU/Partition. Set NCCL_MULTI": "two ranks on a GPU",
+    "NCCL WARN Mismatched NCCL version detected": "versions differ",
+    "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.": "broken GPU",
+    "CUDA error: system not yet initialized": "fabric manager",
+}
+
+
+@pytest.mark.parametrize("words", QUOTED)
+def test_a_quoted_failure_is_recognised(words: str) -> None:
+    assert doctor.diagnose(words)[1] == QUOTED[words]
+
+
+SHARES = {
+    "tensor": "import torch; torch.zeros(10**6).share_memory_()",
+    "loader": "import torch; from torch.utils.data import DataLoader\n"
+    "list(DataLoader(torch.zeros(64, 10**5), batch_size=32, num_workers=1))",
+}
+
+
+@pytest.mark.skipif(not NAMESPACES, reason="needs root or user namespaces")
+@pytest.mark.parametrize("what", SHARES)
+def test_exhausted_shared_memory_is_recognised(what: str) -> None:
+    tiny = "mount -t tmpfs -o size=1m none /dev/shm && exec " + sys.executable
+    script = [*ALONE, "sh", "-c", f'{tiny} -c "$0"', SHARES[what]]
+    ran = subprocess.run(script, capture_output=True, text=True, timeout=60)
+    assert ran.returncode != 0
+    assert doctor.diagnose(ran.stderr)[1] == "too little shared memory", ran.stderr
+
+
+def test_words_that_nobody_knows_are_not_explained() -> None:
+    assert doctor.diagnose("KeyError: 'lr'")[:2] == ("KeyError: 'lr'", "in no table")
+    assert doctor.diagnose("")[1] == "in no table"
+
+
+def test_every_ailment_says_cause_proof_and_remedy() -> None:
+    assert len(doctor.AILMENTS) == doctor.TABLE.count("\n  ") / 3 == 16
+    assert set(doctor.FAILURES) < {name for name, *_ in doctor.AILMENTS}
+
+
+# The doctor on machines that are ill
+
+
+@pytest.mark.skipif(not NAMESPACES, reason="needs root or user namespaces")
+def test_on_an_ill_machine_it_fails_says_why_and_goes_on(tmp_path: Path) -> None:
+    tiny = 'mount -t tmpfs -o size=3m none /dev/shm && exec "$@"'
+    before = (*ALONE, "sh", "-c", tiny, "sh")
+    ran = visit(tmp_path, before=before, GLOO_SOCKET_IFNAME="nowhere0")
+    assert ran.returncode == 1
+    assert ran.stderr == ""
+    gloo = ran.stdout.partition("summed through gloo")[2]
+    assert "Unable to find address for: nowhere0" in gloo
+    assert "wrong interface" in gloo.partition("BLOCKED")[0]
+    assert "3,145,728" in gloo  # what is there is there, and it is too little
+    assert "too little shared memory" in gloo
+    assert "Mend the first FAIL" in ran.stdout
+    assert "1 FAIL" in ran.stdout
+
+
+def test_every_lesson_of_the_course_is_listed(capsys) -> None:
+    doctor.what_runs_here()
+    told = capsys.readouterr().out
+    lines = [line.split() for line in told.splitlines()]
+    assert [words[0] for words in lines if words and words[0] in LESSONS] == LESSONS
+    assert f"Next: python {LESSONS[1]}" in told
+
+
+def test_a_lesson_lacks_what_its_source_names() -> None:
+    source = 'import deepspeed\nblocked("a", needs="2 GPUs")\nblocked("b", needs="nsys")\n'
+    source += 'blocked("c", needs="2 ranks")\n'
+    gpus = ["2 GPUs"] * (torch.cuda.device_count() < 2)
+    missing = {"DeepSpeed": "deepspeed", "nsys": "nsys --version", "FFCV": "ffcv"}
+    assert doctor.lacking(source, missing) == ", ".join([*gpus, "DeepSpeed", "nsys"])
+    assert doctor.lacking(source, {}) == ", ".join(gpus)
+    assert doctor.lacking('import deepspeed_tools\nx = "ffcv"\n', missing) == ""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+@pytest.mark.parametrize(
+    ("call", "lacks"),
+    [
+        ('blocked("pairs", "2 GPUs")', "2 GPUs"),
+        ('blocked("copies", needs="GPUs whose driver tells clocks")', "1 GPU"),
+        ('blocked("ways", needs="1 GPU" if x else "2 ranks")', "1 GPU"),
+        ('blocked("2 GPUs", needs="2 ranks")', ""),
+        ('print0("needs 2 GPUs")', ""),
+    ],
+)
+def test_needs_are_found_however_they_are_handed_on(call: str, lacks: str) -> None:
+    assert doctor.lacking(call, {}) == lacks
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_a_lesson_that_is_blocked_without_a_gpu_is_not_said_to_run_in_full() -> None:
+    for path in LESSONS[1:2]:
+        assert "GPU" in doctor.lacking((ROOT / path).read_text(), {})
+
+
+# Break the line that a claim guards, and it FAILS
+
+
+def ledger_of(section: str, args: tuple, *changes: tuple[str, str]) -> dict[str, str]:
+    lesson = load(PATH, *changes)
+    prepared = [arg(lesson) if callable(arg) else arg for arg in args]
+    getattr(lesson, section)(*prepared)
+    return {row["claim"]: row["verdict"] for row in lesson.ledger}
+
+
+def gloo(lesson: types.ModuleType) -> object:
+    return lesson.look(lesson.torchrun, "gloo", 2)(180)
+
+
+SUM, ADDRESS = "1 + ... + 2, summed through gloo", "addresses gloo listens on, foretold wrongly"
+NAME = "addresses of the host name that are this machine's"
+MEETS = "interfaces NCCL meets on, foretold wrongly"
+SHARED, SIX = "bytes that /dev/shm gives back", "failures that the table names rightly"
+MEET = ("ranks_meet", ("gloo", 2, gloo))
+BREAKS = [
+    (*MEET, "[rank + 1.0]", "[rank + 2.0]", {SUM}),
+    (*MEET, "dist.all_reduce(x)", "pass", {SUM}),
+    (*MEET, "found.append(place[0]", "found.append('10.9.8.7' or place[0]", {ADDRESS}),
+    (
+        "nccl_takes_what_is_foretold",
+        (),
+        '"(?!docker|lo|virbr)", "docker"',
+        '"lo", "docker"',
+        {MEETS},
+    ),
+    ("the_host_name_is_ours", (), "s.bind(place)", "s.bind(('203.0.113.7', 0))", {NAME}),
+    ("shared_memory_is_there", (), "file.seek(0)", "file.seek(2**20)", {SHARED}),
+    ("shared_memory_is_there", (), "fileno(), 0, size)", "fileno(), 0, 2**62)", {SHARED}),
+    ("failures_are_recognised", (), "EADDRINUSE|[Aa]ddress", "EADDRINUSED|Address", {SIX}),
+    ("failures_are_recognised", (), "lambda: store(n=2),", "lambda: store(n=1),", {SIX}),
+    ("failures_are_recognised", (), "isinstance(answer, OSError | UnicodeError)", "False", {SIX}),
+]
+
+
+@pytest.mark.parametrize(("section", "args", "old", "new", "fail"), BREAKS)
+def test_a_broken_line_makes_its_claim_fail(section, args, old, new, fail) -> None:
+    verdicts = ledger_of(section, args, (old, new))
+    assert {claim for claim, verdict in verdicts.items() if verdict == "FAIL"} == fail
+
+
+def test_unbroken_these_claims_hold() -> None:  # the one on gloo does in tests/test_lessons.py
+    for section in ("the_host_name_is_ours", "shared_memory_is_there", "failures_are_recognised"):
+        assert set(ledger_of(section, ()).values()) == {"PASS"}, section

@@ -1,0 +1,180 @@
+"""Links, crossbar, shared uplinks, roofline; and what a wrong line does to their claims."""
+
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.helpers.lessons import load, play
+
+LESSON = "fundamentals/01_gpu_interconnects.py"
+READ, NEIGHBORS = (
+    "4 GPUs read host memory at once: GB/s each",
+    "4 GPUs send to neighbors: GB/s each",
+)
+BESIDE, LEFT = (
+    "beside 4 readers, a neighbor's copy: GB/s",
+    "  by hand, what a reader leaves of 63",
+)
+RING, INCAST = "crossbar, 8 send right at once: GB/s each", "crossbar, 7 send to one: GB/s each"
+WIRED, RATIO = "A100s wired directly, one pair: GB/s", "one copy: NVLink 4 / PCIe 5.0"
+BY_HOST, DIRECT = (
+    "4 GPUs send through host memory: GB/s each",
+    "  with GPUDirect RDMA: GB/s each",
+)
+ADD, PRODUCT = "adding: FLOPs per byte in bf16", "8192 x 8192 product: FLOPs per byte"
+N, TOKENS = (
+    "H100: smallest compute-bound n x n product",
+    "H100: tokens that fill an 8192-wide layer",
+)
+
+BREAKS = {  # what each wrong line must make FAIL, and nothing else
+    "coding of PCIe 2.0": ("32, 128 / 130", "32, 8 / 10", {READ, NEIGHBORS, LEFT, RATIO, BY_HOST}),
+    "lanes of NVLink 3": ("Link(12, 4, 50", "Link(12, 8, 50", {WIRED}),
+    "duplex for one way": ("Link(18, 2, 100", "Link(18, 4, 100", {RING, INCAST, RATIO}),
+    "bits for bytes": ("Link(1, 4, 100, 1", "Link(1, 4, 800, 1", {DIRECT}),
+    "an uplink per GPU": (
+        'both_ways("switch", "host memory", pcie)',
+        'both_ways("switch", "host memory", gpus * pcie)',
+        {READ, BY_HOST, LEFT},
+    ),
+    "a switch that limits": (
+        'capacity |= both_ways(f"GPU {gpu}", "NVSwitch", rate)',
+        'capacity |= both_ways(f"GPU {gpu}", "NVSwitch", rate / (gpus - 1))',
+        {RING, INCAST, RATIO},
+    ),
+    "GPUDirect that goes through the host": (
+        'direct.append([f"GPU {gpu}", *to_network])',
+        'direct.append([f"GPU {gpu}", "switch", "host memory", *to_network])',
+        {DIRECT},
+    ),
+    "shares without the others": (" free[link] -= share\n", " free[link] -= 0\n", {BESIDE, LEFT}),
+    "H100 with sparsity": ('"H100": (3.35, 989)', '"H100": (3.35, 1979)', {N, TOKENS}),
+    "FLOPs of a sum": ("or result.numel()", "or 2 * result.numel()", {ADD}),
+    "bytes without the result": ("(*operands, result)", "operands", {ADD, PRODUCT, N, TOKENS}),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_wrong_line_fails_its_claims(name: str) -> None:
+    old, new, expected = BREAKS[name]
+    played = play(LESSON, 1, (old, new))
+    assert played.code == 1, played.output
+    assert played.failed == expected
+
+
+WRONG_RATES = {
+    "PCIe 6.0 x16": ("64, 242 / 256", "64, 256 / 256"),
+    "NVLink 2": ("Link(6, 8, 25", "Link(6, 8, 20"),
+    "InfiniBand XDR": ("Link(1, 4, 200, 1, 100", "Link(1, 4, 200, 1, 800"),
+    "10 GbE": ("Link(1, 1, 10,", "Link(1, 1, 40,"),
+    "NVLink-C2C": ("Link(10, 1, 360", "Link(18, 1, 360"),
+}
+
+
+def test_every_published_rate_follows_from_lanes_and_bits(capsys) -> None:
+    load(LESSON).show_links()
+    assert "DIFFERS" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", WRONG_RATES)
+def test_a_wrong_rate_is_marked_in_the_table(name: str, capsys) -> None:
+    load(LESSON, WRONG_RATES[name]).show_links()
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "DIFFERS" in line]
+    assert name in line
+
+
+STAR = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=6)
+RATES = st.lists(st.sampled_from([10.0, 25.0, 40.0, 100.0]), min_size=5, max_size=5)
+
+
+def star(pairs: list, rates: list) -> tuple[list, dict]:
+    """Routes through one switch, and its wires."""
+    capacity = {}
+    for i, rate in enumerate(rates):
+        capacity |= {(f"{i}", "switch"): rate, ("switch", f"{i}"): rate}
+    return [[f"{a}", "switch", f"{b}"] for a, b in pairs if a != b], capacity
+
+
+@settings(deadline=None, max_examples=25)
+@given(STAR, RATES)
+def test_fair_shares_fill_a_link_of_each_flow_and_overfill_none(pairs: list, rates: list) -> None:
+    lesson = load(LESSON)
+    routes, capacity = star(pairs, rates)
+    shares = lesson.fair_shares(routes, capacity)
+    used = dict.fromkeys(capacity, 0.0)
+    for route, share in zip(routes, shares, strict=True):
+        for link in pairwise(route):
+            used[link] += share
+    assert all(used[link] <= capacity[link] * (1 + 1e-9) for link in capacity)
+    for route, share in zip(routes, shares, strict=True):
+        full = [link for link in pairwise(route) if used[link] >= capacity[link] * (1 - 1e-9)]
+        biggest = []  # max-min: on some full link of its, no flow has more
+        for link in full:
+            there = [s for r, s in zip(routes, shares, strict=True) if link in set(pairwise(r))]
+            biggest.append(share >= max(there) - 1e-9)
+        assert any(biggest)
+
+
+@settings(deadline=None, max_examples=25)
+@given(STAR, RATES)
+def test_packets_in_turns_get_fair_shares(pairs: list, rates: list) -> None:
+    lesson = load(LESSON)
+    routes, capacity = star(pairs, rates)
+    if not routes:
+        return
+    expected = lesson.fair_shares(routes, capacity)
+    got = lesson.packets_delivered(routes, capacity, seconds=0.4)
+    assert got == pytest.approx(expected, rel=0.05)
+
+
+def test_gpudirect_is_read_off_the_machine(tmp_path: Path) -> None:
+    lesson = load(LESSON)
+    assert set(lesson.gpudirect_signs(tmp_path).values()) == {False}
+    (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
+    (tmp_path / "proc/modules").write_text("nvidia_peermem 16384 0\nnvidia_fs 1 0\n")
+    (tmp_path / "proc/driver/nvidia/version").write_text("NVIDIA UNIX Open Kernel Module 570")
+    (tmp_path / "proc/driver/nvidia/params").write_text("EnableStreamMemOPs: 1\n")
+    (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
+    assert set(lesson.gpudirect_signs(tmp_path).values()) == {True}
+
+
+@pytest.mark.parametrize(("reached", "verdict"), [(True, "PASS"), (False, "FAIL")])
+def test_p2p_by_cuda_is_compared_with_nvml(reached: bool, verdict: str, monkeypatch) -> None:
+    lesson = load(LESSON)
+    cuda = lesson.torch.cuda
+    monkeypatch.setattr(cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(cuda, "can_device_access_peer", lambda a, b: reached)
+    nvml = {"nvmlInit": lambda: None, "NVMLError": RuntimeError, "NVML_P2P_CAPS_INDEX_READ": 0}
+    lesson.pynvml = SimpleNamespace(**nvml, nvmlDeviceGetP2PStatus=lambda a, b, index: 0)
+    lesson.nvml_handle = lambda gpu: gpu
+    lesson.check_p2p()
+    assert [row["verdict"] for row in lesson.ledger] == [verdict]
+
+
+def test_p2p_is_blocked_where_nvml_is_mute(monkeypatch) -> None:
+    lesson = load(LESSON)
+    monkeypatch.setattr(lesson.torch.cuda, "device_count", lambda: 2)
+
+    def mute(*_: object) -> None:
+        raise RuntimeError
+
+    nvml = {"nvmlInit": lambda: None, "NVMLError": RuntimeError, "NVML_P2P_CAPS_INDEX_READ": 0}
+    lesson.pynvml = SimpleNamespace(**nvml, nvmlDeviceGetP2PStatus=mute)
+    lesson.nvml_handle = lambda gpu: gpu
+    lesson.check_p2p()
+    assert [row["verdict"] for row in lesson.ledger] == ["BLOCKED"]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_it_passes(ranks: int) -> None:
+    played = play(LESSON, ranks)
+    assert played.code == 0, played.output
+
+
+def test_the_figure_is_drawn(tmp_path: Path) -> None:
+    load(LESSON).draw(str(tmp_path / "figure.png"))
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")

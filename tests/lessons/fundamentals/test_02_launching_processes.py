@@ -1,0 +1,314 @@
+"""The lesson on launching: what it builds is right, what breaks it FAILs, nothing stays behind."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exercises.ranks import attempt, run
+from tests.helpers import lessons
+from tests.helpers.lessons import changed, load
+
+LESSON = "fundamentals/02_launching_processes.py"
+HELLO, BY_HAND = "say_hello", "a_launcher_by_hand"
+NODES, STORE = "two_torchruns_make_one_world", "ranks_meet_at_a_store"
+GROUP, CHILDREN, GPUS = "a_group_is_a_numbering", "fork_and_spawn", "cost_of_a_group"
+SECTIONS = {HELLO, BY_HAND, NODES, STORE, GROUP, CHILDREN, GPUS}
+WITH_DEVICE = {GROUP, GPUS}
+SPAWN = (
+    "        reports = spawn_two()\n",
+    '        reports = [{"pids": [1], "told": 0, "number_is_index": 1}, {"pids": [2], "told": 0, '
+    '"number_is_index": 1}]\n',
+)
+FORK = ("= fork_beside_a_thread()\n", "= (1, False, True)\n")
+
+
+def only(*sections: str) -> list[tuple[str, str]]:
+    """Changes that leave these sections alone in `main`."""
+    left_out = sorted(SECTIONS - set(sections))
+    return [(f"    {name}({'device' * (name in WITH_DEVICE)})\n", "") for name in left_out]
+
+
+def _play(changes: tuple[tuple[str, str], ...]) -> set[str]:
+    """Play the lesson on this rank; return what FAILED. mp.spawn's children import it by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "lesson_02_launching_processes.py").write_text(changed(LESSON, *changes))
+        sys.path.insert(0, folder)
+        code, ledger = lessons._play(LESSON, changes, ())
+    failed = {row["claim"] for row in ledger if row["verdict"] == "FAIL"}
+    assert (code == 0) == (not failed)
+    return failed
+
+
+def failed(*changes: tuple[str, str], ranks: int = 2) -> set[str]:
+    changed(LESSON, *changes)  # a change that no longer applies fails here, not on a rank
+    outcomes = attempt(_play, ranks, changes, deadline=300, group=False)
+    assert {o.kind for o in outcomes} == {"returned"}, "\n".join(map(str, outcomes))
+    return outcomes[0].value
+
+
+HELLOS = "ranks of three that print 0 + 1 + 2"
+NEEDED = "variables without which a rank cannot join"
+TWO = "ranks of two launched by hand that print 0 + 1"
+FOUR = "ranks of two launchers' four that print 6"
+LISTED = "torchrun: ranks told the list, and nothing else"
+SECOND = "rank with local rank 1 on the second node"
+NUMBERED = "torchrun: ranks numbered node x 2 + local rank"
+STORES = "torchrun: stores at which the four would meet"
+LEFT = "ranks left when their launcher is killed"
+TIED = "ranks left, if they asked to be killed with it"
+ARRIVED = "ranks that had arrived when this one left"
+EVEN = "number among the even ranks, -1 outside"
+LOCK = "forked child gets the lock that a thread freed"
+INDEX = "mp.spawn: children whose rank is their index"
+
+BREAKS = [
+    pytest.param(
+        only(HELLO, BY_HAND),
+        [("dist.all_reduce(x)\nprint", "print")],
+        {HELLOS, TWO},
+        id="hello without its all-reduce",
+    ),
+    pytest.param(
+        only(HELLO, BY_HAND),
+        [("[float(rank)]", "[2.0 - rank]")],
+        {TWO},
+        id="another tensor, with the same sum on three ranks",
+    ),
+    pytest.param(
+        only(BY_HAND),
+        [("        if hidden is not None:\n", "        if False:\n")],
+        {NEEDED},
+        id="hidden variables that stay hidden",
+    ),
+    pytest.param(
+        only(STORE),
+        [('store.add("tickets", 1)', 'store.add("tickets", 0)')],
+        {"different tickets that add() gave to n ranks"},
+        id="a counter that is only read",
+    ),
+    pytest.param(
+        only(STORE),
+        [('store.compare_set("leader", "", str(RANK))', "str(RANK)")],
+        {"leaders that compare_set lets n ranks elect"},
+        id="everybody elects himself",
+    ),
+    pytest.param(
+        only(STORE),
+        [('    store.wait([f"{name}/open"])\n', "")],
+        {ARRIVED},
+        id="a barrier that waits for nobody",  # Try
+    ),
+    pytest.param(
+        only(STORE),
+        [('add(f"{name}/arrived", 1) == n', 'add(f"{name}/arrived", 1) == 1')],
+        {ARRIVED},
+        id="a barrier that the first one opens",
+    ),
+    pytest.param(
+        only(STORE),
+        [('store.wait(["a rank that never came"]', 'store.wait(["arrived"]')],
+        {"store.wait() ends when its timeout has passed"},
+        id="a wait for one who is there",
+    ),
+    pytest.param(
+        only(GROUP),
+        [('store.get(f"value of {rank}")', 'store.get(f"value of {RANK}")')],
+        {"values that store and group gather alike"},
+        id="an all-gather that reads its own value",
+    ),
+    pytest.param(
+        only(GROUP),
+        [("number = dist.get_rank(group)", "number = dist.get_rank()")],
+        {EVEN},
+        id="global ranks for the group's",  # Try
+    ),
+    pytest.param(
+        only(CHILDREN),
+        [
+            (
+                "child.start()\n    forked.set()",
+                "forked.set()\n    time.sleep(0.3)\n    child.start()",
+            ),
+            SPAWN,
+        ],
+        {LOCK},
+        id="a fork after the lock was let go",
+    ),
+    pytest.param(
+        only(CHILDREN),
+        [
+            ("        with lock:\n", "        lock.acquire()\n        if True:\n"),
+            ("lock.acquire(timeout=60)", "lock.acquire(timeout=0.2)"),
+            SPAWN,
+        ],
+        {"its parent gets that lock"},
+        id="a thread that keeps the lock",
+    ),
+    pytest.param(
+        only(CHILDREN),
+        [
+            (
+                "        got_it = lock",
+                "        threading.Thread(target=time.sleep, args=(1,)).start()\n"
+                "        got_it = lock",
+            ),
+            SPAWN,
+        ],
+        {"threads in a forked child"},
+        id="a child with a thread of its own",
+    ),
+    pytest.param(
+        only(CHILDREN),
+        [("dist.all_gather_object(pids, os.getpid())", "pids[index] = os.getpid()"), FORK],
+        {"mp.spawn: processes in its children's group"},
+        id="children that do not speak to each other",
+    ),
+    pytest.param(
+        only(CHILDREN),
+        [("rank=index, world_size=2", "rank=1 - index, world_size=2"), FORK],
+        {INDEX},
+        id="children numbered backwards",
+    ),
+    pytest.param(
+        only(CHILDREN),
+        [("os.environ.pop(name, None)  # spawned", "pass  # spawned"), FORK],
+        {"mp.spawn: variables of torchrun's that it sets"},
+        id="an environment handed down",
+    ),
+    pytest.param(
+        only(NODES),
+        [
+            (
+                '"--nnodes=2", "--nproc-per-node=2", *meet',
+                '"--nproc-per-node=2", *meet, f"--rdzv-id={tied}"',
+            )
+        ],
+        {FOUR, SECOND, NUMBERED, STORES},
+        id="two launchers that do not meet",
+    ),
+    pytest.param(
+        only(NODES),
+        [("tied=False)", "tied=True)"), ('"ROLE_NAME ROLE_RANK', '"ROLE_TITLE ROLE_RANK')],
+        {LEFT, LISTED},
+        id="every rank tied to its launcher, and a name that nobody sets",
+    ),
+    pytest.param(
+        only(NODES),
+        [
+            ("tied=True)", "tied=False)"),
+            ('    "TORCHELASTIC_RUN_ID": "the job\'s name (--rdzv-id)",\n', ""),
+        ],
+        {TIED, LISTED},
+        id="no rank tied to its launcher, and a variable that the list forgets",
+    ),
+]
+
+
+@pytest.mark.parametrize(("sections", "changes", "caught"), BREAKS)
+def test_what_breaks_a_claim_fails_it_alone(
+    sections: list[tuple[str, str]], changes: list[tuple[str, str]], caught: set[str]
+) -> None:
+    assert failed(*sections, *changes) == caught
+
+
+def test_broadcast_claim_needs_a_group_of_two() -> None:
+    change = ("src=even_ranks[-1]", "src=0")
+    caught = {"broadcast by the last of them, own rank outside"}
+    assert failed(*only(GROUP), change, ranks=3) == caught
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_unbroken_lesson_passes(ranks: int) -> None:
+    assert failed(ranks=ranks) == set()
+
+
+def _staggered(delays: list[float]) -> list[bool]:
+    """Pass three barriers in a row, late by `delays`; had everybody come, each time?"""
+    lesson, rank, n = load(LESSON), dist.get_rank(), dist.get_world_size()
+    store, complete = lesson.open_store(), []
+    for turn, delay in enumerate(delays[rank:] + delays[:rank]):
+        time.sleep(delay)
+        store.add(f"came {turn}", 1)
+        lesson.barrier(store, f"door {turn}", n)
+        complete.append(store.add(f"came {turn}", 0) == n)
+    dist.barrier()  # rank 0 serves the store
+    return complete
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.lists(st.sampled_from([0.0, 0.01, 0.05]), min_size=1, max_size=4))
+def test_barrier_lets_nobody_out_early(delays: list[float]) -> None:
+    assert run(_staggered, len(delays), delays) == [[True] * len(delays)] * len(delays)
+
+
+def test_the_table_names_all_that_torchrun_sets() -> None:
+    lesson = load(LESSON)
+    clean = {k: v for k, v in os.environ.items() if k not in lesson.NAMES}
+    program = "import os; os.write(1, (' '.join(os.environ) + '\\n').encode())"  # in one piece
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--tee=0"]
+    command = [sys.executable, *torchrun, "--no-python", sys.executable, "-c", program]
+    ran = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=60)
+    for line in ran.stdout.splitlines():
+        assert set(line.split()) - set(clean) - {"LC_CTYPE"} == set(lesson.NAMES)
+    assert len(ran.stdout.splitlines()) == 2, ran.stderr
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Processes whose environment holds the mark: all that the lesson started, at any remove."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if mark in process.environ().values() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("section", "before", "sleepers", "started"),
+    [
+        # torchrun, rank 0, two launchers with two ranks each
+        pytest.param(NODES, "        self.launcher.kill()\n", 1, 8, id="while torchrun runs"),
+        # torchrun, rank 0, two children
+        pytest.param(CHILDREN, "    told = sum(name in", 2, 4, id="while mp.spawn runs"),
+    ],
+)
+def test_nothing_outlives_a_killed_launcher(
+    section: str, before: str, sleepers: int, started: int, tmp_path: Path
+) -> None:
+    mark = uuid.uuid4().hex
+    asleep = tmp_path / "asleep"
+    margin = " " * (len(before) - len(before.lstrip()))
+    sleep = f"{margin}open({str(asleep)!r}, 'a').write('z')\n{margin}time.sleep(600)\n"
+    source = changed(LESSON, *only(section), (before, sleep + before))
+    (tmp_path / "lesson.py").write_text(source)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    with subprocess.Popen(
+        [*torchrun, "lesson.py"],
+        cwd=tmp_path,
+        env=os.environ | {"MARK": mark},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as launcher:
+        wait_until(lambda: asleep.exists() and asleep.stat().st_size == sleepers, 90)
+        assert len(marked(mark)) >= started
+        launcher.send_signal(signal.SIGKILL)
+    wait_until(lambda: not marked(mark), 15)
+
+
+def wait_until(holds, seconds: float) -> None:
+    stop = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < stop, "not in time"
+        time.sleep(0.1)

@@ -1,0 +1,199 @@
+"""Your machine by the clock: copies, roofline, pairs of GPUs; what a wrong line does to them."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.helpers.lessons import load, play
+
+LESSON = "fundamentals/03_measure_your_machine.py"
+COPIED, CACHE = "memory copy: bytes that arrived wrong", "GB/s copying 256 KiB / 256 MiB"
+ROOF, PEAK = "matrix x vector: factor off its roof", "matrix x vector: share of the peak FLOP/s"
+NEEDS = "matmul: share of the bandwidth it needs"
+
+QUICK = (  # fewer sizes and smaller tensors
+    ("[4**k for k in range(3, 15)]", "[64, 4**5, 4**9, 4**14]"),
+    ("rounds: int = 7", "rounds: int = 3"),
+)
+BREAKS = {  # what each wrong line must make FAIL, and nothing else
+    "one byte over and over": (
+        "copy = copier(to, source)\n    curve",
+        "copy = copier(to, source[:1].expand(SIZES[-1]))\n    curve",
+        {COPIED},
+    ),
+    "caches upside down": (
+        "gain = (4**9 / curve[4**9]) / (4**14 / curve[4**14])",
+        "gain = (4**14 / curve[4**14]) / (4**9 / curve[4**9])",
+        {CACHE},
+    ),
+    "vector as peak": (
+        'peak = kernels["matmul"].flops_per_second',
+        'peak = kernels["matrix x vector"].flops_per_second',
+        {PEAK},
+    ),
+    "roof without intensity": ("vector.intensity * bandwidth)", "bandwidth * 6)", {ROOF}),
+    "peak for roof": (
+        "roof = min(peak, vector.intensity * bandwidth)",
+        "roof = max(peak, vector.intensity * bandwidth)",
+        {ROOF},
+    ),
+    "FLOPs for bytes": (
+        'needs = kernels["matmul"].bytes_per_second',
+        'needs = kernels["matmul"].flops_per_second',
+        {NEEDS},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_wrong_line_fails_its_claims(name: str) -> None:
+    old, new, expected = BREAKS[name]
+    played = play(LESSON, 1, *QUICK, (old, new))
+    assert played.code == 1, played.output
+    disturbed = {CACHE, ROOF, PEAK, NEEDS}  # they are timed, and other jobs may run
+    assert expected <= played.failed <= expected | disturbed
+
+
+def test_ranks_that_wait_hear_what_rank_0_found() -> None:
+    played = play(LESSON, 3, *QUICK)
+    assert played.failed <= {CACHE, ROOF, PEAK, NEEDS}, played.output  # what other jobs disturb
+    assert played.output.count("3 ranks at once, GB/s each") == 1
+
+
+# No GPU here: NVML is a stand-in, so that the predictions for known machines can be checked.
+
+
+class Machine(SimpleNamespace):
+    """NVML of a machine: links lead to a peer GPU or a switch; handles are GPU numbers."""
+
+    NVML_P2P_CAPS_INDEX_NVLINK, NVML_NVLINK_MAX_LINKS, NVMLError = 2, 18, RuntimeError
+    NVML_CLOCK_MEM = 2
+
+    def nvmlDeviceGetP2PStatus(self, a: int, b: int, index: int) -> int:
+        return 0 if self.links else 5
+
+    def nvmlDeviceGetPciInfo(self, a: int) -> SimpleNamespace:
+        return SimpleNamespace(busId=f"gpu {a}")
+
+    def nvmlDeviceGetNvLinkState(self, a: int, link: int) -> bool:
+        if link >= len(self.links):
+            raise self.NVMLError
+        return True
+
+    def nvmlDeviceGetNvLinkVersion(self, a: int, link: int) -> int:
+        return self.version
+
+    def nvmlDeviceGetNvLinkRemotePciInfo(self, a: int, link: int) -> SimpleNamespace:
+        return SimpleNamespace(busId=self.links[link])
+
+    def nvmlDeviceGetTopologyCommonAncestor(self, a: int, b: int) -> int:
+        return self.way
+
+    def nvmlDeviceGetC2cModeInfoV(self, a: int) -> SimpleNamespace:
+        return SimpleNamespace(isC2cEnabled=self.c2c)
+
+    def nvmlDeviceGetMaxPcieLinkGeneration(self, a: int) -> int:
+        return self.generation
+
+    def nvmlDeviceGetMaxPcieLinkWidth(self, a: int) -> int:
+        return self.width
+
+    def nvmlDeviceGetMaxClockInfo(self, a: int, clock: int) -> int:
+        return self.megahertz
+
+    def nvmlDeviceGetMemoryBusWidth(self, a: int) -> int:
+        return self.wires
+
+
+MACHINES = {
+    "DGX A100": (Machine(links=["switch"] * 12, version=4), "NV12", 300),
+    "HGX H100": (Machine(links=["switch"] * 18, version=6), "NV18", 450),
+    "HGX B200": (Machine(links=["switch"] * 18, version=7), "NV18", 900),
+    "DGX-1, V100": (Machine(links=["gpu 1"] * 2 + ["gpu 2"] * 2, version=2), "NV2", 50),
+    "DGX-1, P100": (Machine(links=["gpu 1"] + ["gpu 2"] * 3, version=1), "NV1", 20),
+    "workstation": (Machine(links=[], way=30), "PHB", None),
+    "two chips on a board": (Machine(links=[], way=0), "one board", None),
+}
+
+
+def on(machine: Machine):
+    lesson = load(LESSON)
+    lesson.pynvml = machine
+    lesson.nvml_handle = lambda gpu: gpu
+    return lesson
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_pair_of_gpus_is_promised_what_joins_it(name: str) -> None:
+    machine, label, rate = MACHINES[name]
+    assert on(machine).joined(0, 1) == (label, rate)
+
+
+@pytest.mark.parametrize(
+    ("generation", "width", "c2c", "rate"),
+    [(5, 16, 0, 63.015), (4, 8, 0, 15.75), (1, 16, 0, 4), (5, 16, 1, None), (9, 16, 0, None)],
+)
+def test_pcie_promises_by_generation_and_width(generation, width, c2c, rate) -> None:
+    lesson = on(Machine(generation=generation, width=width, c2c=c2c))
+    promised = lesson.promised_by_pcie(0)
+    assert promised == (rate and pytest.approx(rate, rel=1e-3))
+
+
+def test_a_driver_that_cannot_tell_promises_nothing() -> None:
+    lesson = load(LESSON)
+
+    def mute(*_: object) -> None:
+        raise RuntimeError
+
+    names = ["C2cModeInfoV", "MaxPcieLinkGeneration", "MaxClockInfo", "MemoryBusWidth"]
+    asked = {f"nvmlDeviceGet{name}": mute for name in names}
+    lesson.pynvml = SimpleNamespace(NVMLError=RuntimeError, NVML_CLOCK_MEM=2, **asked)
+    lesson.nvml_handle = lambda gpu: gpu
+    assert lesson.promised_by_pcie(0) is None
+    assert lesson.promised_by_hbm(0) is None
+
+
+def test_hbm_promises_half_of_the_datasheet_to_a_copy() -> None:
+    lesson = on(Machine(megahertz=2619, wires=5120))  # H100 SXM: 3.35 TB/s
+    assert lesson.promised_by_hbm(0) == pytest.approx(3350 / 2, rel=0.01)
+
+
+def judged_copy(got: float, promised: float | None) -> list[str]:
+    lesson = load(LESSON)
+    curve = {n: n / got / 1e9 for n in lesson.SIZES}
+    lesson.judge_copies({"H2D pinned": curve}, {"H2D pinned": promised})
+    return [row["verdict"] for row in lesson.ledger]
+
+
+@pytest.mark.parametrize(
+    ("got", "promised", "verdict"),
+    [(55, 63, "PASS"), (126, 63, "FAIL"), (8, 63, "FAIL"), (400, None, "BLOCKED")],
+)
+def test_a_copy_is_judged_by_its_promise(got, promised, verdict) -> None:
+    assert judged_copy(got, promised) == [verdict]
+
+
+def judged_pairs(rates: list[float], both: float, ring: float, wrong: int = 0) -> set[str]:
+    lesson = load(LESSON)
+    names = [f"pair {k}" for k in range(len(rates))]
+    promised = dict.fromkeys(names, 450)
+    pairs = lesson.Pairs(dict(zip(names, rates, strict=True)), promised, wrong, both, ring)
+    lesson.judge_pairs(pairs)
+    return {row["claim"] for row in lesson.ledger if row["verdict"] == "FAIL"}
+
+
+def test_pairs_are_judged_by_their_links_and_by_what_a_crossbar_promises() -> None:
+    assert judged_pairs([396, 394], 391, 390) == set()
+    assert judged_pairs([396, 100], 391, 390) >= {"NVLink: slowest pair / promised"}
+    assert judged_pairs([396, 900], 391, 391) >= {"NVLink: fastest pair / promised"}
+    assert judged_pairs([396, 394], 200, 390) == {"NVLink: both ways at once / one alone"}
+    assert judged_pairs([396, 394], 391, 60) == {"NVLink: all send right at once / one"}
+    assert judged_pairs([396, 394], 391, 390, wrong=1) == {"GPU pairs: bytes that arrived wrong"}
+
+
+def test_the_figure_is_drawn(tmp_path: Path) -> None:
+    lesson = load(LESSON)
+    curve = {n: 1e-5 + n / 1e10 for n in lesson.SIZES}
+    lesson.draw({"memory": curve}, str(tmp_path / "figure.png"))
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")

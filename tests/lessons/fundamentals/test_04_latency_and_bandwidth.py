@@ -1,0 +1,135 @@
+"""What a message costs: paths, fits, two clocks; and what a wrong line does to the claims."""
+
+import socket
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exercises.ranks import RanksFailed, run
+from tests.helpers.lessons import load, play
+
+LESSON = "fundamentals/04_latency_and_bandwidth.py"
+WHOLE, TWICE = "bytes that came back wrong, all paths", "sizes that a fit saw and is judged on"
+HALF = "4 KiB by TCP: way there / half of both"
+FEW = (
+    (
+        "for _ in range(10):\n        for name in sizes",
+        "for _ in range(3):\n        for name in sizes",
+    ),
+)
+BREAKS = {  # claims that must FAIL, and words in the text of others of which one must
+    "shared memory not written": ("shared[:n] = out[:n]", "shared[:1] = out[:1]", {WHOLE}, set()),
+    "socket sends zeros": ("wire.sendall(out[:n])", "wire.sendall(bytes(n))", {WHOLE}, set()),
+    "gloo receives elsewhere": (
+        "dist.recv(self.received[:n]",
+        "dist.recv(self.received.clone()[:n]",
+        {WHOLE},
+        set(),
+    ),
+    "alpha / beta": ("self.alpha * self.beta", "self.alpha * self.beta / 64", set(), {"n_1/2"}),
+    "no latency in the fit": (
+        "np.stack([1 / t[seen]",
+        "np.stack([0 / t[seen]",
+        set(),
+        {"off,", "n_1/2"},
+    ),
+    "judged on what it saw": (
+        "held = slice(1, None, 2)",
+        "held = slice(0, None, 2)",
+        {TWICE},
+        set(),
+    ),
+    "a round trip told as one way": ("(end - start) / 2 for", "(end - start) for", {HALF}, set()),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_wrong_line_fails_its_claims(name: str) -> None:
+    old, new, exactly, about = BREAKS[name]
+    played = play(LESSON, 2, *FEW, (old, new))
+    assert played.code == 1, played.output
+    assert exactly <= played.failed
+    for part in about:
+        assert any(part in text for text in played.failed)
+    assert played.failed & {WHOLE, TWICE} <= exactly  # no clock decides these
+
+
+def test_ranks_beyond_two_wait_and_hear_everything() -> None:
+    played = play(LESSON, 4, *FEW)
+    assert not played.failed & {WHOLE, TWICE}, played.output
+    assert "gloo" in played.output
+
+
+def test_one_rank_is_refused() -> None:
+    played = play(LESSON, 1)
+    assert "needs 2 ranks or more" in played.code
+
+
+@given(st.floats(1e-7, 1e-3), st.floats(1e8, 1e12))
+def test_the_fit_finds_the_line_it_was_made_of(alpha: float, beta: float) -> None:
+    lesson = load(LESSON)
+    found = lesson.fit({n: alpha + n / beta for n in lesson.SIZES})
+    assert found.alpha == pytest.approx(alpha, rel=1e-6)
+    assert found.beta == pytest.approx(beta, rel=1e-6)
+    assert found.factor_off == pytest.approx(1)
+    assert found.half == pytest.approx(alpha * beta, abs=1)
+    assert found.seen | found.held == set(lesson.SIZES)
+    assert found.seen & found.held == set()
+
+
+def test_half_is_found_between_sizes() -> None:
+    lesson = load(LESSON)
+    curve = {n: 10e-6 + n / 10e9 for n in lesson.SIZES}  # n_1/2 is 100 kB
+    assert lesson.reaches_half(curve) == pytest.approx(100e3, rel=0.15)
+
+
+def rank_1_hears_rank_0() -> object:
+    lesson = load(LESSON)
+    if dist.get_rank() > 1:
+        return "undisturbed"
+    return lesson.told_by_rank_0(f"rank {dist.get_rank()}", dist.group.WORLD)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_rank_1_hears_rank_0_and_the_others_are_not_disturbed(ranks: int) -> None:
+    assert run(rank_1_hears_rank_0, ranks) == ["rank 0"] * 2 + ["undisturbed"] * (ranks - 2)
+
+
+def leave_while_the_other_listens() -> None:
+    lesson = load(LESSON)
+    wire = lesson.connect(socket.AF_INET, dist.group.WORLD)
+    if dist.get_rank() == 0:
+        _, receive = lesson.through_socket(wire, memoryview(b"x"), memoryview(bytearray(1)))
+        receive(1)
+    wire.close()
+
+
+def test_a_rank_that_leaves_is_an_error_not_a_hang() -> None:
+    with pytest.raises(RanksFailed, match="the other rank left"):
+        run(leave_while_the_other_listens, 2)
+
+
+def verdicts_on(there: float, back: float, half: float = 0.5) -> list[str]:
+    """The verdict on a path whose way there and way back take so many seconds."""
+    lesson = load(LESSON)
+    lesson.one_way = lambda trips: half * (there + back)
+    ours = lesson.Found({"TCP loopback": {4**6: [(0, 0, there + back)] * 20}}, {}, 0)
+    theirs = lesson.Found({"TCP loopback": {4**6: [(0, there, there)] * 20}}, {}, 0)
+    lesson.check_one_way(ours, theirs)
+    return [row["verdict"] for row in lesson.ledger]
+
+
+def test_half_a_round_trip_is_held_against_a_second_clock() -> None:
+    assert verdicts_on(30e-6, 25e-6) == ["PASS"]
+    assert verdicts_on(30e-6, 30e-6, half=1) == ["FAIL"]
+    assert verdicts_on(50e-6, 10e-6) == ["FAIL"]
+
+
+def test_the_figure_is_drawn(tmp_path: Path) -> None:
+    lesson = load(LESSON)
+    curve = {n: 1e-5 + n / 1e10 for n in lesson.SIZES}
+    lesson.draw({"memory": curve, "TCP loopback": curve}, str(tmp_path / "figure.png"))
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")

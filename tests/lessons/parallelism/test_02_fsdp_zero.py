@@ -1,0 +1,129 @@
+"""ZeRO-1: the paper's table; each claim fails when the line that it guards is broken."""
+
+import pytest
+
+from tests.helpers.lessons import load, play
+
+LESSON = "parallelism/02_fsdp_zero.py"
+TABLE_1 = """\
+1    120  120  120  2048 2048 2048 16000 16000 16000
+4    52.5 41.3 30   896  704  512  7000  5500  4000
+16   35.6 21.6 7.5  608  368  128  4750  2875  1000
+64   31.4 16.6 1.88 536  284  32   4187  2218  250
+256  30.4 15.4 0.47 518  263  8    4046  2054  62.5
+1024 30.1 15.1 0.12 513  257  2    4011  2013  15.6"""  # n; GB in stages 1 2 3 of 7.5B, 128B, 1T
+
+
+def test_the_formula_gives_the_papers_table_1() -> None:
+    """Rajbhandari et al. (2019): 54 cells, some rounded and some truncated."""
+    bytes_held = load(LESSON).bytes_held
+    cells = 0
+    for row in TABLE_1.splitlines():
+        n, *printed = row.split()
+        for i, cell in enumerate(printed):
+            gigabytes = (7.5, 128, 1000)[i // 3] * sum(bytes_held(i % 3 + 1, int(n)))
+            assert abs(gigabytes - float(cell)) < 10.0 ** -len(cell.partition(".")[2]), (n, cell)
+            cells += 1
+    assert cells == 54
+
+
+# One line of the lesson broken: exactly these claims must FAIL at two ranks
+
+LOW = ("bfloat16", "float32")
+ERROR = {stage: f"stage {stage}, float32: error against one process" for stage in (0, 1)}
+BOTH = set(ERROR.values())
+UNLIKE = {f"stage {stage}, bfloat16: weights unlike their master" for stage in (0, 1)}
+
+
+def held(*stages: int) -> set[str]:
+    return {f"stage {s}, {low}: bytes held per parameter" for s in stages for low in LOW}
+
+
+def elements(stage: int, *operations: str) -> set[str]:
+    return {f"stage {stage}, {low}: {op}, elements / P" for op in operations for low in LOW}
+
+
+def handed(stage: int) -> set[str]:
+    return {f"stage {stage}, {low}: bytes handed over / P" for low in LOW}
+
+
+BREAKS = {
+    "no broadcast": ("dist.broadcast(tensor.data, 0)", "pass", BOTH),
+    "no average": (
+        "add_(p.grad, alpha=1 / dist.get_world_size())",
+        "add_(p.grad)",
+        BOTH,
+    ),
+    "stage 1 shards nothing": (
+        "None if sharded else dist.new_subgroups(1)[0]",
+        "dist.new_subgroups(1)[0]",
+        held(1) | elements(1, "all_reduce", "reduce_scatter", "all_gather") | handed(1),
+    ),
+    "a shard off by one": (
+        "self.shard_K = self.full_N.view(shards, -1)[mine]",
+        "self.shard_K = self.full_N.view(shards, -1)[mine - 1]",
+        {ERROR[1]},  # in bfloat16 the masters are right, and the gather brings them to their places
+    ),
+    "stage 1 all-reduces": (
+        "if len(self.shard_K) == len(self.full_N):",
+        "if True:",
+        elements(1, "all_reduce", "reduce_scatter"),
+    ),
+    "stage 1 gathers nothing": (
+        "gathering.append(bucket.gather(bucket.full_N, bucket.shard_K))",
+        "pass",
+        elements(1, "all_gather")
+        | handed(1)
+        | {ERROR[1], "stage 1, bfloat16: weights unlike their master"},
+    ),
+    "each rank its own norm": (
+        "        dist.all_reduce(square, group=self.group)\n",
+        "",
+        {ERROR[1]},
+    ),
+    "float32 gradients stay": (
+        "bucket.master_K.grad = None",
+        "bucket.kept = bucket.master_K.grad.clone(); bucket.master_K.grad = None",
+        held(0, 1),
+    ),
+    "Adam of one moment": (
+        "weight=2, gradient=2, optimizer=12",
+        "weight=2, gradient=2, optimizer=8",
+        {f"stage {s}, bfloat16: bytes held per parameter" for s in (0, 1)},
+    ),
+    "weights never see an update in bfloat16": (
+        "            bucket.shard_K.copy_(bucket.master_K)\n",
+        "            pass\n",
+        UNLIKE,
+    ),
+    "gradients of the step before stay": ("        bucket.buffer_N.zero_()", "        pass", BOTH),
+    "an unused parameter keeps its old gradient": (
+        "        bucket.buffer_N.zero_()",
+        "        if bucket is not self.buckets[-1]:  # of the block that is skipped\n"
+        "            bucket.buffer_N.zero_()",
+        BOTH,
+    ),
+    "the last micro-batch alone": (
+        "add_(p.grad, alpha=1 / dist.get_world_size())",
+        "copy_(p.grad / dist.get_world_size())",
+        BOTH,
+    ),
+    "DDP forgotten": (
+        "    if ddp:\n",
+        "    if False:\n",
+        {"PyTorch's DDP: error against one process"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_broken_line_fails_its_claims(name: str) -> None:
+    old, new, claims = BREAKS[name]
+    played = play(LESSON, 2, (old, new))
+    assert played.failed == claims, played.output
+
+
+def test_the_figure_is_saved(tmp_path) -> None:
+    path = tmp_path / "memory.png"
+    assert play(LESSON, 2, argv=("--figure", str(path))).code == 0
+    assert path.stat().st_size > 10_000

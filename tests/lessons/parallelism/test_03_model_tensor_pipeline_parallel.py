@@ -1,0 +1,254 @@
+"""The map of model parallelism: its parts on sizes of every kind, each claim against a break."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from exercises.ranks import run
+from tests.helpers.lessons import load, play
+
+LESSON = "parallelism/03_model_tensor_pipeline_parallel.py"
+CLOSE = 1e-11
+QUICK = [("EPOCHS = 6\n", "EPOCHS = 1\n")]
+LEARNING = {"pipeline: accuracy on new digits", "tensor: accuracy on new digits"}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 12])
+def test_the_lesson_holds_on_other_world_sizes(ranks: int) -> None:
+    played = play(LESSON, ranks, *QUICK)
+    assert played.failed <= LEARNING, played.output
+
+
+def test_it_refuses_more_ranks_than_layers() -> None:
+    changes = ("MLPS = 10\n", "MLPS = 1\n"), ("time.sleep(30)", "time.sleep(0)")
+    played = play(LESSON, 4, *changes)
+    assert "needs one of 3 layers at least; got 4 ranks; set --nproc-per-node to 3" in played.code
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(1, 6))
+def test_parts_on_devices_equal_one_model(devices: int) -> None:
+    lesson = load(LESSON)
+    cpu = torch.device("cpu")
+    oracle = lesson.untrained(cpu)
+    model = lesson.OnDevices(copy.deepcopy(oracle), [cpu] * devices)
+    x = torch.randn(7, 64, dtype=torch.float64)
+    model(x).square().sum().backward()
+    oracle(x).square().sum().backward()
+    for ours, expected in zip(model.parameters(), oracle.parameters(), strict=True):
+        assert torch.equal(ours.grad, expected.grad)
+
+
+def test_marks_surround_each_parts_passes_both_ways() -> None:
+    lesson = load(LESSON)
+    parts = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    order = []
+    lesson.torch = type("torch", (), {"cuda": FakeCuda(order), "device": torch.device})
+    for number, part in enumerate(parts):
+        lesson.mark_passes(part, number, order)
+    parts(torch.randn(3, 4, requires_grad=True)).sum().backward()
+    assert [event.stream for event in order] == [0, 0, 1, 1, 1, 1, 0, 0]
+
+
+class FakeCuda:
+    """Just enough of torch.cuda for an event to say on which GPU it was recorded."""
+
+    def __init__(self, order: list) -> None:
+        self.order = order
+
+    def current_stream(self, gpu: int) -> int:
+        return gpu
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self, stream: int) -> None:
+            self.stream = stream
+
+
+def gpipe_log(lesson: object, stage: int, p: int, m: int) -> list:
+    """What a stage does in GPipe: passes and messages."""
+    log = []
+    for kind, before, after in ("F", stage - 1, stage + 1), ("B", stage + 1, stage - 1):
+        for _ in range(m):
+            if 0 <= before < p:
+                log.append(lesson.Call("recv", 1, 1, (), before))
+            log.append(lesson.Call(kind, 0, 0, (), None))
+            if 0 <= after < p:
+                log.append(lesson.Call("send", 1, 1, (), after))
+    return log
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 9))
+def test_replay_finds_the_bubble(p: int, m: int) -> None:
+    lesson = load(LESSON)
+    logs = [gpipe_log(lesson, stage, p, m) for stage in range(p)]
+    assert lesson.replay(logs) == pytest.approx((p - 1) / (m + p - 1), abs=1e-12)
+
+
+def mlp_error(seed: int, rows: int) -> float:
+    """How far a split MLP is from the whole one: output, and all gradients."""
+    lesson = load(LESSON)
+    torch.manual_seed(seed)
+    whole = lesson.MLP().double()
+    x = torch.randn(rows, lesson.D, dtype=torch.float64, requires_grad=True)
+    mine = x.detach().clone().requires_grad_()
+    part = lesson.ParallelMLP(whole)
+    y = whole(x)
+    ours = part(mine)
+    y.backward(y.detach().sin())
+    ours.backward(y.detach().sin())
+    share = lesson.my_share
+    pairs = [(ours, y), (mine.grad, x.grad)]
+    pairs.append((part.up_weight.grad, share(whole.up.weight.grad, 0)))
+    pairs.append((part.up_bias.grad, share(whole.up.bias.grad, 0)))
+    pairs.append((part.down_weight.grad, share(whole.down.weight.grad, 1)))
+    pairs.append((part.down_bias.grad, whole.down.bias.grad))
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(1, 5), st.integers(0, 99), st.integers(1, 9))
+def test_a_split_mlp_equals_the_whole_one_uneven_shares_too(n: int, seed: int, rows: int) -> None:
+    assert max(run(mlp_error, n, seed, rows)) < CLOSE
+
+
+def step_error(rows: int, m: int) -> float:
+    """How far this stage's gradients after one micro-batched step are from one process's."""
+    lesson = load(LESSON)
+    lesson.B = rows
+    cpu = torch.device("cpu")
+    oracle = lesson.untrained(cpu)
+    x, target = lesson.digits(cpu)
+    stage = copy.deepcopy(lesson.part_of(oracle, dist.get_rank(), dist.get_world_size()))
+    lesson.micro_batch_step(stage, x[:rows], target[:rows], m)
+    lesson.one_process_step(oracle, x[:rows], target[:rows])
+    expected = lesson.part_of(oracle, dist.get_rank(), dist.get_world_size())
+    pairs = zip(stage.parameters(), expected.parameters(), strict=True)
+    return max((a.grad - b.grad).abs().max().item() for a, b in pairs)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(1, 4), st.integers(7, 20), st.integers(1, 7))
+def test_micro_batches_of_any_size_add_up_to_the_batch(n: int, rows: int, m: int) -> None:
+    assert max(run(step_error, n, rows, m)) < CLOSE
+
+
+ERROR = ": error of the trained weights"
+HANDED = "tensor: elements handed to all-reduces per step"
+RANK_1 = {f"{name}: elements that rank 1 sends per step" for name in ("naive", "micro-batches")}
+TOTAL = {f"{name}: elements that all send per step" for name in ("naive", "micro-batches")}
+BREAKS = {
+    "f is missing (Try)": (
+        [
+            (
+                "F.linear(CopyToRanks.apply(x_BD), weight_eD, bias_e)",
+                "F.linear(x_BD, weight_eD, bias_e)",
+            )
+        ],
+        {"tensor" + ERROR, "MLP: all-reduces backward"} | {HANDED},
+    ),
+    "micro-batches count like batches (Try)": (
+        [('reduction="sum") / B', 'reduction="sum") / len(y_bC)')],
+        {"micro-batches" + ERROR, "data" + ERROR},
+    ),
+    "g is missing": (
+        [("ReduceFromRanks.apply(F.linear(x_Be, weight_De))", "F.linear(x_Be, weight_De)")],
+        {"tensor" + ERROR, "MLP: all-reduces forward"} | {HANDED},
+    ),
+    "g sums backward too": (
+        [("        return grad, None\n", "        return all_reduce(grad), None\n")],
+        {"tensor" + ERROR, "MLP: all-reduces backward"} | {HANDED},
+    ),
+    "the bias is added n times": (
+        [
+            (
+                "ReduceFromRanks.apply(F.linear(x_Be, weight_De)) + bias_D",
+                "ReduceFromRanks.apply(F.linear(x_Be, weight_De, bias_D))",
+            )
+        ],
+        {"tensor" + ERROR},
+    ),
+    "a rank holds twice its share, half of it zeros": (
+        [
+            ("my_share(whole.up.weight, 0)", "padded(whole.up.weight, 0)"),
+            ("my_share(whole.up.bias, 0)", "padded(whole.up.bias, 0)"),
+            ("my_share(whole.down.weight, 1)", "padded(whole.down.weight, 1)"),
+            (
+                "def my_share(",
+                "def padded(x: torch.Tensor, dim: int) -> torch.Tensor:\n"
+                "    mine = my_share(x, dim)\n"
+                "    return torch.cat([mine, torch.zeros_like(mine)], dim)\n\n\n"
+                "def my_share(",
+            ),
+        ],
+        {"MLP: elements held of its weights / D"},
+    ),
+    "a message is doubled": (
+        [("send(y.detach(), RANK + 1)", "send(2 * y.detach(), RANK + 1)")],
+        {"naive" + ERROR, "micro-batches" + ERROR},
+    ),
+    "activations go twice": (
+        [
+            ("send(y.detach(), RANK + 1)", "send(torch.cat([y.detach()] * 2), RANK + 1)"),
+            ("buffer = x_bI.new_empty(len(x_bI), D)", "buffer = x_bI.new_empty(2 * len(x_bI), D)"),
+            (
+                "x = receive(buffer, RANK - 1).requires_grad_()",
+                "x = receive(buffer, RANK - 1)[: len(x_bI)].requires_grad_()",
+            ),
+        ],
+        TOTAL,  # of two ranks, rank 1 sends no activations
+    ),
+    "the gradient goes twice": (
+        [
+            ("send(x.grad, RANK - 1)", "send(torch.cat([x.grad] * 2), RANK - 1)"),
+            (
+                "receive(torch.empty_like(y), RANK + 1)",
+                "receive(torch.cat([y.detach()] * 2), RANK + 1)[: len(y)]",
+            ),
+        ],
+        RANK_1 | TOTAL,
+    ),
+    "the gradient does not cross the devices": (
+        [("x = part(x.to(device))", "x = part(x.to(device).detach())")],
+        {"two devices" + ERROR},
+    ),
+    "one micro-batch at a time": (
+        [
+            (
+                "    passes = [forward_stage(stage, x_bI) for x_bI in x_BI.chunk(m)]\n"
+                "    for (x, y), target_b in zip(passes, targets, strict=True):\n",
+                "    for x_bI, target_b in zip(x_BI.chunk(m), targets, strict=True):\n"
+                "        x, y = forward_stage(stage, x_bI)\n",
+            )
+        ],
+        {"micro-batches: share of slots idle"},
+    ),
+    "one batch is one micro-batch": (
+        [("m: int = M", "m: int = 1")],
+        {"micro-batches: share of slots idle"},
+    ),
+    "gradients are not added up over ranks": (
+        [("        dist.all_reduce(parameter.grad)\n", "        pass\n")],
+        {"data" + ERROR, "data: elements all-reduced per step / parameters"},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(what: str) -> None:
+    changes, guards = BREAKS[what]
+    played = play(LESSON, 2, *QUICK, *changes)
+    assert played.failed - LEARNING == guards, played.output
+    assert played.code == 1
+
+
+def test_an_untrained_model_fails_the_claims_of_learning() -> None:
+    assert play(LESSON, 2, ("        optimizer.step()\n", "")).failed == LEARNING

@@ -1,0 +1,209 @@
+"""The tensor-parallel lesson's layers on sizes of every kind, every claim against a broken line."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from exercises.ranks import run
+from tests.helpers.lessons import load, play
+
+LESSON = "parallelism/06_tensor_parallel.py"
+CLOSE = 1e-12  # relative, float64, sums of some hundred terms
+
+
+def linear_error(inner: int, outer: int, bias: bool, seed: int) -> float:
+    """How far column and row layers are from one process: outputs, and all gradients."""
+    lesson = load(LESSON)
+    torch.manual_seed(seed)
+    whole = nn.Linear(inner, outer, bias=bias, dtype=torch.float64)
+    x, grad = torch.randn(3, 2, inner).double(), torch.randn(3, 2, outer).double()
+    x.requires_grad_()
+    y = whole(x)
+    y.backward(grad)
+    pairs = []
+    column = lesson.ColumnParallelLinear, lesson.CopyToRanks, None, 2, 0
+    row = lesson.RowParallelLinear, lesson.ReduceFromRanks, 2, None, 1
+    for layer, way, dim_in, dim_out, dim_weight in column, row:
+        part = layer(whole, way)
+        mine = lesson.share(x, dim_in).requires_grad_()
+        ours = part(mine)
+        ours.backward(lesson.share(grad, dim_out))
+        pairs.append((ours, lesson.share(y, dim_out)))
+        pairs.append((mine.grad, lesson.share(x.grad, dim_in)))
+        pairs.append((part.weight.grad, lesson.share(whole.weight.grad, dim_weight)))
+        if bias:
+            dim = None if dim_out is None else 0
+            pairs.append((part.bias.grad, lesson.share(whole.bias.grad, dim)))
+        else:
+            assert part.bias is None
+    return max((a - b).abs().max().item() for a, b in pairs if a.numel())
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(1, 4), st.integers(4, 13), st.integers(4, 13), st.booleans(), st.integers(0, 99))
+def test_linear_layers_equal_one_process_features_uneven_too(
+    n: int, inner: int, outer: int, bias: bool, seed: int
+) -> None:
+    assert max(run(linear_error, n, inner, outer, bias, seed)) < CLOSE
+
+
+def block_error(tokens: int, batch: int, heads: int, head: int, sequence: bool) -> float:
+    lesson = load(LESSON, ("T, B, D, H = 48, 2, 96, 48", f"T, B, D, H = {tokens}, {batch}, 96, 24"))
+    lesson.D = heads * head
+    torch.manual_seed(0)
+    whole = lesson.TransformerBlock(heads * head, heads, dtype=torch.float64)
+    ways = (lesson.GatherTokens, lesson.ScatterTokens) if sequence else ()
+    errors = []
+    lesson.claim = lambda text, predicted, measured, **_: errors.append(measured)
+    lesson.compare("", lesson.tensor_parallel(whole, *ways), whole, 0 if sequence else None)
+    assert len(errors) == 2
+    return max(errors)
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.data())
+def test_a_block_equals_one_process(
+    n: int, times: int, batch: int, per_rank: int, data: st.DataObject
+) -> None:
+    sequence, head = data.draw(st.booleans()), data.draw(st.integers(1, 5))
+    tokens = n * times if sequence else 1 + times
+    assert max(run(block_error, n, tokens, batch, n * per_rank, head, sequence)) < CLOSE
+
+
+def refusal(heads: int) -> str:
+    lesson = load(LESSON)
+    with pytest.raises(ValueError, match="heads") as error:
+        lesson.tensor_parallel(lesson.TransformerBlock(heads * 4, heads))
+    return str(error.value)
+
+
+def test_heads_that_cannot_be_shared_are_refused() -> None:
+    text = "ranks must share heads evenly; got 4 heads for 3 ranks; use a number of ranks that"
+    assert all(answer.startswith(text) for answer in run(refusal, 3, 4))
+
+
+def end_of_main() -> tuple[str, bool]:
+    lesson = load(LESSON)
+    lesson.sys.argv = [LESSON]
+    lesson.time.sleep = lambda seconds: None
+    with pytest.raises(SystemExit) as end:
+        lesson.main()
+    return str(end.value), dist.is_initialized()
+
+
+def test_the_lesson_refuses_five_ranks_before_any_collective() -> None:
+    for text, initialised in run(end_of_main, 5, group=False):
+        assert "share 48 heads evenly, and be 2 or more; got 5; set --nproc-per-node to 2" in text
+        assert not initialised
+
+
+def ranks_agree() -> list[bool]:
+    """Which gradients are the same on all ranks: those of what is not split must be."""
+    lesson = load(LESSON)
+    lesson.claim = lambda *_, **__: None
+    torch.manual_seed(0)
+    whole = lesson.TransformerBlock(lesson.D, lesson.H, dtype=torch.float64)
+    same = []
+    for ways, dim in ((), None), ((lesson.GatherTokens, lesson.ScatterTokens), 0):
+        part = lesson.tensor_parallel(whole, *ways)
+        lesson.compare("", part, whole, dim)
+        for name, p in part.named_parameters():
+            if name not in lesson.SPLIT_ALONG:
+                everyone = [torch.empty_like(p.grad) for _ in range(dist.get_world_size())]
+                dist.all_gather(everyone, p.grad)
+                same += [torch.equal(p.grad, other) for other in everyone]
+    return same
+
+
+def test_what_is_not_split_keeps_the_same_gradients_on_all_ranks() -> None:
+    assert all(map(all, run(ranks_agree, 3)))
+
+
+def handed_over() -> bool:
+    """Whether f's backward and g's forward leave what they are handed as it was."""
+    lesson = load(LESSON)
+    x, grad = torch.ones(3, requires_grad=True), torch.ones(3)
+    lesson.CopyToRanks.apply(x).backward(grad)
+    lesson.ReduceFromRanks.apply(x)
+    both_sums = torch.equal(x.grad, torch.full((3,), 2.0))
+    return both_sums and torch.equal(grad, torch.ones(3)) and torch.equal(x, torch.ones(3))
+
+
+def test_f_and_g_leave_what_they_are_handed_as_it_was() -> None:
+    assert all(run(handed_over, 2))
+
+
+OUTPUT, GRADIENTS = "error of the output", "error of the gradients"
+COLUMN, ROW = "column-parallel alone: all-reduces ", "row-parallel alone: all-reduces "
+MLP, BLOCK, TP, SP = "MLP: ", "block: ", "tensor parallel: ", "sequence parallel: "
+FORWARD, BACKWARD = "all-reduces forward", "all-reduces backward"
+SCATTER_GATHER = ("reduce-scatters", "all-gathers")
+DTENSOR, DTENSOR_SP = "DTensor: ", "DTensor, tokens split: "
+
+BREAKS = {
+    "g does not sum": (
+        ("        return all_reduce(x, group)\n", "        return x.view_as(x)\n"),
+        {ROW + "forward", MLP + FORWARD, BLOCK + FORWARD, TP + OUTPUT, TP + GRADIENTS},
+    ),
+    "f does not sum (Try)": (
+        ("return all_reduce(grad, ctx.group), None", "return grad, None"),
+        {COLUMN + "backward", MLP + BACKWARD, BLOCK + BACKWARD, TP + GRADIENTS},
+    ),
+    "g sums backward too": (
+        ("        return grad, None\n", "        return all_reduce(grad), None\n"),
+        {ROW + "backward", MLP + BACKWARD, BLOCK + BACKWARD, TP + GRADIENTS},
+    ),
+    "the bias is added n times (Try)": (
+        (
+            "self.leave.apply(F.linear(x_TBe, self.weight))\n        if self.bias is not None:",
+            "self.leave.apply(F.linear(x_TBe, self.weight, self.bias))\n        if False:",
+        ),
+        {TP + OUTPUT, TP + GRADIENTS, SP + OUTPUT, SP + GRADIENTS},
+    ),
+    "heads are torn apart": (
+        (
+            "self.qkv(x_TBD).unflatten(-1, (-1, 3, self.head_width))",
+            "self.qkv(x_TBD).unflatten(-1, (3, -1, self.head_width)).transpose(2, 3)",
+        ),
+        {way + what for way in (TP, SP, DTENSOR, DTENSOR_SP) for what in (OUTPUT, GRADIENTS)},
+    ),
+    "norms' gradients are not summed": (
+        ("        sum_token_gradients(part)\n", "        pass\n"),
+        {SP + GRADIENTS},
+    ),
+    "row biases' gradients are not summed": (
+        ("    dist.all_reduce(part.out.bias.grad)\n", ""),
+        {SP + GRADIENTS},
+    ),
+    "tokens' gradients are not summed": (
+        ("return reduce_scatter_tokens(grad_TBD)", "return share(grad_TBD, 0)"),
+        {SP + GRADIENTS, BLOCK + "reduce-scatters backward"},
+    ),
+    "an all-reduce where a reduce-scatter would do": (
+        ("return reduce_scatter_tokens(x_TBD)", "return share(all_reduce(x_TBD), 0)"),
+        {BLOCK + "reduce-scatters forward"},
+    ),
+    "tokens are not gathered": (
+        (
+            "    part = tensor_parallel(whole, GatherTokens, ScatterTokens)\n",
+            "    part = tensor_parallel(whole)\n",
+        ),
+        {SP + OUTPUT, SP + GRADIENTS, "saved elements spared"}
+        | {f"{BLOCK}{call} {way}" for call in SCATTER_GATHER for way in ("forward", "backward")},
+    ),
+    "the plan forgets the norms": (
+        ("    if sequence_parallel:\n", "    if False:\n"),
+        {DTENSOR_SP + GRADIENTS},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(what: str) -> None:
+    change, guards = BREAKS[what]
+    played = play(LESSON, 2, change)
+    assert played.failed == guards, played.output
+    assert played.code == 1

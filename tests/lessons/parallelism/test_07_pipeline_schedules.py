@@ -1,0 +1,201 @@
+"""Schedules against their definitions, stages against one process, claims against broken lines."""
+
+import functools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from exercises.ranks import run
+from tests.helpers.lessons import load, play
+
+LESSON = "parallelism/07_pipeline_schedules.py"
+SIMULATOR = "parallelism/08_pipeline_deadlocks.py"
+QUICK = ("clocked = check_clock(case)", "clocked = {}")  # sleeps take seconds
+sizes = st.integers(1, 8), st.integers(1, 24)
+
+
+@functools.cache
+def lesson():
+    return load(LESSON)
+
+
+def lists_of(name: str, p: int, m: int) -> list[list]:
+    return [getattr(lesson(), name)(s, p, m) for s in range(p)]
+
+
+def held(actions: list) -> int:
+    count, most = 0, 0
+    for direction, _ in actions:
+        count += 1 if direction == "F" else -1
+        most = max(most, count)
+    return most
+
+
+@settings(deadline=None)
+@given(*sizes)
+def test_activations_held_equal_m_and_the_stages_left(p: int, m: int) -> None:
+    assert [held(actions) for actions in lists_of("gpipe", p, m)] == [m] * p
+    assert [held(a) for a in lists_of("one_f_one_b", p, m)] == [min(m, p - s) for s in range(p)]
+
+
+@settings(deadline=None)
+@given(*sizes)
+def test_every_micro_batch_passes_every_stage_once_each_way(p: int, m: int) -> None:
+    for name in "gpipe", "one_f_one_b":
+        for actions in lists_of(name, p, m):
+            assert sorted(actions) == sorted((d, k) for d in "FB" for k in range(m))
+
+
+def shuffled(draw: st.DrawFn, p: int, m: int) -> list[list]:
+    """Orders in which each micro-batch goes forward before it goes back, else at random."""
+    schedule = []
+    for _ in range(p):
+        order = draw(st.permutations([k for k in range(m) for _ in "FB"]))
+        seen: set = set()
+        schedule.append([("B" if k in seen else "F", seen.add(k) or k) for k in order])
+    return schedule
+
+
+def apart(p_lists: list[list], layers: int) -> float:
+    """How far this rank's gradients are from one process's, under any schedule."""
+    changed = load(LESSON, ("LAYERS = 2 * WORLD_SIZE + 1", f"LAYERS = {layers}"))
+    m = len(p_lists[0]) // 2
+    case = changed.Case(torch.device("cpu"))
+    stage, inputs = case.stage(m), case.inputs(m)
+    stage.step(p_lists[changed.RANK], inputs)
+    assert stage.most_held == held(p_lists[changed.RANK])
+    assert not stage.held
+    return case.error(stage.layers, inputs)
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.data(), st.integers(1, 4), st.sampled_from([1, 2, 4, 8]))
+def test_what_the_simulator_accepts_runs_and_equals_one_process(
+    data: st.DataObject, p: int, m: int
+) -> None:
+    name = data.draw(st.sampled_from(["gpipe", "one_f_one_b", "any"]))
+    schedule = lists_of(name, p, m) if name != "any" else shuffled(data.draw, p, 2)
+    try:
+        load(SIMULATOR).check_schedule(schedule)
+    except ValueError:
+        return
+    assert max(run(apart, p, schedule, p + 1)) < 1e-13
+
+
+class Twice(nn.Module):
+    """A stage with a frozen weight, a tied one, a buffer, and one that is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.a, self.frozen = nn.Linear(32, 32).double(), nn.Linear(32, 32).double()
+        self.b, self.unused = nn.Linear(32, 32).double(), nn.Parameter(torch.zeros(3))
+        self.b.weight = self.a.weight
+        self.frozen.requires_grad_(False)
+        self.register_buffer("shift", torch.ones(32).double())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.tanh(self.frozen(self.a(x)) + self.shift))
+
+
+def odd_stages() -> bool:
+    changed = load(LESSON)
+    stages = nn.Sequential(*(Twice() for _ in range(changed.WORLD_SIZE)))
+    x = torch.randn(8, 32, dtype=torch.float64)
+    (stages(x) ** 2).mean().backward()
+    mine, expected = Twice(), stages[changed.RANK]
+    order = changed.one_f_one_b(changed.RANK, changed.WORLD_SIZE, 4)
+    changed.Stage(mine, lambda y, k: (y**2).mean(), 4).step(order, x.chunk(4))
+    pairs = list(zip(mine.parameters(), expected.parameters(), strict=True))
+    return all(
+        (a.grad is None) == (b.grad is None) and (a.grad is None or torch.allclose(a.grad, b.grad))
+        for a, b in pairs
+    )
+
+
+def test_any_module_may_be_a_stage() -> None:
+    assert all(run(odd_stages, 3))
+
+
+@pytest.mark.parametrize("ranks", [5])
+def test_the_lesson_holds_where_layers_do_not_divide(ranks: int) -> None:
+    played = play(LESSON, ranks, QUICK)
+    assert (played.code, played.failed) == (0, set()), played.output
+
+
+def test_the_run_is_drawn_as_a_grid_and_as_a_figure(tmp_path) -> None:
+    path = tmp_path / "gantt.png"
+    played = play(LESSON, 2, ("SLOT = 0.03", "SLOT = 0.001"), argv=("--figure", str(path)))
+    assert path.read_bytes().startswith(b"\x89PNG"), played.output
+    rows = [line.strip() for line in played.output.splitlines()]
+    assert "stage 0  F0 F1  .  . B0 B0 F2 B1 B1 F3" in "\n".join(rows)  # 1F1B
+    assert f"stage 1   . {' '.join(f'F{k}' for k in range(8))} B0 B0" in "\n".join(rows)  # GPipe
+
+
+N, G, O1 = "one batch: ", "GPipe: ", "1F1B: "
+GRAD, IDLE = "error of the gradients", "share of slots idle"
+HELD, CLOCK = "micro-batches held at most", "share of time idle"
+WARMUP = "num_warmup = min(p - 1 - stage, m)"
+BREAKS = {
+    "the loss is not divided by m": (
+        ("self.loss_of(y, k) / self.micro_batches", "self.loss_of(y, k)"),
+        {G + GRAD, O1 + GRAD},
+    ),
+    "activations are kept": (("self.held.pop(k)", "self.held[k]"), {O1 + HELD}),
+    "1F1B is GPipe in disguise": ((WARMUP, "num_warmup = m"), {O1 + HELD}),
+    "1F1B does not run ahead": ((WARMUP, "num_warmup = 0"), {O1 + IDLE, O1 + HELD}),
+    "the run follows another order": (
+        ("[None, *order, None]", "[None, *sorted(order, key=lambda a: a[0] == 'B'), None]"),
+        {O1 + HELD},
+    ),
+    "the gradient sent on is wrong": (
+        ("return x.grad", "return 2 * x.grad"),
+        {N + GRAD, G + GRAD, O1 + GRAD},
+    ),
+    "a message's clock is not read": (
+        ("self.now = max(self.now, *(stamp.item() for stamp in stamps))", "pass"),
+        {N + IDLE, G + IDLE, O1 + IDLE},
+    ),
+    "a backward pass costs no more than a forward pass": (
+        ("self.now += SLOTS[action[0]]", "self.now += 1"),
+        {N + IDLE, G + IDLE, O1 + IDLE},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(what: str) -> None:
+    change, claims = BREAKS[what]
+    played = play(LESSON, 2, QUICK, change)
+    assert played.failed == claims, played.output
+    assert played.code == 1
+
+
+CLOCK_BREAKS = {
+    "work that takes no time": (
+        ("        time.sleep(SLOTS[action[0]] * SLOT)\n", ""),
+        {N + CLOCK, G + CLOCK, O1 + CLOCK},
+    ),
+    "half as many micro-batches": (
+        ("run_on_the_clock(order, m, case)", "run_on_the_clock(order, max(m // 2, 1), case)"),
+        {G + CLOCK, O1 + CLOCK},
+    ),
+    "waiting counts as work": (
+        ("        result = super().act(action, arrived, inputs)\n        start = time.monotonic()\n"
+         "        time.sleep(SLOTS[action[0]] * SLOT)\n",
+         "        result = super().act(action, arrived, inputs)\n"
+         "        start = self.log[-1][2] if self.log else time.monotonic()\n"
+         "        time.sleep(SLOTS[action[0]] * SLOT)\n"),
+        {N + CLOCK, G + CLOCK, O1 + CLOCK},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CLOCK_BREAKS)
+def test_another_schedule_than_the_one_predicted_fails_on_the_clock(what: str) -> None:
+    change, claims = CLOCK_BREAKS[what]
+    played = play(LESSON, 4, change)
+    assert played.failed == claims, played.output

@@ -1,0 +1,162 @@
+"""The 3D lesson: meshes of every shape, formulas against published numbers, broken lines."""
+
+import math
+
+import pytest
+import torch.distributed as dist
+
+from exercises.ranks import run
+from tests.helpers.lessons import load, play
+
+LESSON = "parallelism/09_3d_parallelism.py"
+QUICK = ("STEPS = 15\n", "STEPS = 3\n")
+LEARNING = "one process: loss of the last step, at most"  # three steps are too few
+
+
+@pytest.mark.parametrize("ranks", [6, 8])
+def test_the_lesson_holds_on_other_world_sizes(ranks: int) -> None:
+    played = play(LESSON, ranks, QUICK)
+    assert played.failed <= {LEARNING}, played.output
+
+
+def test_on_eight_ranks_no_axis_is_absent() -> None:
+    played = play(LESSON, 8, QUICK, argv=("--mesh", "2,2,2"))
+    rows = {row["claim"]: row["verdict"] for row in played.ledger}
+    assert [rows[f"mesh 2,2,2: bytes along {axis}"] for axis in ("dp", "pp", "tp")] == ["PASS"] * 3
+    assert list(rows.values()).count("BLOCKED") == 1  # what needs GPUs
+
+
+@pytest.mark.parametrize("mesh", ["4,1,1", "1,4,1", "1,1,4"])
+def test_a_mesh_can_be_chosen_and_absent_axes_are_blocked(mesh: str) -> None:
+    played = play(LESSON, 4, QUICK, argv=("--mesh", mesh))
+    assert played.failed <= {LEARNING}, played.output
+    meshes = {row["claim"].partition(":")[0] for row in played.ledger if "mesh" in row["claim"]}
+    assert meshes == {f"mesh {mesh}"}
+    needs = [
+        row["needs"] for row in played.ledger if "bytes along" in row["claim"] and "needs" in row
+    ]
+    assert len(needs) == 2
+    assert all(need.startswith("8 ranks, or another --mesh") for need in needs)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "words"),
+    [
+        ("2,2", "--mesh takes three sizes, dp,pp,tp; got 2,2; write --mesh 2,1,2"),
+        ("2,2,2", "must be the number of ranks; got 8 for 2 ranks"),
+        ("2,1,0", "--mesh takes three sizes"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused(mesh: str, words: str) -> None:
+    change = ("time.sleep(30)", "time.sleep(0)")
+    assert words in play(LESSON, 2, change, argv=("--mesh", mesh)).code
+
+
+def test_heads_that_cannot_be_shared_are_refused() -> None:
+    changes = ("time.sleep(30)", "time.sleep(0)"), ("B, T, D, H, V = 18,", "B, T, D, H, V = 3,")
+    words = play(LESSON, 3, *changes, argv=("--mesh", "1,1,3")).code
+    assert "tp must divide 4 heads, pp be at most 5, dp at most 1; got 1,1,3" in words
+
+
+def test_meshes_use_as_many_axes_as_they_can() -> None:
+    lesson = load(LESSON)
+    assert lesson.meshes_of(1) == [(1, 1, 1)]
+    assert lesson.meshes_of(4) == [(2, 1, 2), (2, 2, 1), (1, 2, 2)]
+    assert lesson.meshes_of(8) == [(2, 2, 2)]
+    assert lesson.meshes_of(7) == []
+    for ranks in range(1, 65):
+        assert all(math.prod(shape) == ranks for shape in lesson.meshes_of(ranks))
+
+
+def groups() -> dict[str, list[int]]:
+    lesson = load(LESSON)
+    mesh = lesson.device_mesh(lesson.torch.device("cpu"), (2, 2, 2))
+    return {axis: dist.get_process_group_ranks(mesh.get_group(axis)) for axis in ("dp", "pp", "tp")}
+
+
+def test_tp_is_innermost_and_pp_outermost() -> None:
+    assert run(groups, 8)[0] == {"tp": [0, 1], "dp": [0, 2], "pp": [0, 4]}
+
+
+def test_the_published_run_sends_what_the_formula_says() -> None:
+    lesson = load(LESSON)
+    sent = {axis: round(gigabytes, 1) for axis, gigabytes in lesson.published_run().items()}
+    assert sent == {"dp": 8.7, "pp": 9.7, "tp": 338.2}
+
+
+def test_the_tables_say_what_the_formulas_say() -> None:
+    lesson = load(LESSON)
+    assert lesson.busy_share(1024, 4, 989e12, 450e9) == pytest.approx(0.134, abs=5e-4)
+    assert lesson.busy_share(6593.33, 4, 989e12, 450e9) == pytest.approx(0.5, abs=1e-4)
+    output = play(LESSON, 2, QUICK, argv=("--mesh", "1,1,2")).output
+    assert "8.7       9.7     338.2" in output
+    assert "NVLink 4             computes  13.4% of the time; half of it if 6,593 wide" in output
+
+
+def on(meshes: tuple[str, ...], *claims: str) -> set[str]:
+    return {f"mesh {mesh}: {claim}" for mesh in meshes for claim in claims}
+
+
+RESULT = "loss of the last step", "error of the trained weights"
+SUMS = "bytes along tp", "all-reduces per block"
+TP, DP, PP = ("2,1,2", "1,2,2"), ("2,1,2", "2,2,1"), ("2,2,1", "1,2,2")
+BATCHES = "batch 4: ", "batch 16: "
+BREAKS = {
+    "f does not sum": (
+        ("return all_reduce(grad, ctx.group), None", "return grad, None"),
+        on(TP, *RESULT, *SUMS),
+    ),
+    "g does not sum": (
+        ("        return all_reduce(x, group)\n", "        return x.view_as(x)\n"),
+        on(TP, *RESULT, *SUMS),
+    ),
+    "a block is counted as one MLP (Try)": (
+        ('"tp": 4 * blocks', '"tp": 2 * blocks'),
+        on(TP, "bytes along tp"),
+    ),
+    "n for n - 1": (
+        ("2 * width / ((n - 1) * element_bytes)", "2 * width / (n * element_bytes)"),
+        {batch + "FLOPs per gathered byte" for batch in BATCHES},
+    ),
+    "the gathered loss counts n times": (
+        ("y_BW.square().sum() / WORLD_SIZE", "y_BW.square().sum()"),
+        {batch + "error of the gradients" for batch in BATCHES},
+    ),
+    "the loss is not the mean": (
+        ('reduction="sum") / (B * T)', 'reduction="sum") / T'),
+        on(("2,1,2", "2,2,1", "1,2,2"), *RESULT),
+    ),
+    "gradients are summed along tp too": (
+        (
+            'dist.all_reduce(parameter.grad, group=mesh.get_group("dp"))',
+            '[dist.all_reduce(parameter.grad, group=mesh.get_group(a)) for a in ("dp", "tp")]',
+        ),
+        on(("2,1,2",), *RESULT, *SUMS),
+    ),
+    "gradients are not summed along dp (Try)": (
+        (
+            '            dist.all_reduce(parameter.grad, group=mesh.get_group("dp"))\n',
+            "            pass\n",
+        ),
+        on(DP, *RESULT, "bytes along dp"),
+    ),
+    "activations are sent doubled": (
+        ("send(y.detach(), pipe, 1)", "send(2 * y.detach(), pipe, 1)"),
+        on(PP, *RESULT),
+    ),
+    "all ranks take the same examples": (
+        (
+            '.tensor_split(mesh["dp"].size())[mesh.get_local_rank("dp")]\n    pipe',
+            '.tensor_split(mesh["dp"].size())[0]\n    pipe',
+        ),
+        on(DP, *RESULT),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(what: str) -> None:
+    change, guards = BREAKS[what]
+    played = play(LESSON, 4, QUICK, change)
+    assert played.failed - {LEARNING} == guards, played.output
+    assert played.code == 1
