@@ -345,7 +345,8 @@ def one_rank_skips(device: torch.device) -> None:
     except RuntimeError as timeout:
         error = str(timeout)
     reason, _, _ = error.rpartition("] ")[2].partition(". ")
-    print0(f"{'':13}rank 0 got {sums}, then: {reason:.60}")
+    print0(f"{'':13}rank 0 got {sums}, then:")
+    print0(f"{'':13}{reason:.80}")
     claim("sums handed out after the skip, without an error", 2, len(sums), question=4)
 
     errors = [0.0]

@@ -365,12 +365,13 @@ def last_slot(starts: list[dict[Action, int]]) -> int:
 def show(name: str, starts: list[dict[Action, int]]) -> None:
     """Print a run as a grid: a row per stage, a column per slot."""
     print0(f"\n{'':13}{name}")
+    between = " " if last_slot(starts) < 26 else ""  # a longer row would not fit the screen
     for stage, actions in enumerate(starts):
         row = [" ."] * last_slot(starts)
         for (direction, k), slot in actions.items():
             for column in range(slot, slot + SLOTS[direction]):
                 row[column] = f"{direction}{k}"
-        print0(f"{'':13}stage {stage}  " + " ".join(row))
+        print0(f"{'':13}stage {stage}  " + between.join(row))
     print0()
 
 

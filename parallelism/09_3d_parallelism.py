@@ -602,7 +602,7 @@ def check_mesh(
     for axis, size in (("dp", dp), ("pp", pp), ("tp", tp)):
         calls = calls_along(mesh, axis, counted)
         if size == 1:
-            needs = f"{2 * WORLD_SIZE} ranks, or another --mesh: {axis} is absent"
+            needs = f"{2 * WORLD_SIZE} ranks, or --mesh with {axis} > 1"
             blocked(f"{name}: bytes along {axis}", needs=needs)
             continue
         measured = sum(call.nbytes for call in calls)

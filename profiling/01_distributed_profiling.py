@@ -487,10 +487,10 @@ def gather_objects(value: object) -> list:
 def check_traces(cases: dict[str, Case]) -> None:
     """Print the table; claim that traces and clock agree, and that overlap is seen as overlap."""
     header = "".join(f"{kind:>11}" for kind in KINDS)
-    print0(f"\n{'':13}ms per step     {header}     hidden   bytes per message")
+    print0(f"\n  {'ms per step':16}{header}  hidden  bytes per message")
     for name, case in cases.items():
         row = "".join(f"{case.share(kind) * case.total:11.1f}" for kind in KINDS)
-        print0(f"{'':13}{name:16}{row}   {case.hidden:8.0%}   {case.message:17,.0f}")
+        print0(f"  {name:16}{row}{case.hidden:8.0%}{case.message:19,.0f}")
     print0()
     ratios = [case.traced / case.wall for case in cases.values()]
     worst = max(ratios, key=lambda ratio: abs(ratio - 1))

@@ -16,20 +16,20 @@ from tests.helpers.leftovers import left_in
 from tests.helpers.lessons import LESSONS, ROOT, load, play, world_sizes_of
 from tests.write_readme import ledger_of
 
-LACKING = r"(\d+\+? )?(GPUs?|nsys|(more )?ranks)\b"  # all that a root user's CPU machine may lack
+LACKING = r"(\d+\+? )?(nodes with )?(GPUs?|nsys|(more )?ranks)\b"  # all that a root user's CPU machine may lack
 if os.system("unshare --net true 2>&- || unshare --user --net true 2>&-"):
     LACKING += "|root or user namespaces"  # a container that forbids them, or not Linux
 
 Ledger = list[dict]
 
 
-def run(lesson: str, folder: Path) -> tuple[subprocess.CompletedProcess, Ledger]:
-    """Run a copy of the lesson with plain python, as it is done first; return its ledger too."""
+def run(lesson: str, folder: Path, *launcher: str) -> tuple[subprocess.CompletedProcess, Ledger]:
+    """Run a copy of the lesson, with plain python if no launcher is named; return its ledger too."""
     shutil.copy(ROOT / lesson, folder)
     path = folder / "ledger.json"
     path.unlink(missing_ok=True)
     ran = subprocess.run(
-        [sys.executable, Path(lesson).name],
+        [sys.executable, *launcher, Path(lesson).name],
         cwd=folder,
         env=os.environ | {"LESSON_JSON": str(path), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
@@ -91,7 +91,13 @@ def cases(taken: bool) -> list:
 
 
 @pytest.mark.parametrize(("lesson", "ranks"), cases(taken=True))
-def test_lesson_passes_at_other_world_sizes(lesson: str, ranks: int) -> None:
+def test_lesson_passes_at_other_world_sizes(lesson: str, ranks: int, tmp_path: Path) -> None:
+    if "mp.spawn(" in (ROOT / lesson).read_text():  # its children import it as their main program
+        torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+        ran, ledger = run(lesson, tmp_path, *torchrun)
+        assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
+        check(ledger)
+        return
     played = play(lesson, ranks, deadline=120)
     if disturbed(played.ledger):
         warnings.warn(f"{lesson}, run once more after:\n{played.output[-3000:]}", stacklevel=1)

@@ -131,8 +131,8 @@ def test_the_run_is_drawn_as_a_grid_and_as_a_figure(tmp_path) -> None:
     played = play(LESSON, 2, ("SLOT = 0.03", "SLOT = 0.001"), argv=("--figure", str(path)))
     assert path.read_bytes().startswith(b"\x89PNG"), played.output
     rows = [line.strip() for line in played.output.splitlines()]
-    assert "stage 0  F0 F1  .  . B0 B0 F2 B1 B1 F3" in "\n".join(rows)  # 1F1B
-    assert f"stage 1   . {' '.join(f'F{k}' for k in range(8))} B0 B0" in "\n".join(rows)  # GPipe
+    assert "stage 0  F0F1 . .B0B0F2B1B1F3" in "\n".join(rows)  # 1F1B
+    assert f"stage 1   .{''.join(f'F{k}' for k in range(8))}B0B0" in "\n".join(rows)  # GPipe
 
 
 N, G, O1 = "one batch: ", "GPipe: ", "1F1B: "
