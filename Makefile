@@ -17,19 +17,19 @@ test: .venv/all
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations=10
 
 lessons: .venv/core
-	$(BIN)/python -m tests.run_lessons --only=$(ONLY)
+	$(BIN)/python -m course.run_lessons --only=$(ONLY)
 
 bench: .venv/all
-	$(BIN)/python -m tests.bench
+	$(BIN)/python -m benchmarks
 
 # For those who write lessons: the plumbing into every lesson, measured results into README.
 plumbing: .venv/core
-	$(BIN)/python -m tests.write_plumbing
+	$(BIN)/python -m course.shared_code
 
 results: .venv/all
-	$(BIN)/python -m tests.run_lessons --keep --only=$(ONLY)
-	$(if $(ONLY),,$(BIN)/python -m tests.bench --keep)
-	$(BIN)/python -m tests.write_readme
+	$(BIN)/python -m course.run_lessons --keep --only=$(ONLY)
+	$(if $(ONLY),,$(BIN)/python -m benchmarks --keep)
+	$(BIN)/python -m course.tables
 
 lint: .venv/all
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
@@ -45,7 +45,7 @@ lint: .venv/all
 	@touch $@
 
 .venv/all: .venv/core packages.txt
-	@sh tests/system_packages.sh
+	@sh course/system_packages.sh
 	@echo "=== DeepSpeed, FFCV, profiling and test tools"
 	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[deepspeed,profiling,test]'
 	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[ffcv]' \

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from exercises.grading import Wrong, expect, grade
+from course.grading import Wrong, expect, grade
 
 
 def shard_of(rank: int) -> torch.Tensor:

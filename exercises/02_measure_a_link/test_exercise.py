@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from exercises.grading import Wrong, expect, grade
+from course.grading import Wrong, expect, grade
 
 ALPHA, BETA, LAUNCH = 5e-6, 50.0, 1e-6  # seconds, GB/s, seconds that starting a ping takes
 WIDE = [4**k for k in range(3, 14)]  # from where only alpha counts to where only beta does

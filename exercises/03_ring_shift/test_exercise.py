@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from exercises.grading import Event, Wrong, expect, grade, same
+from course.grading import Event, Wrong, expect, grade, same
 
 SHIFTS = 1, -1, 2, -2, 3, 4, 5, -7, 0
 DTYPES = torch.int32, torch.int64, torch.float64, torch.bfloat16, torch.bool

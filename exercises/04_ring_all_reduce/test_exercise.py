@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from exercises.grading import Wrong, expect, grade, same
+from course.grading import Wrong, expect, grade, same
 
 
 def operand(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:

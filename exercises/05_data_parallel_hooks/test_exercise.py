@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from exercises.grading import Wrong, expect, grade, same
+from course.grading import Wrong, expect, grade, same
 
 DDP = ("torch.nn.parallel.DistributedDataParallel.__init__",)
 ALL = (0, 1, 2)

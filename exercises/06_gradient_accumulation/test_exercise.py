@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from exercises.grading import Wrong, expect, grade, same
+from course.grading import Wrong, expect, grade, same
 
 # Samples in each micro-batch, by rank: in each group of three, all ranks hold equally many
 SIZES = [1, 4, 2, 3, 3, 1, 5], [2, 2, 3, 1, 1, 5, 5], [3, 1, 3, 2, 4, 1, 5], [1, 1, 5, 5, 1, 1, 5]

@@ -9,7 +9,7 @@ from torch.optim import SGD, Adagrad, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from exercises.grading import Wrong, expect, grade, same
+from course.grading import Wrong, expect, grade, same
 
 ZERO = ("torch.distributed.optim.ZeroRedundancyOptimizer.__init__",)
 SHAPES = {"bias": (5,), "embedding": (11, 6), "gain": (1,), "frozen": (9, 9), "up": (6, 7)}

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from exercises.grading import Wrong, expect, grade, same
+from course.grading import Wrong, expect, grade, same
 
 D = 12
 HIDDEN = [24, 48, 12]  # rows that 1, 2, 3 and 4 ranks share evenly

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from exercises.grading import Wrong, expect, grade, same
+from course.grading import Wrong, expect, grade, same
 
 B, T, D = 2, 3, 5
 NAMES = {"w1": 0, "b1": 0, "w2": 1, "b2": None}  # cut along which dimension

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from exercises.grading import Wrong, expect, grade, same
+from course.grading import Wrong, expect, grade, same
 
 ROWS = 11
 WIDTHS = [3, 5, 2, 4, 3]  # stage s maps rows of WIDTHS[s] numbers to WIDTHS[s + 1]

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from exercises.grading import Wrong, expect, grade
+from course.grading import Wrong, expect, grade
 
 N, LONGEST, SIDE = 11, 64, 32
 BATCH = {"in order": 5, "shuffled": 4}

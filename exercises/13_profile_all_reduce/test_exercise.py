@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from exercises.grading import Wrong, expect, grade
+from course.grading import Wrong, expect, grade
 
 T0 = 4_426_345_170_000.0  # microseconds; a trace's clock began long ago
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"

@@ -123,7 +123,7 @@ def main() -> None:
     if sys.argv[1:] not in [[str(job)] for job in range(1, 6)]:
         sys.exit(__doc__)
     sys.path.insert(0, str(Path(__file__).parents[2]))
-    from exercises.ranks import attempt
+    from course.ranks import attempt
 
     job = int(sys.argv[1])
     broken = globals()[f"job_{job}"]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.lessons import LESSONS, READING_ORDER, ROOT
+from course.lessons import LESSONS, READING_ORDER, ROOT
+from course.shared_code import definitions, plumbing_of
 from tests.helpers.tricks import tricks
-from tests.write_plumbing import definitions, plumbing_of
 
 IMPORTABLE = {"torch", "numpy", "sklearn", "matplotlib", "tqdm", "psutil", "pynvml"}
 IMPORTABLE |= {"deepspeed", "ffcv", "numba", "torchvision", "nvtx"}
@@ -49,7 +49,7 @@ def test_the_reading_order_names_each_lesson_once() -> None:
 
 @pytest.mark.parametrize("lesson", LESSONS)
 def test_plumbing_is_the_canonical_copy(lesson: str) -> None:
-    assert plumbing_of(lesson) == plumbing_of("tests/helpers/plumbing.py"), "run: make plumbing"
+    assert plumbing_of(lesson) == plumbing_of("course/plumbing.py"), "run: make plumbing"
     assert TOP in own(lesson).partition("\n# %%")[0], "RANK and WORLD_SIZE stand above the cells"
 
 
@@ -130,7 +130,7 @@ def test_code_can_be_read_aloud(path: str) -> None:
     assert not found, "\n".join(found)
 
 
-PASSAGES = definitions((ROOT / "tests/helpers/passages.py").read_text())
+PASSAGES = definitions((ROOT / "course/passages.py").read_text())
 
 
 @pytest.mark.parametrize("lesson", LESSONS)

@@ -8,7 +8,7 @@ import time
 import psutil
 from sklearn.datasets import load_digits
 
-from tests.helpers import lessons
+from course import lessons
 from tests.helpers.leftovers import networks
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from exercises.ranks import run
-from tests.helpers.lessons import ROOT, load, play
+from course.lessons import ROOT, load, play
+from course.ranks import run
 
 LESSON = "communication/01_nccl_collectives.py"
 

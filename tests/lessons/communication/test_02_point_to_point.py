@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exercises.ranks import attempt, run
-from tests.helpers.lessons import load, play
+from course.lessons import load, play
+from course.ranks import attempt, run
 
 LESSON = "communication/02_point_to_point.py"
 QUICK = ("PATIENCE = 3.0", "PATIENCE = 1.5")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.lessons import load, play
+from course.lessons import load, play
 
 LESSON = "communication/04_alpha_beta.py"
 FULL_SPEED = ("    show_this_machine(device)\n", "")

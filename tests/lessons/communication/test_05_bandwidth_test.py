@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from exercises.ranks import run
-from tests.helpers.lessons import load, play
+from course.lessons import load, play
+from course.ranks import run
 
 LESSON = "communication/05_bandwidth_test.py"
 QUICK = "-b", "4K", "-e", "4K", "-n", "1", "-w", "0"

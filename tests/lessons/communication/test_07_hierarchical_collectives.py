@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exercises.ranks import attempt, run
+from course.lessons import ROOT, Played, load, play
+from course.ranks import attempt, run
 from tests.helpers.leftovers import MARKED, gone, machine
-from tests.helpers.lessons import ROOT, Played, load, play
 from tests.helpers.virtual_cluster import once_there, play_as_nobody
 
 LESSON = "communication/07_hierarchical_collectives.py"

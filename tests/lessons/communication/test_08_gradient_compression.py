@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.functional import cross_entropy
 
-from exercises.ranks import attempt, run
+from course.lessons import ROOT, Played, load, play
+from course.ranks import attempt, run
 from tests.helpers.leftovers import MARKED, gone, machine
-from tests.helpers.lessons import ROOT, Played, load, play
 from tests.helpers.virtual_cluster import once_there, play_as_nobody
 
 LESSON = "communication/08_gradient_compression.py"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from exercises.ranks import run
-from tests.helpers.lessons import load, play
+from course.lessons import load, play
+from course.ranks import run
 
 LESSON = "data-loading/02_beton_file.py"
 NEEDED = pytest.mark.skipif(find_spec("ffcv") is None, reason="FFCV is not installed")

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exercises.ranks import run
-from tests.helpers.lessons import load, play
+from course.lessons import load, play
+from course.ranks import run
 
 LESSON = "data-loading/03_orders_pages_memory.py"
 NEEDED = pytest.mark.skipif(find_spec("ffcv") is None, reason="FFCV is not installed")

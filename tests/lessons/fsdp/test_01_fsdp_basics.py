@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from exercises.ranks import run
-from tests.helpers.lessons import load, play
+from course.lessons import load, play
+from course.ranks import run
 
 LESSON = "fsdp/01_fsdp_basics.py"
 LEARNED = "mean of the last losses, and the bytes' entropy"

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.helpers.lessons import ROOT, load, play
+from course.lessons import ROOT, load, play
 
 pytest.importorskip("deepspeed")
 LESSON = "fsdp/02_deepspeed_config.py"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.lessons import play
+from course.lessons import play
 
 LESSON = "fsdp/04_fsdp_refinements.py"
 GRADIENTS = {f"{name}: gradients, error" for name in ("as a rule", "with prefetch")}

@@ -2,7 +2,7 @@
 
 import re
 
-from tests.helpers.lessons import ROOT
+from course.lessons import ROOT
 
 STRATEGIES = (ROOT / "fsdp/sharding_strategies.md").read_text()
 TESTS = "".join(path.read_text() for path in (ROOT / "tests/lessons/fsdp").glob("test_*.py"))

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from exercises.ranks import run
-from tests.helpers.lessons import LESSONS, ROOT, load
+from course.lessons import LESSONS, ROOT, load
+from course.ranks import run
 
 PATH = "fundamentals/00_check_your_machine.py"
 ALONE = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--user", "--map-root-user"])]
@@ -420,6 +420,8 @@ def test_a_broken_line_makes_its_claim_fail(section, args, old, new, fail) -> No
     assert {claim for claim, verdict in verdicts.items() if verdict == "FAIL"} == fail
 
 
-def test_unbroken_these_claims_hold() -> None:  # the one on gloo does in tests/test_lessons.py
+def test_unbroken_these_claims_hold() -> (
+    None
+):  # the one on gloo does in tests/lessons/test_every_lesson.py
     for section in ("the_host_name_is_ours", "shared_memory_is_there", "failures_are_recognised"):
         assert set(ledger_of(section, ()).values()) == {"PASS"}, section

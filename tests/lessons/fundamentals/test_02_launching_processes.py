@@ -16,9 +16,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exercises.ranks import attempt, run
-from tests.helpers import lessons
-from tests.helpers.lessons import changed, load
+from course import lessons
+from course.lessons import changed, load
+from course.ranks import attempt, run
 
 LESSON = "fundamentals/02_launching_processes.py"
 HELLO, BY_HAND = "say_hello", "a_launcher_by_hand"

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exercises.ranks import RanksFailed, run
-from tests.helpers.lessons import load, play
+from course.lessons import load, play
+from course.ranks import RanksFailed, run
 
 LESSON = "fundamentals/04_latency_and_bandwidth.py"
 WHOLE, TWICE = "bytes that came back wrong, all paths", "sizes that a fit saw and is judged on"

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from exercises.ranks import attempt, run
-from tests.helpers.lessons import load, play
+from course.lessons import load, play
+from course.ranks import attempt, run
 
 LESSON = "parallelism/04_buckets_and_overlap.py"
 EPS = {t: torch.finfo(t).eps for t in (torch.float64, torch.float32, torch.bfloat16)}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.lessons import play
+from course.lessons import play
 
 LESSON = "parallelism/05_zero2_and_zero3.py"
 

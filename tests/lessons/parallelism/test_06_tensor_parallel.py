@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from exercises.ranks import run
-from tests.helpers.lessons import load, play
+from course.lessons import load, play
+from course.ranks import run
 
 LESSON = "parallelism/06_tensor_parallel.py"
 CLOSE = 1e-12  # relative, float64, sums of some hundred terms

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from exercises.ranks import run
-from tests.helpers.lessons import load, play
+from course.lessons import load, play
+from course.ranks import run
 
 LESSON = "parallelism/07_pipeline_schedules.py"
 SIMULATOR = "parallelism/08_pipeline_deadlocks.py"

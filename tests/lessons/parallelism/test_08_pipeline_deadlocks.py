@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.lessons import load, play
+from course.lessons import load, play
 
 LESSON = "parallelism/08_pipeline_deadlocks.py"
 sizes = st.integers(1, 8), st.integers(1, 24)

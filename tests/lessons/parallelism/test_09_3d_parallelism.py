@@ -5,8 +5,8 @@ import math
 import pytest
 import torch.distributed as dist
 
-from exercises.ranks import run
-from tests.helpers.lessons import load, play
+from course.lessons import load, play
+from course.ranks import run
 
 LESSON = "parallelism/09_3d_parallelism.py"
 QUICK = ("STEPS = 15\n", "STEPS = 3\n")

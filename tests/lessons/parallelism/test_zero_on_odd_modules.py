@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from exercises.ranks import RanksFailed, run
-from tests.helpers.lessons import changed, load
+from course.lessons import changed, load
+from course.ranks import RanksFailed, run
 
 LESSON = {0: "parallelism/02_fsdp_zero.py", 1: "parallelism/02_fsdp_zero.py"}
 LESSON |= {2: "parallelism/05_zero2_and_zero3.py", 3: "parallelism/05_zero2_and_zero3.py"}

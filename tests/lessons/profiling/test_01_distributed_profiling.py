@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers.lessons import load, play
+from course.lessons import load, play
 
 LESSON = "profiling/01_distributed_profiling.py"
 loop = load(LESSON)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers.lessons import load, play
+from course.lessons import load, play
 
 LESSON = "profiling/02_one_trace_for_all_ranks.py"
 merging = load(LESSON)

@@ -1,0 +1,85 @@
+"""What `make bench` says of ZeRO: a step by hand beside a step of torch's, on the same GPT."""
+
+import time
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from course.lessons import load
+from course.passages import GPT
+from course.ranks import run
+
+TOKENS, VOCABULARY = 64, 512
+ADAM = partial(torch.optim.Adam, lr=1e-4)
+
+
+def gpt() -> nn.Module:
+    torch.manual_seed(0)
+    return GPT(L=6, D=512, T=TOKENS, V=VOCABULARY)
+
+
+def zero1_by_hand():
+    zero = load("parallelism/02_fsdp_zero.py").ZeRO1(gpt(), ADAM)
+    return zero.module, lambda: None, zero.step
+
+
+def zero1_of_torch():
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = nn.parallel.DistributedDataParallel(gpt())
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.Adam, parameters_as_bucket_view=True, lr=1e-4
+    )
+    return model, optimizer.zero_grad, optimizer.step
+
+
+def zero3_by_hand():
+    model = gpt()
+    zero = load("parallelism/05_zero2_and_zero3.py").MiniFSDP(model, ADAM, [*model.blocks])
+    return model, lambda: None, zero.step
+
+
+def zero3_of_torch():
+    from torch.distributed.fsdp import fully_shard
+
+    model = gpt()
+    for block in model.blocks:
+        fully_shard(block)
+    optimizer = ADAM(fully_shard(model).parameters())
+    return model, optimizer.zero_grad, optimizer.step
+
+
+def race(ours, peer, repeats: int, steps: int = 2) -> tuple[list[float], list[float]]:
+    """Seconds a step: the two take turns to go first; one repeat to warm up is not counted."""
+    tokens_BT = torch.randint(VOCABULARY, (4, TOKENS + 1))
+    runners, times = [ours(), peer()], ([], [])
+    for repeat in range(-1, repeats):
+        for which in (0, 1) if repeat % 2 else (1, 0):
+            model, zero_grad, step = runners[which]
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(steps):
+                zero_grad()
+                logits_BTV = model(tokens_BT[:, :-1])
+                cross_entropy(logits_BTV.flatten(0, 1), tokens_BT[:, 1:].flatten()).backward()
+                step()
+            dist.barrier()
+            if repeat >= 0:
+                times[which].append((time.perf_counter() - start) / steps)
+    return times
+
+
+def ratios(repeats: int) -> list[dict]:
+    setting = f"GPT of 19.5M parameters, float32, Adam, {TOKENS} x 4 tokens, 2 ranks, gloo"
+    pairs = {
+        "ZeRO-1 step: ZeroRedundancyOptimizer": (zero1_by_hand, zero1_of_torch, 1.05),
+        "ZeRO-3 step: FSDP2": (zero3_by_hand, zero3_of_torch, 1.1),
+    }
+    rows = []
+    for name, (ours, peer, aim) in pairs.items():
+        mine, theirs = run(race, 2, ours, peer, repeats, deadline=60 + 10 * repeats)[0]
+        rows.append({"name": name, "setting": setting, "ours": mine, "peer": theirs, "aim": aim})
+    return rows

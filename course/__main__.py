@@ -1,0 +1,7 @@
+"""`python -m course` is `course`."""
+
+import sys
+
+from course.command_line import run
+
+sys.exit(run())

@@ -1,0 +1,117 @@
+"""Grade one answer: the checks of test_exercise.py, in order, until the first that fails.
+
+    python -m course.judge EXERCISE_FOLDER ANSWER [--only CHECK] [--seed N]
+
+prints a line of JSON per check as it ends; the command `course` runs it so, in a process of its
+own. The answer itself is imported on ranks alone, never here.
+"""
+
+import argparse
+import json
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from course.book import Exercise, Report
+
+
+class Listener:
+    """A pytest plugin: hands the grader its answer and seed; takes down what each check says."""
+
+    def __init__(self, answer: Path, report: Report, tell: Callable[[dict], None]) -> None:
+        self.answer_path = answer
+        self.report = report
+        self.tell = tell
+
+    @pytest.fixture
+    def answer(self) -> Path:
+        """The file to grade."""
+        return self.answer_path
+
+    @pytest.fixture
+    def seed(self) -> int:
+        """What random inputs are drawn from; another one on every run unless --seed names it."""
+        return self.report.seed
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Function, call: pytest.CallInfo) -> Iterator:
+        told = yield
+        title = (item.obj.__doc__ or item.name).strip().partition("\n")[0]
+        if hasattr(item, "callspec"):
+            title = title.format(**item.callspec.params).replace(" 1 ranks", " 1 rank")
+        if told.skipped:
+            reason = told.longrepr[2].removeprefix("Skipped: ")
+            self.report.blocked.append(f"{title}: {reason}")
+            self.tell({"check": title, "verdict": "blocked", "message": reason})
+        elif told.failed:
+            message = str(call.excinfo.value)
+            if call.excinfo.typename != "Wrong":
+                message = f"the grader itself failed:\n{told.longreprtext}"
+            elif "seed" in item.fixturenames:
+                message += f"\n(inputs drawn from seed {self.report.seed})"
+            self.report.failed = title
+            self.report.message = message
+            self.tell({"check": title, "verdict": "failed", "message": message})
+        elif call.when == "call":
+            self.report.passed.append(title)
+            self.tell({"check": title, "verdict": "passed", "message": ""})
+        return told
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            message = f"the grader itself failed:\n{report.longreprtext}"
+            self.report.failed = self.report.message = message
+            self.tell({"check": "the grader", "verdict": "failed", "message": message})
+
+
+def judge(
+    exercise: Exercise,
+    answer: Path,
+    only: str = "",
+    seed: int | None = None,
+    tell: Callable[[dict], None] = lambda check: None,
+) -> Report:
+    """Run the grader, or its check `only` (a test function's name), on `answer`.
+
+    `tell` is given each check as it ends: its title, verdict and message. Raises RuntimeError if
+    pytest could not run the grader, KeyboardInterrupt at Ctrl-C.
+    """
+    report = Report(seed=random.randrange(10**6) if seed is None else seed)
+    node = f"{exercise.grader}::{only}" if only else str(exercise.grader)
+    argv = [node, "-x", "--import-mode=importlib", f"--rootdir={exercise.folder}"]
+    argv += ["-c", os.devnull, "-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:logging"]
+    with patch.dict(os.environ, {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}):
+        ended = pytest.main(argv, plugins=[Listener(answer.resolve(), report, tell)])
+    if ended == pytest.ExitCode.INTERRUPTED and not report.failed:
+        raise KeyboardInterrupt
+    if ended not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not report.failed:
+        raise RuntimeError(f"pytest could not run {node}: {ended!r}")
+    return report
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("answer", type=Path)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--seed", type=int)
+    options = parser.parse_args()
+
+    def tell(check: dict) -> None:
+        print(json.dumps(check), flush=True)
+
+    exercise = Exercise(options.folder.resolve())
+    try:
+        report = judge(exercise, options.answer, options.only, options.seed, tell)
+    except KeyboardInterrupt:
+        return 130
+    return 0 if report.accepted else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

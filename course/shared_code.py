@@ -1,0 +1,38 @@
+"""Write the plumbing and the shared passages into every lesson again: `make plumbing`."""
+
+import ast
+
+from course.lessons import LESSONS, ROOT
+
+MARK = "# %% [markdown]\n# ## Plumbing"
+
+
+def plumbing_of(path: str) -> str:
+    """The part of a file from the plumbing's cell mark down, or '' if it has none."""
+    source = (ROOT / path).read_text()
+    return source[source.index(MARK) :] if MARK in source else ""
+
+
+def definitions(source: str) -> dict[str, str]:
+    """The text of each class and function at the top of a file."""
+    found = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found[node.name] = ast.get_source_segment(source, node)
+    return found
+
+
+def written(lesson: str) -> str:
+    """The lesson with plumbing and passages as tests/helpers has them."""
+    source = (ROOT / lesson).read_text().removesuffix(plumbing_of(lesson))
+    passages = definitions((ROOT / "course/passages.py").read_text())
+    for name, text in definitions(source).items():
+        source = source.replace(text, passages.get(name, text))
+    return source + plumbing_of("course/plumbing.py")
+
+
+if __name__ == "__main__":
+    for lesson in LESSONS:
+        if (ROOT / lesson).read_text() != written(lesson):
+            (ROOT / lesson).write_text(written(lesson))
+            print("rewritten:", lesson)

@@ -1,0 +1,168 @@
+"""Write the tables of the READMEs, and each lesson's seconds, from what was measured.
+
+What stands between `<!-- NAME -->` and `<!-- /NAME -->` is made here from course/lessons.toml, the
+lessons and results/ (`make results`); nobody types a figure.
+"""
+
+import ast
+import json
+import re
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from statistics import median
+
+from course import plumbing
+from course.book import exercises as book
+from course.lessons import ABOUT, FOLDERS, LESSONS, ROOT
+
+READMES = [ROOT / name for name in ("README.md", "results/README.md", "exercises/README.md")]
+SAMPLE = "parallelism/01_data_parallelism_ddp.py"
+
+
+def ledger_of(lesson: str) -> dict:
+    path = ROOT / "results/lessons" / (lesson.replace("/", "_").removesuffix(".py") + ".json")
+    return json.loads(path.read_text()) if path.exists() else {"ledger": [], "seconds": None}
+
+
+def docstring(lesson: str) -> str:
+    return ast.get_docstring(ast.parse((ROOT / lesson).read_text()))
+
+
+def title(lesson: str) -> str:
+    return docstring(lesson).partition("\n")[0]
+
+
+def section(lesson: str, name: str) -> str:
+    """The paragraph of a lesson's docstring that opens with **name.**, on one line."""
+    match = re.search(rf"\*\*{name}\.?\*\*(.+?)(?:\n\n|\Z)", docstring(lesson), re.DOTALL)
+    return " ".join(match[1].split()) if match else ""
+
+
+def exercises_after(lesson: str) -> list[str]:
+    return re.findall(r"exercises/\w+", section(lesson, "Next"))
+
+
+def exercise_links(lesson: str) -> str:
+    return ", ".join(f"[{path[10:12]}]({path})" for path in exercises_after(lesson))
+
+
+def sample(most: int = 8) -> str:
+    """The first rows of a ledger, as the lesson printed them."""
+    rows = [row for row in ledger_of(SAMPLE)["ledger"] if row["verdict"] == "PASS"][:most]
+    with redirect_stdout(StringIO()) as out:
+        print(f"{'':13}{'claim':50} {'predicted':22} {'measured':>11}")
+        for row in rows:
+            keys = [row[key] for key in ("claim", "predicted", "measured", "sign", "slack")]
+            plumbing.claim(*keys, question=row.get("question"))
+    return f"```\n{out.getvalue()}```"
+
+
+def lessons_where(spine: bool) -> str:
+    rows = ["| Lesson | The question it answers | Minutes | Exercise |", "|---|---|--:|---|"]
+    for lesson in LESSONS:
+        about = ABOUT[lesson]
+        if about.get("spine", False) == spine:
+            link = f"[{lesson.removesuffix('.py')}]({lesson})"
+            question = section(lesson, "Question")
+            rows.append(f"| {link} | {question} | {about['minutes']} | {exercise_links(lesson)} |")
+    return "\n".join(rows)
+
+
+def spine() -> str:
+    """The six lessons that all others build on."""
+    return lessons_where(spine=True)
+
+
+def deeper() -> str:
+    """All other lessons."""
+    return lessons_where(spine=False)
+
+
+def exercises() -> str:
+    """Each exercise, the lines of its hole, and how many mistakes its grader is known to tell."""
+    rows = ["| Exercise | Lines to write | Wrong answers told apart |", "|---|--:|--:|"]
+    for one in book():
+        wrong = len([*(ROOT / "tests/wrong_answers" / one.name).glob("*.py"), *one.mistakes()])
+        link = f"[{one.number:02d}]({one.name}) {one.title}"
+        rows.append(f"| {link} | {sum(one.holes)} | {wrong} |")
+    return "\n".join(rows)
+
+
+def results() -> str:
+    """One row per lesson: how many claims held, and in how many seconds."""
+    rows = ["| Lesson | Verdict | PASS | FAIL | BLOCKED | Seconds | Ranks | torch | Date |"]
+    rows += ["|---|---|--:|--:|--:|--:|--:|---|---|"]
+    for lesson in LESSONS:
+        told = ledger_of(lesson)
+        verdicts = [row["verdict"] for row in told["ledger"]]
+        counts = " | ".join(str(verdicts.count(v)) for v in ("PASS", "FAIL", "BLOCKED"))
+        kept = "MISSED" if "FAIL" in verdicts or "PASS" not in verdicts else "KEPT"
+        setting = " | ".join(
+            str(told.get(key, "")) for key in ("seconds", "ranks", "torch", "date")
+        )
+        rows.append(f"| {lesson} | {kept} | {counts} | {setting} |")
+    return "\n".join(rows)
+
+
+def figures() -> str:
+    """Every figure that a lesson saved."""
+    rows = []
+    for lesson in LESSONS:
+        name = lesson.replace("/", "_").removesuffix(".py") + ".png"
+        if (ROOT / "results/lessons" / name).exists():
+            rows.append(f"- [{lesson}](lessons/{name}): {title(lesson)}")
+    return "\n".join(rows)
+
+
+def speed() -> str:
+    path = ROOT / "results/bench/bench.json"
+    bench = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    rows = ["| Verdict | Ours against | Setting | Ours, ms | Peer, ms | Ratio (quartiles) | Aim |"]
+    rows += ["|---|---|---|--:|--:|--:|--:|"]
+    for row in bench["rows"]:
+        kept = "KEPT" if row["ratio"] <= row["aim"] else "MISSED"
+        times = f"{1e3 * median(row['ours']):.1f} | {1e3 * median(row['peer']):.1f}"
+        ratio = f"{row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f})"
+        setting = f"{row['name']} | {row['setting']} | {times} | {ratio} | {row['aim']:.2f}"
+        rows.append(f"| {kept} | {setting} |")
+    return "\n".join(rows)
+
+
+def minutes() -> str:
+    """What each folder takes, spine and deeper."""
+    rows = ["| Folder | Lessons | Hours |", "|---|--:|--:|"]
+    for folder in FOLDERS:
+        times = [ABOUT[lesson]["minutes"] for lesson in LESSONS if lesson.startswith(folder)]
+        rows.append(f"| [{folder}]({folder}/README.md) | {len(times)} | {sum(times) / 60:.1f} |")
+    return "\n".join(rows)
+
+
+TABLES = (sample, spine, deeper, minutes, exercises, results, figures, speed)
+
+
+def written(readme: Path) -> str:
+    """A README with every table made anew."""
+    text = readme.read_text()
+    for table in TABLES:
+        name = table.__name__
+        if f"<!-- {name} -->" in text:
+            before, rest = text.split(f"<!-- {name} -->\n")
+            after = rest.split(f"<!-- /{name} -->")[1]
+            text = f"{before}<!-- {name} -->\n{table()}\n<!-- /{name} -->{after}"
+    return text
+
+
+def timed(lesson: str) -> str:
+    """The lesson's source; where its docstring says how long it takes, the seconds measured."""
+    seconds, source = ledger_of(lesson)["seconds"], (ROOT / lesson).read_text()
+    if seconds is None:
+        return source
+    return re.sub(r"Takes \d+ s", f"Takes {seconds:.0f} s", source, count=1)
+
+
+if __name__ == "__main__":
+    for readme in READMES:
+        readme.write_text(written(readme))
+    for lesson in LESSONS:
+        (ROOT / lesson).write_text(timed(lesson))

@@ -1,0 +1,197 @@
+"""The harness tells the truth about its ranks, in time, and leaves nothing behind."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from course.ranks import GRACE, OUTPUT_LIMIT, Outcome, RanksFailed, attempt, run, where
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def total(x: int) -> float:
+    y = torch.tensor([float(x + dist.get_rank())])
+    dist.all_reduce(y)
+    return y.item()
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_ranks_return_their_values_in_order(n: int) -> None:
+    assert run(total, n, 10) == [sum(10.0 + r for r in range(n))] * n
+    for _ in range(5):  # a rank that says nothing may not leave before the others have joined
+        assert run(dist.get_rank, n) == list(range(n))
+
+
+def setting() -> tuple:
+    return torch.get_num_threads(), os.getsid(0) == os.getpid(), os.getpid(), os.environ["RANK"]
+
+
+def test_each_rank_is_a_new_process_with_one_thread_and_its_own_session() -> None:
+    first, second = run(setting, 2), run(setting, 2)
+    assert [s[:2] + s[3:] for s in first] == [(1, True, "0"), (1, True, "1")]
+    assert len({s[2] for s in first + second}) == 4
+
+
+def test_large_results_and_tensors_come_back() -> None:
+    got = run(lambda: torch.arange(1e6) + dist.get_rank(), 2)
+    assert torch.equal(got[1], torch.arange(1e6) + 1)
+
+
+def test_a_warm_run_is_much_quicker_than_torchrun() -> None:
+    started = time.monotonic()
+    run(total, 2, 1)
+    warm = time.monotonic() - started
+    started = time.monotonic()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True)
+    assert warm < time.monotonic() - started  # importing torch once is a part of what torchrun does
+
+
+def mourn(how: str, notes: str) -> None:
+    """Rank 1 goes down `how`; rank 0 waits for it in a collective. Both leave their traces."""
+    child = subprocess.Popen(["sleep", "1000"])
+    ids = f"{os.getpid()} {child.pid} {os.environ['MASTER_PORT']}"
+    Path(notes, f"{dist.get_rank()}").write_text(ids)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        print("last words")
+        match how:
+            case "raises":
+                raise ValueError("rank 1 has had enough")
+            case "exits":
+                sys.exit(3)
+            case "leaves":
+                os._exit(0)
+            case "is killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "crashes":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            case "hangs outside":
+                time.sleep(1000)
+            case "spins":
+                while True:
+                    pass
+            case "hangs inside":
+                dist.new_group([0, 1])
+            case "floods":
+                while True:
+                    print("x" * 10_000)
+            case "ignores":
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                threading.Thread(target=time.sleep, args=(1000,)).start()
+                time.sleep(1000)
+    dist.all_reduce(torch.ones(3))
+
+
+ENDS = {
+    "raises": ("raised", "ValueError: rank 1 has had enough"),
+    "exits": ("exited", r"called sys.exit\(3\)"),
+    "leaves": ("exited", "with status 0, before the function returned"),
+    "is killed": ("killed", "by SIGKILL"),
+    "crashes": ("killed", "by SIGSEGV"),
+    "hangs outside": ("hung", r"busy at .*test_ranks.py:\d+, in mourn"),
+    "spins": ("hung", r"busy at .*test_ranks.py:\d+, in mourn"),
+    "hangs inside": ("hung", r"waits in \w+, called from .*test_ranks.py:\d+, in mourn"),
+    "floods": ("flooded", f"printed over {OUTPUT_LIMIT:,} bytes"),
+    "ignores": ("hung", r"busy at .*test_ranks.py:\d+, in mourn"),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_every_end_is_reported_in_time_and_leaves_nothing(how: str, tmp_path: Path) -> None:
+    deadline, started = 3, time.monotonic()
+    with pytest.raises(RanksFailed) as failure:
+        run(mourn, 2, how, str(tmp_path), deadline=deadline)
+    assert time.monotonic() - started < deadline + GRACE + 5
+    zero, one = failure.value.outcomes
+    kind, text = ENDS[how]
+    assert one.kind == kind
+    assert re.search(text, one.text), one.text
+    assert "last words" in one.output
+    if how.startswith(("hang", "spin", "ignore")):
+        assert zero.kind == "hung"
+        assert re.search(r"waits in all_reduce, called from .*:\d+, in mourn", zero.text)
+        assert "all_reduce" in zero.stack
+        assert "mourn" in one.stack
+    elif how != "floods":
+        assert str(failure.value).startswith("rank 1 "), "the cause comes first"
+    for rank in "01":
+        pid, child, port = map(int, (tmp_path / rank).read_text().split())
+        assert not psutil.pid_exists(pid)
+        assert gone(child), f"rank {rank} left a child behind"
+        with socket.socket() as s:
+            assert s.connect_ex(("127.0.0.1", port)) != 0, "the store's port is still open"
+
+
+def gone(pid: int, within: float = 10) -> bool:
+    """True once no live process has this number (a zombie that init will reap is not live)."""
+    stop = time.monotonic() + within
+    while time.monotonic() < stop:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+ORPHANS = """
+import os, sys, time
+from pathlib import Path
+from course.ranks import run
+
+def wait():
+    Path(sys.argv[1], os.environ["RANK"]).write_text(f"{os.getpid()} {os.getppid()}")
+    time.sleep(1000)
+
+if __name__ == "__main__":
+    run(wait, 2, deadline=1000)
+"""
+
+
+def test_when_the_parent_is_killed_no_rank_and_no_server_survives(tmp_path: Path) -> None:
+    script = tmp_path / "orphans.py"
+    script.write_text(ORPHANS.replace("sys.argv[1]", repr(str(tmp_path))))
+    parent = subprocess.Popen([sys.executable, script], env=os.environ | {"PYTHONPATH": str(ROOT)})
+    notes, stop = [tmp_path / "0", tmp_path / "1"], time.monotonic() + 60
+    while not all(n.exists() and n.read_text() for n in notes) and time.monotonic() < stop:
+        time.sleep(0.05)
+    ids = {int(i) for note in notes for i in note.read_text().split()}
+    assert len(ids) == 3  # two ranks and their server
+    assert not any(gone(i, within=0.1) for i in ids)
+    parent.kill()
+    parent.wait()
+    assert all(gone(i) for i in ids)
+
+
+def test_wait_is_told_from_work_and_the_callers_line_from_torchs() -> None:
+    stack = """0x00000000000000aa
+Thread 0x00000000000000bb (most recent call first):
+  File "/lib/worker.py", line 1 in other
+
+Current thread 0x00000000000000aa (most recent call first):
+  File "<string>", line 5 in inner
+  File "/home/me/ring.py", line 7 in shift
+  File "/home/me/ring.py", line 9 in ring
+"""
+    assert where(stack) == "waits in inner, called from /home/me/ring.py:7, in shift"
+    assert where("0xaa\n") == "gave no stack"
+
+
+def test_attempt_raises_nothing_and_keeps_every_outcome() -> None:
+    outcomes = attempt(lambda: [1, 2][dist.get_rank()] / (1 - dist.get_rank()), 2, deadline=5)
+    assert [o.kind for o in outcomes] == ["returned", "raised"]
+    assert isinstance(outcomes[0], Outcome)
+    assert outcomes[0].value == 1
+    assert "ZeroDivisionError" in outcomes[1].text

@@ -1,0 +1,89 @@
+"""What the repository says of itself: paths that exist, tables as measured, pinned versions."""
+
+import ast
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from course import tables
+from course.lessons import FOLDERS, LESSONS, ROOT
+
+TRACKED = subprocess.run(
+    ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+).stdout.split()
+PATHS = re.compile(
+    rf"\b(?:{'|'.join(FOLDERS)}|exercises|tests|course)/[\w./-]*\w|results/lessons/[\w./-]+\w"
+)
+
+
+def words_of(file: str) -> str:
+    """What a file says in words: a document whole, of a program its comments and docstrings."""
+    text = (ROOT / file).read_text()
+    if not file.endswith(".py"):
+        return text
+    comments = re.findall(r"^\s*#.*|  #.*", text, re.M)
+    return "\n".join([ast.get_docstring(ast.parse(text)) or "", *comments])
+
+
+@pytest.mark.parametrize("file", [*LESSONS, *(f for f in TRACKED if f.endswith(".md"))])
+def test_every_path_that_is_named_exists(file: str) -> None:
+    text = words_of(file)
+    missing = [path for path in PATHS.findall(text) if not named(path)]
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
+    missing += [link for link in links if not (ROOT / file).parent.joinpath(link).exists()]
+    assert missing == []
+
+
+def named(path: str) -> bool:
+    """Whether this is a path, or a lesson's folder and number, as in communication/03."""
+    return (ROOT / path).exists() or bool(
+        re.search(r"/\d\d\w*$", path) and [*ROOT.glob(f"{path}*")]
+    )
+
+
+@pytest.mark.parametrize("readme", tables.READMES, ids=lambda path: str(path.parent.name))
+def test_tables_are_made_of_what_was_measured(readme: Path) -> None:
+    assert readme.read_text() == tables.written(readme), "run: make results"
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_a_lesson_says_the_seconds_that_were_measured(lesson: str) -> None:
+    assert tables.ledger_of(lesson)["seconds"], f"make results ONLY={lesson}"
+    assert (ROOT / lesson).read_text() == tables.timed(lesson), "run: make results"
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_s_readme_names_its_lessons_and_figures(folder: str) -> None:
+    text = (ROOT / folder / "README.md").read_text()
+    for lesson in LESSONS:
+        if lesson.startswith(f"{folder}/"):
+            name = Path(lesson).name
+            assert f"({name})" in text, name
+            figure = lesson.replace("/", "_").removesuffix(".py") + ".png"
+            if (ROOT / "results/lessons" / figure).exists():
+                assert f"../results/lessons/{figure}" in text, figure
+
+
+def test_core_needs_no_compiler_and_ci_pins_it() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    core = {re.split(r"[><=]", need)[0] for need in project["dependencies"]}
+    assert core.isdisjoint({"ffcv", "deepspeed"})
+    pinned = {
+        line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()
+    }
+    extras = [need for extra in project["optional-dependencies"].values() for need in extra]
+    wanted = core | {re.split(r"[><=]", need)[0] for need in extras}
+    assert wanted - pinned <= {"setuptools"}
+
+
+def test_nothing_here_speaks_of_how_it_was_made() -> None:
+    forbidden = ["../" + "shared", "/" + "work/", "/" + "root/", "py" + "pi.org"]
+    forbidden += ["skeleton" + ".py", "help" + "er A", "sub" + "agent"]
+    for file in TRACKED:
+        path = ROOT / file
+        if path.suffix in (".py", ".md", ".toml", ".txt", ".json", ".sh", "") and path.is_file():
+            text = path.read_text(errors="replace")
+            assert not [word for word in forbidden if word in text], file
