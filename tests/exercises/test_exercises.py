@@ -112,6 +112,7 @@ class Lazy(ast.NodeTransformer):
         return ast.parse(self.how.replace("FIRST", self.first)).body
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["pass", "return FIRST", "print('All checks passed.')"])
 @each
 def test_doing_nothing_does_not_pass(exercise: Exercise, how: str, tmp_path: Path) -> None:
