@@ -21,7 +21,8 @@ def held(seed: int, rank: int, *shape: int) -> torch.Tensor:
 def call(answer, wire, name: str, seed: int, shape: tuple[int, ...], *args: int) -> tuple:
     """Call one function of the answer; return what it returned, x afterwards, and its calls."""
     x = held(seed, dist.get_rank(), *shape)
-    returned = getattr(answer, name)(x, *args)
+    function = getattr(answer, name)
+    returned = function(x, *args)
     return returned, x, wire.calls()
 
 
