@@ -282,6 +282,7 @@ BREAKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", BREAKS)
 def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(what: str) -> None:
     changes, claims = BREAKS[what]
@@ -291,6 +292,7 @@ def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(what: str) -
     assert failed == claims, played.output
 
 
+@pytest.mark.slow
 def test_eight_bits_that_are_gathered_cost_more_from_four_ranks_on() -> None:
     played = play(LESSON, 4, *SHORT, GATHERED)
     assert {"8 bits" + HANDED, "8 bits: sent / float16's"} == {
@@ -298,12 +300,14 @@ def test_eight_bits_that_are_gathered_cost_more_from_four_ranks_on() -> None:
     }, played.output
 
 
+@pytest.mark.slow
 def test_without_feedback_accuracy_does_not_come() -> None:
     played = play(LESSON, 2, *NO_LINK, (FEEDBACK, ""))
     saves = {f"{name}: accuracy that feedback saves" for name in ("top-k", "PowerSGD 1")}
     assert saves <= played.failed, played.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [3, 5])
 def test_claims_on_bytes_and_gradients_hold_on_any_number_of_ranks(ranks: int) -> None:
     played = play(LESSON, ranks, *SHORT)
@@ -349,6 +353,7 @@ def across(ranks: int, *changes: tuple[str, str]) -> Played:
     return play(LESSON, ranks, FEW, *left_out, *changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ON_THE_LINK)
 def test_a_broken_line_fails_the_claims_that_guard_the_link(what: str) -> None:
     changes, claims = ON_THE_LINK[what]
@@ -358,6 +363,7 @@ def test_a_broken_line_fails_the_claims_that_guard_the_link(what: str) -> None:
     assert played.failed & BYTES == claims & BYTES, played.output
 
 
+@pytest.mark.slow
 def test_an_odd_number_of_ranks_has_two_ends_too() -> None:
     played = across(3, *QUICK)
     assert {row["claim"] for row in played.ledger} >= BYTES, played.output
@@ -370,6 +376,7 @@ NO_RIGHT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
@@ -387,6 +394,7 @@ def test_without_a_link_it_is_blocked_and_says_why(changes: list, why: str) -> N
     assert max(map(len, played.output.splitlines())) <= 100
 
 
+@pytest.mark.slow
 def test_whoever_is_not_root_has_a_link_too() -> None:
     outcomes = attempt(play_as_nobody, 2, LESSON, FEW, *QUICK, deadline=90, group=False)
     assert outcomes[0].kind == "returned", outcomes[0]
@@ -419,6 +427,7 @@ RAISES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "end", ["SIGINT", "SIGTERM", "SIGKILL", "SIGKILL to rank 0", "an exception", "the end"]
 )

@@ -169,6 +169,7 @@ BREAKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_break_makes_its_claim_fail(name: str) -> None:
     changes, expected = BREAKS[name]
@@ -177,17 +178,20 @@ def test_a_break_makes_its_claim_fail(name: str) -> None:
     assert played.failed - {LEARNED} == expected
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_learn_fails() -> None:
     played = play(LESSON, 2, ("lr=6e-3", "lr=0.0"), argv=("--steps", "10"))
     assert played.failed == {LEARNED}
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_too_good_fails() -> None:
     """A loss that no small model reaches in 25 steps: labels that are not shifted end at 0.3."""
     played = play(LESSON, 2, ("x_BT[:, 1:], reduction", "x_BT[:, :-1], reduction"))
     assert played.failed == {"mean of the last losses, and one bit per byte", SUM}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 3])
 def test_one_rank_and_rows_that_do_not_divide(n: int) -> None:
     played = play(LESSON, n, argv=("--steps", "12"))
@@ -196,6 +200,7 @@ def test_one_rank_and_rows_that_do_not_divide(n: int) -> None:
     assert len(waiting) == (7 if n == 1 else 0)
 
 
+@pytest.mark.slow
 def test_own_text_and_its_entropy(tmp_path: Path) -> None:
     path = tmp_path / "two.txt"
     path.write_text("ab" * 5000)  # entropy ln 2, and wholly predictable

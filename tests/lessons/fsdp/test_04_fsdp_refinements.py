@@ -101,6 +101,7 @@ ON_FOUR_RANKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_break_makes_its_claim_fail(name: str) -> None:
     change, expected = BREAKS[name]
@@ -109,6 +110,7 @@ def test_a_break_makes_its_claim_fail(name: str) -> None:
     assert played.failed == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ON_FOUR_RANKS)
 def test_a_break_of_groups_makes_its_claims_fail(name: str) -> None:
     changes, expected = ON_FOUR_RANKS[name]
@@ -117,6 +119,7 @@ def test_a_break_of_groups_makes_its_claims_fail(name: str) -> None:
     assert played.failed == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 3])
 def test_what_needs_more_ranks_is_blocked(n: int) -> None:
     played = play(LESSON, n)

@@ -297,6 +297,7 @@ SHARES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not NAMESPACES, reason="needs root or user namespaces")
 @pytest.mark.parametrize("what", SHARES)
 def test_exhausted_shared_memory_is_recognised(what: str) -> None:
@@ -320,6 +321,7 @@ def test_every_ailment_says_cause_proof_and_remedy() -> None:
 # The doctor on machines that are ill
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not NAMESPACES, reason="needs root or user namespaces")
 def test_on_an_ill_machine_it_fails_says_why_and_goes_on(tmp_path: Path) -> None:
     tiny = 'mount -t tmpfs -o size=3m none /dev/shm && exec "$@"'
@@ -414,6 +416,7 @@ BREAKS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("section", "args", "old", "new", "fail"), BREAKS)
 def test_a_broken_line_makes_its_claim_fail(section, args, old, new, fail) -> None:
     verdicts = ledger_of(section, args, (old, new))

@@ -58,6 +58,7 @@ BREAKS = {  # what each wrong line must make FAIL, and nothing else
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_wrong_line_fails_its_claims(name: str) -> None:
     old, new, expected = BREAKS[name]
@@ -169,12 +170,14 @@ def test_p2p_is_blocked_where_nvml_is_mute(monkeypatch) -> None:
     assert [row["verdict"] for row in lesson.ledger] == ["BLOCKED"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_it_passes(ranks: int) -> None:
     played = play(LESSON, ranks)
     assert played.code == 0, played.output
 
 
+@pytest.mark.slow
 def test_the_figure_is_drawn(tmp_path: Path) -> None:
     load(LESSON).draw(str(tmp_path / "figure.png"))
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")

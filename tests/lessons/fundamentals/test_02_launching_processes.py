@@ -216,6 +216,7 @@ BREAKS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sections", "changes", "caught"), BREAKS)
 def test_what_breaks_a_claim_fails_it_alone(
     sections: list[tuple[str, str]], changes: list[tuple[str, str]], caught: set[str]
@@ -223,12 +224,14 @@ def test_what_breaks_a_claim_fails_it_alone(
     assert failed(*sections, *changes) == caught
 
 
+@pytest.mark.slow
 def test_broadcast_claim_needs_a_group_of_two() -> None:
     change = ("src=even_ranks[-1]", "src=0")
     caught = {"broadcast by the last of them, own rank outside"}
     assert failed(*only(GROUP), change, ranks=3) == caught
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_the_unbroken_lesson_passes(ranks: int) -> None:
     assert failed(ranks=ranks) == set()
@@ -275,6 +278,7 @@ def marked(mark: str) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("section", "before", "sleepers", "started"),
     [

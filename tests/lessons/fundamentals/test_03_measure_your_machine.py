@@ -46,6 +46,7 @@ BREAKS = {  # what each wrong line must make FAIL, and nothing else
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_wrong_line_fails_its_claims(name: str) -> None:
     old, new, expected = BREAKS[name]
@@ -55,6 +56,7 @@ def test_a_wrong_line_fails_its_claims(name: str) -> None:
     assert expected <= played.failed <= expected | disturbed
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_hear_what_rank_0_found() -> None:
     played = play(LESSON, 3, *QUICK)
     assert played.failed <= {CACHE, ROOF, PEAK, NEEDS}, played.output  # what other jobs disturb

@@ -46,6 +46,7 @@ BREAKS = {  # claims that must FAIL, and words in the text of others of which on
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_wrong_line_fails_its_claims(name: str) -> None:
     old, new, exactly, about = BREAKS[name]
@@ -57,6 +58,7 @@ def test_a_wrong_line_fails_its_claims(name: str) -> None:
     assert played.failed & {WHOLE, TWICE} <= exactly  # no clock decides these
 
 
+@pytest.mark.slow
 def test_ranks_beyond_two_wait_and_hear_everything() -> None:
     played = play(LESSON, 4, *FEW)
     assert not played.failed & {WHOLE, TWICE}, played.output

@@ -18,6 +18,7 @@ QUICK = [("EPOCHS = 6\n", "EPOCHS = 1\n")]
 LEARNING = {"pipeline: accuracy on new digits", "tensor: accuracy on new digits"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 12])
 def test_the_lesson_holds_on_other_world_sizes(ranks: int) -> None:
     played = play(LESSON, ranks, *QUICK)
@@ -242,6 +243,7 @@ BREAKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", BREAKS)
 def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(what: str) -> None:
     changes, guards = BREAKS[what]
@@ -250,5 +252,6 @@ def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(what: str) -
     assert played.code == 1
 
 
+@pytest.mark.slow
 def test_an_untrained_model_fails_the_claims_of_learning() -> None:
     assert play(LESSON, 2, ("        optimizer.step()\n", "")).failed == LEARNING

@@ -118,6 +118,7 @@ def test_one_rank_alone_is_told_what_it_lacks(ranks: int) -> None:
     assert "needs 2 ranks" in played.output
 
 
+@pytest.mark.slow
 def test_the_figure_is_drawn(tmp_path) -> None:
     path = tmp_path / "steps.png"
     played = play(LESSON, 2, argv=("--figure", str(path)))
@@ -166,6 +167,8 @@ BREAKS = {  # a job that turned healthy gains nothing; by how much it seems to i
 }  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.clock
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_break_is_seen(name: str) -> None:
     change, expected = BREAKS[name]
@@ -174,6 +177,8 @@ def test_a_break_is_seen(name: str) -> None:
     assert expected <= played.failed, played.output  # what builds on it may fail too
 
 
+@pytest.mark.slow
+@pytest.mark.clock
 def test_idle_time_forgotten_is_seen() -> None:
     forgotten = (
         '    ms["idle"] = window[1] - window[0] - length(covered)\n',

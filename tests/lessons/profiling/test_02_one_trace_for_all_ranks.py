@@ -123,6 +123,7 @@ BREAKS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_break_is_seen(name: str) -> None:
     change, expected = BREAKS[name]
@@ -131,14 +132,15 @@ def test_a_break_is_seen(name: str) -> None:
     if expected is None:
         assert "Error" in str(played.code)
     else:
-        assert played.failed == expected, played.output
+        played.expect(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [3])
 def test_the_lesson_holds_and_saves_what_perfetto_reads(ranks: int, tmp_path) -> None:
     path = tmp_path / "all.json"
     played = play(LESSON, ranks, argv=("--trace", str(path)))
-    assert (played.code, played.failed) == (0, set()), played.output
+    played.expect(set())
     saved = json.loads(path.read_text())["traceEvents"]
     names = {e["args"]["name"] for e in saved if e["name"] == "process_name"}
     assert {f"rank {rank}" for rank in range(ranks)} <= names
