@@ -137,3 +137,15 @@ def add(subparsers: argparse._SubParsersAction) -> None:
     kind.add_argument("name", metavar="NN_name")
     kind.add_argument("--after", required=True, metavar="LESSON", help="the lesson it follows")
     kind.set_defaults(run=exercise)
+
+
+def main() -> int:
+    """`python -m course.new lesson FOLDER/NN_name` does the same."""
+    parser = argparse.ArgumentParser("course")
+    add(parser.add_subparsers(required=True))
+    options = parser.parse_args(["new", *sys.argv[1:]])
+    return options.run(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -15,10 +15,13 @@ def plumbing_of(path: str) -> str:
 
 def definitions(source: str) -> dict[str, str]:
     """The text of each class and function at the top of a file."""
+    lines = source.split("\n")
     found = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found[node.name] = ast.get_source_segment(source, node)
+            text = lines[node.lineno - 1 : node.end_lineno]
+            text[-1] = text[-1].encode()[: node.end_col_offset].decode()  # less a comment there
+            found[node.name] = "\n".join(text)
     return found
 
 

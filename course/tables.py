@@ -179,7 +179,8 @@ def written(readme: Path) -> str:
 
 def timed(lesson: str) -> str:
     """The lesson's source; where its docstring says how long it takes, the seconds measured."""
-    seconds, source = ledger_of(lesson)["seconds"], (ROOT / lesson).read_text()
+    source = (ROOT / lesson).read_text()
+    seconds = ledger_of(lesson)["seconds"]
     if seconds is None:
         return source
     return re.sub(r"Takes \d+ s", f"Takes {seconds:.0f} s", source, count=1)
