@@ -18,17 +18,31 @@ N_OR_CURRENT = {
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("start", help="begin an exercise: its stub goes to answers/")
+    parser = commands.add_parser(
+        "start",
+        help="begin an exercise: its stub goes to answers/",
+        description="Write an exercise's stub to answers/, never over a file that is there.",
+    )
     parser.add_argument("exercise", **N_OR_CURRENT)
     parser.set_defaults(run=start)
-    parser = commands.add_parser("hint", help="one hint more")
+    parser = commands.add_parser(
+        "hint", help="one hint more", description="Show the hints seen so far, and one more."
+    )
     parser.add_argument("exercise", **N_OR_CURRENT)
     parser.set_defaults(run=hint)
-    parser = commands.add_parser("solution", help="our solution, once yours is accepted")
+    parser = commands.add_parser(
+        "solution",
+        help="our solution, once yours is accepted",
+        description="Print our solution, once yours has been accepted.",
+    )
     parser.add_argument("exercise", **N)
     parser.add_argument("--anyway", action="store_true", help="show it, though yours is not")
     parser.set_defaults(run=solution)
-    parser = commands.add_parser("reset", help="the empty stub again; a copy of yours is kept")
+    parser = commands.add_parser(
+        "reset",
+        help="the empty stub again; a copy of yours is kept",
+        description="Put the stub in place of your answer, which is kept beside it. Asks first.",
+    )
     parser.add_argument("exercise", **N)
     parser.set_defaults(run=reset)
 
@@ -82,7 +96,7 @@ def hint(options: argparse.Namespace) -> int:
     hints = exercise.hints
     print(paint(f"{exercise.number:02d} {exercise.title}", "bold"))
     for number, text in enumerate(hints[: seen + 1], 1):
-        print(f"\n{paint(f'Hint {number} of {len(hints)}.', 'bold')} {text}")
+        print(f"\n{paint(f'Hint {number} of {len(hints)}', 'bold')}\n{text}")
     if seen < len(hints):
         progress.remember("hints", exercise.name, seen + 1)
     else:

@@ -32,7 +32,11 @@ def add(commands: argparse._SubParsersAction) -> None:
         "--answers", type=Path, metavar="FOLDER", help="somebody's answers; nothing is ticked"
     )
     parser.set_defaults(run=check)
-    parser = commands.add_parser("watch", help="grade it again whenever you save, until it passes")
+    parser = commands.add_parser(
+        "watch",
+        help="grade it again whenever you save, until it passes",
+        description="Grade an answer, and again whenever it is saved, until it is accepted.",
+    )
     parser.add_argument("exercise", **N_OR_CURRENT)
     parser.set_defaults(run=watch)
 

@@ -20,7 +20,7 @@ def parser() -> argparse.ArgumentParser:
         "course", description="Without a command: the path, how far you are, and what comes next."
     )
     whole.set_defaults(run=overview.show)
-    commands = whole.add_subparsers(title="commands", metavar="COMMAND")
+    commands = whole.add_subparsers(title="commands", metavar="COMMAND", prog="course")
     for part in PARTS:
         part.add(commands)
     return whole

@@ -117,13 +117,14 @@ def find_lesson(name: str) -> Lesson:
     """
     wanted = str(Path(name)).removesuffix(".py")
     path = Path(name).resolve()
-    if path.is_relative_to(ROOT):
+    if path.exists() and path.is_relative_to(ROOT):  # typed in a lesson's own folder, perhaps
         wanted = str(path.relative_to(ROOT)).removesuffix(".py")
+    wanted = re.sub(r"/(\d)$", r"/0\1", wanted)
     stems = [lesson.path.removesuffix(".py") for lesson in lessons()]
     for fits in (
         [stem for stem in stems if wanted in (stem, stem.partition("/")[2])],
         [stem for stem in stems if stem.startswith(f"{wanted}_")],
-        [stem for stem in stems if Path(name).name.removesuffix(".py") in stem],
+        [stem for stem in stems if wanted in stem],
     ):
         if len(fits) == 1:
             return lessons()[stems.index(fits[0])]

@@ -15,13 +15,21 @@ from course.outline import (
     lessons,
     steps,
 )
-from course.terminal import command, paint, shown
+from course.terminal import WIDTH, command, paint, say, shown, tick
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("next", help="the next lesson's questions, or exercise's task")
+    parser = commands.add_parser(
+        "next",
+        help="the next lesson's questions, or exercise's task",
+        description="Print what comes next on the path: a lesson's questions, an exercise's task.",
+    )
     parser.set_defaults(run=show_next)
-    parser = commands.add_parser("tick", help="tick a lesson that you ran by torchrun or srun")
+    parser = commands.add_parser(
+        "tick",
+        help="tick a lesson that you ran by torchrun or srun",
+        description="Tick a lesson that you ran by hand; `run` and `predict` do it by themselves.",
+    )
     parser.add_argument("lesson", metavar="NAME", help="parallelism/01, or any part of its name")
     parser.add_argument("--off", action="store_true", help="take the tick away again")
     parser.set_defaults(run=tick_lesson)
@@ -37,20 +45,19 @@ def show(options: argparse.Namespace) -> int:
     counted += f", {ticks} of {len(book())} exercises done"
     print(f"{paint('Distributed deep learning, by measurement', 'bold')}{counted:>57}")
     for heading, spine in (("The spine: all else builds on it", True), ("Deeper", False)):
-        print(f"\n{paint(f'{heading:67}', 'bold')} minutes  exercises")
+        print(f"\n{paint(f'{heading:62}', 'bold')} minutes  exercises")
         folder = ""
         for lesson in lessons():
             if lesson.spine == spine:
                 show_lesson(lesson, lesson.folder != folder, marks)
                 folder = lesson.folder
     for exercise in exercises_of_no_lesson():
-        print(f"{'':76}{of_exercise(exercise, marks)}")
+        print(f"{'':73}{of_exercise(exercise, marks)}")
     print()
     print(where_to_go(done))
-    print(
-        f"\n{command('run', 'FOLDER/NN')} runs any lesson, {command('start', 'NN')} begins any "
-        f"exercise.\n{command('--help')} lists all commands."
-    )
+    print(f"\n{command('run', 'FOLDER/NN')}   runs any lesson")
+    print(f"{command('start', 'NN')}        begins any exercise")
+    print(f"{command('--help')}          lists all commands")
     return 0
 
 
@@ -59,7 +66,7 @@ def marks_of(done: dict) -> dict[str, str]:
     marks = {step.name: "·" for step in steps()}
     for step in steps():
         if is_done(step, done):
-            marks[step.name] = paint("✓", "green")
+            marks[step.name] = tick(True)
     coming = next_step(done)
     if coming:
         marks[coming.name] = paint("→", "bold")
@@ -69,14 +76,14 @@ def marks_of(done: dict) -> dict[str, str]:
 def show_lesson(lesson: Lesson, first: bool, marks: dict[str, str]) -> None:
     """One row, and another for each further exercise; `first` of its folder, it names that."""
     folder = lesson.folder if first else ""
-    subject = textwrap.shorten(lesson.subject, 49, placeholder=" ...")
-    row = f"  {folder:15}{marks[lesson.name]} {lesson.number}  {subject:49}{lesson.minutes:4}"
+    subject = textwrap.shorten(lesson.subject, 44, placeholder=" ...")
+    row = f"  {folder:15}{marks[lesson.name]} {lesson.number}  {subject:44}{lesson.minutes:4}"
     after = exercises_after(lesson)
     if not after:
         print(row)
     for exercise in after:
         print(f"{row}  {of_exercise(exercise, marks)}")
-        row = " " * 74
+        row = " " * 71
 
 
 def of_exercise(exercise: Exercise, marks: dict[str, str]) -> str:
@@ -101,9 +108,12 @@ def where_to_go(done: dict) -> str:
     if step is None:
         return "All done. exercises/interview_topics.md asks whether you can also say it."
     if isinstance(step, Lesson):
-        return f"Next: {step.name}. {step.title}\n\n    {command('predict', step.name)}"
-    verb = "check" if step.answer.exists() else "start"
-    return f"Next: exercise {step.number:02d}. {step.title}\n\n    {command(verb, step.number)}"
+        what = f"Next: {step.name}. {step.title}"
+        how = command("predict", step.name)
+    else:
+        what = f"Next: exercise {step.number:02d}. {step.title}"
+        how = command("check" if step.answer.exists() else "start", step.number)
+    return f"{textwrap.fill(what, WIDTH, subsequent_indent=' ' * 6)}\n\n    {how}"
 
 
 def show_next(options: argparse.Namespace) -> int:
@@ -133,5 +143,5 @@ def tick_lesson(options: argparse.Namespace) -> int:
         print(f"No tick at {lesson.name} any more.")
     else:
         progress.remember("lessons", lesson.path, date.today().isoformat())
-        print(f"✓ {lesson.name}. {lesson.title}")
+        say(f"{tick(True)} {lesson.name}. {lesson.title}")
     return 0

@@ -20,11 +20,20 @@ FLAGS = {"metavar": "...", "nargs": argparse.REMAINDER, "help": "flags of the le
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("predict", help="answer a lesson's questions, run it, compare")
+    parser = commands.add_parser(
+        "predict",
+        help="answer a lesson's questions, run it, compare",
+        description="Ask the lesson's questions one by one, run it, and show your answers beside "
+        "what was predicted and measured. Answers are kept, and can be changed the next time.",
+    )
     parser.add_argument("lesson", **NAME)
     parser.add_argument("flags", **FLAGS)
     parser.set_defaults(run=predict)
-    parser = commands.add_parser("run", help="run a lesson")
+    parser = commands.add_parser(
+        "run",
+        help="run a lesson",
+        description="Run a lesson with this Python; tick it if all its claims hold.",
+    )
     parser.add_argument("lesson", **NAME)
     parser.add_argument("flags", **FLAGS)
     parser.set_defaults(run=run)
@@ -81,7 +90,8 @@ def ask(lesson: Lesson) -> dict[str, str]:
     first, questions = lesson.predict
     answers = progress.read()["predictions"].get(lesson.path, {})
     if first:
-        print(f"{first}\n")
+        say(" ".join(first.split()))
+        print()
     print("Enter skips a question, or keeps your earlier answer. Ctrl-D skips the rest.\n")
     for number, question in questions.items():
         print(numbered(number, question))
@@ -111,7 +121,7 @@ def compare(lesson: Lesson, answers: dict[str, str], ledger: list[dict]) -> None
         say(f"you      {paint(yours, 'bold')}", 3)
         rows = [row for row in ledger if row.get("question") == number]
         if rows:
-            print(f"{'':12}{'':48}{'predicted':22}{'measured':>14}")
+            print(f"{'':62}{'predicted':22}{'measured':>14}")
         else:
             print("   No claim of this run answers it.")
         for row in rows:
@@ -132,7 +142,7 @@ def show(row: dict) -> None:
     if row["slack"]:
         between += f" ±{row['slack']:.2g}"
     measured = readable(row["measured"])
-    print(f"   {verdict}  {row['claim']:48}{between:22}{measured:>14}")
+    print(f"   {verdict}  {row['claim']:50}{between:22}{measured:>14}")
 
 
 def readable(x: float | str) -> str:
