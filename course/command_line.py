@@ -8,10 +8,18 @@ import os
 import signal
 import sys
 
-from course import answers, check, overview, predict
+from course import answers, check, doctor, new, overview, predict, write
 from course.book import ROOT
 
-PARTS = (overview, predict, answers, check)  # in the order in which --help lists their commands
+PARTS = (
+    overview,
+    predict,
+    answers,
+    check,
+    doctor,
+    new,
+    write,
+)  # in the order in which --help lists their commands
 
 
 def parser() -> argparse.ArgumentParser:
