@@ -14,6 +14,7 @@ import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection
 from dataclasses import fields, is_dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 ATOMS = (type(None), bool, int, float, str, bytes)
 DICTS = (dict, OrderedDict, Counter, defaultdict)
-SERIES = {"tuple": tuple, "set": set, "frozenset": frozenset, "size": torch.Size}
+SERIES = {kind.__name__: kind for kind in (tuple, set, frozenset, torch.Size)}
 
 
 class NotPlain(ValueError):
@@ -32,8 +33,8 @@ def flatten(value: object, modules: Collection[str] = ()) -> object:
     """Return `value` in ATOMS, lists and dicts of them, the rest as {"is": kind, ...}.
 
     Views of a tensor become tensors of their own, a Parameter a tensor, every dict a plain one.
-    Dataclasses pass if one of `modules` defines them. Raises NotPlain for any other type, and for
-    what holds itself.
+    A SimpleNamespace passes, and a dataclass that one of `modules` defines. Raises NotPlain for
+    any other type, and for what holds itself.
     """
     try:
         return _flat(value, modules)
@@ -47,15 +48,17 @@ def _flat(value: object, modules: Collection[str]) -> object:
         return value
     if kind is list:
         return [_flat(item, modules) for item in value]
-    for name, series in SERIES.items():
-        if kind is series:
-            return {"is": name, "of": [_flat(item, modules) for item in value]}
+    if kind in SERIES.values():
+        return {"is": kind.__name__, "of": [_flat(item, modules) for item in value]}
     if kind in DICTS:
         pairs = [[_flat(k, modules), _flat(v, modules)] for k, v in value.items()]
         return {"is": "dict", "of": pairs}
+    if kind is SimpleNamespace:
+        return {"is": "namespace", "of": _flat(vars(value), modules)}
     if is_dataclass(kind) and kind.__module__ in modules:
-        found = [[f.name, _flat(getattr(value, f.name), modules)] for f in fields(value)]
-        return {"is": "object", "module": kind.__module__, "class": kind.__name__, "of": found}
+        found = {f.name: getattr(value, f.name) for f in fields(value) if f.init}
+        flat = {"is": "object", "module": kind.__module__, "class": kind.__name__}
+        return flat | {"of": _flat(found, modules)}
     return _flat_leaf(value)
 
 
@@ -107,8 +110,9 @@ def rebuild(flat: object, modules: Collection[str] = ()) -> object:
         return SERIES[flat["is"]]([rebuild(item, modules) for item in flat["of"]])
     if flat["is"] == "dict":
         return {rebuild(k, modules): rebuild(v, modules) for k, v in flat["of"]}
-    if flat["is"] == "object":
-        return _object(flat, modules)
+    if flat["is"] in ("namespace", "object"):
+        kind = SimpleNamespace if flat["is"] == "namespace" else _class(flat, modules)
+        return kind(**rebuild(flat["of"], modules))
     return LEAVES[flat["is"]](flat)
 
 
@@ -143,14 +147,14 @@ LEAVES = {
 }
 
 
-def _object(flat: dict, modules: Collection[str]) -> object:
+def _class(flat: dict, modules: Collection[str]) -> type:
     """One of the grader's own dataclasses; no other class can be named."""
     if flat["module"] not in modules:
         raise TypeError(flat["module"])
     kind = vars(sys.modules[flat["module"]])[flat["class"]]
     if not (isinstance(kind, type) and is_dataclass(kind)):
         raise TypeError(flat["class"])
-    return kind(**{name: rebuild(value, modules) for name, value in flat["of"]})
+    return kind
 
 
 class _Nameless(pickle.Unpickler):

@@ -55,7 +55,7 @@ STACK_WAIT = 3.0  # seconds that hung ranks get to write their stacks down
 PRELOAD = ["torch.distributed." + name for name in ("fsdp", "tensor.parallel", "pipelining")]
 PRELOAD += ["torch.distributed.checkpoint", "torch._dynamo", "sklearn.datasets", "cloudpickle"]
 PRELOAD += ["pytest"]  # it may be the main program, which every rank loads again
-PRELOAD += ["course.subreaper", "course.grading"]
+PRELOAD += ["course.rank_server", "course.grading"]
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 COURSE = Path(__file__).resolve().parent
@@ -330,7 +330,7 @@ def _end(ranks: list[Rank]) -> None:
 
 
 def _end_strays(patience: float = 5) -> None:
-    """Kill what dead ranks had started: the server has inherited it (course/subreaper.py)."""
+    """Kill what dead ranks had started: the server has inherited it (course/rank_server.py)."""
     stop = time.monotonic() + patience
     while time.monotonic() < stop:  # one may start another while we look
         with contextlib.suppress(psutil.NoSuchProcess):  # an answer has killed the server

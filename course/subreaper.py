@@ -1,31 +1,15 @@
-"""Imported by the server that ranks are forked from: what a dead rank leaves becomes its child.
+"""Inherit what descendants leave when they die, so that it can be found and ended."""
 
-Without it, a process that a rank had started in a session of its own would go to init, and nobody
-could tell whose it was. And when its parent is gone, the server goes at once: to take torch down in
-good order would take seconds, while its ranks run on.
-"""
-
-import atexit
 import ctypes
-import os
 import sys
-import warnings
 
 PR_SET_CHILD_SUBREAPER = 36
-SERVER = os.getpid()
 
 
 def adopt_orphans() -> None:
-    """Let this process inherit what its dead descendants leave; Linux alone can."""
+    """Become the parent of every process whose own parent, a descendant of ours, dies.
+
+    Without it they would go to init, and nobody could tell whose they were. Linux alone has it.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-
-
-@atexit.register
-def leave() -> None:
-    if os.getpid() == SERVER:  # and not a process that a rank has forked
-        os._exit(0)
-
-
-adopt_orphans()
-warnings.filterwarnings("ignore", "forkserver: waitpid returned")
