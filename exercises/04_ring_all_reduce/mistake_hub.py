@@ -1,13 +1,11 @@
-# The grader says: bytes sent: expected 288, got 576
 import torch
 import torch.distributed as dist
 
 
 def ring_all_reduce(x):
-    rank, n = dist.get_rank(), dist.get_world_size()
-    right, left = (rank + 1) % n, (rank - 1) % n
-    if n == 1:
-        return
+    """Rank 0 collects everything and sends the sum to all."""
+    rank = dist.get_rank()
+    n = dist.get_world_size()
     if rank > 0:
         dist.send(x, 0)
         dist.recv(x, 0)
