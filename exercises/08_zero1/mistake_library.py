@@ -1,9 +1,11 @@
-# The grader says: the answer uses ZeroRedundancyOptimizer
+"""The library's optimizer."""
+
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 
 def partition(sizes, n):
-    owners, held = [0] * len(sizes), [0] * n
+    owners = [0] * len(sizes)
+    held = [0] * n
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         owners[i] = held.index(min(held))
         held[owners[i]] += sizes[i]
