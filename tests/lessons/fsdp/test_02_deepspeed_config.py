@@ -215,6 +215,7 @@ def test_it_runs_under_deepspeeds_own_launcher(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_cpu_offload_with_deepspeeds_own_adam() -> None:
     """Compiled on first use (a minute), before there are ranks that could wait in vain."""
     build = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
