@@ -245,26 +245,27 @@ def test_where_there_is_no_clone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "on_path", "cwd", "expected"),
     [
-        ("bin/course", True, ".", "course"),
-        ("bin/course", False, ".", "bin/course"),
-        ("bin/course", False, "elsewhere", "{home}/bin/course"),
-        ("course/__main__.py", False, ".", "bin/python -m course"),
+        ("bin/course", "bin", ".", "course"),
+        ("bin/course", "nowhere", ".", "bin/course"),
+        ("bin/course", "elsewhere", ".", "bin/course"),
+        ("bin/course", "nowhere", "elsewhere", "{home}/bin/course"),
+        ("course/__main__.py", "nowhere", ".", "bin/python -m course"),
     ],
 )
 def test_commands_are_printed_as_they_can_be_typed(
     script: str,
-    on_path: bool,
+    on_path: str,
     cwd: str,
     expected: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for file in (script, "bin/python", "elsewhere/file"):
+    for file in (script, "bin/python", "elsewhere/course"):
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).touch(0o755)
     monkeypatch.setattr("sys.argv", [str(tmp_path / script)])
     monkeypatch.setattr("sys.executable", str(tmp_path / "bin/python"))
-    monkeypatch.setenv("PATH", str(tmp_path / "bin") if on_path else "")
+    monkeypatch.setenv("PATH", str(tmp_path / on_path))
     monkeypatch.chdir(tmp_path / cwd)
     assert terminal.program.__wrapped__() == expected.format(home=tmp_path)
 
@@ -506,7 +507,7 @@ def test_a_grader_that_breaks_is_not_believed(source: str, word: str, home: Path
 
 
 def test_checks_are_printed_as_they_end_and_nothing_is_left_behind(home: Path) -> None:
-    answer(home, FIRST, 'check("sums"); time.sleep(60)')
+    answer(home, FIRST, 'check("sums"); time.sleep(600)')
     shell = begin(home, "check")
     shell.expect_exact("✓ sums", timeout=30)
     shell.sendintr()
@@ -533,7 +534,7 @@ def test_checks_are_printed_as_they_end_and_nothing_is_left_behind(home: Path) -
 
 @pytest.mark.parametrize("argv", [[], ["check"], ["next"]])
 def test_a_reader_that_leaves_is_no_error(argv: list[str], home: Path) -> None:
-    answer(home, FIRST, 'check("sums"); time.sleep(0.5); check("counts"); time.sleep(60)')
+    answer(home, FIRST, 'check("sums"); time.sleep(0.5); check("counts"); time.sleep(600)')
     process = subprocess.Popen(
         [sys.executable, "-m", "course", *argv],
         cwd=home,
@@ -548,10 +549,10 @@ def test_a_reader_that_leaves_is_no_error(argv: list[str], home: Path) -> None:
 
 
 def test_watch_shows_nothing_stale(home: Path) -> None:
-    answer(home, FIRST, 'check("first"); time.sleep(60); check("stale")')
+    answer(home, FIRST, 'check("first"); time.sleep(600); check("stale")')
     shell = begin(home, "watch")
     shell.expect_exact("✓ first", timeout=30)
-    answer(home, FIRST, 'check("second"); time.sleep(60); check("stale")')  # in the middle
+    answer(home, FIRST, 'check("second"); time.sleep(600); check("stale")')  # in the middle
     shell.expect_exact("Saved meanwhile: from the start.", timeout=30)
     shell.expect_exact("✓ second", timeout=30)
     assert "first" not in shell.before
