@@ -204,7 +204,7 @@ def test_what_it_cannot_do_is_refused_before_any_message() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 7])
+@pytest.mark.parametrize("ranks", [2, 5, 7])  # 1, 3 and 4: test_every_lesson.py
 def test_the_lesson_holds_beside_powers_of_two_too(ranks: int) -> None:
     played = play(LESSON, ranks)
     played.expect(set())

@@ -127,7 +127,7 @@ BREAKS = {
 def test_a_broken_line_fails_the_claims_that_guard_it(what: str) -> None:
     changes, claims = BREAKS[what]
     played = play(LESSON, 2, *NO_LINK, *NO_HERE, *changes)
-    if "SIGSEGV" in str(played.code):
+    if what == "nobody waits in the end" and "SIGSEGV" in str(played.code):
         return  # memory that nobody waits for is freed too early: that is noticed as well
     played.expect(claims)
 
@@ -204,7 +204,7 @@ def test_the_timeline_shows_who_does_what_when() -> None:
 @pytest.mark.slow
 def test_without_a_slow_network_it_is_blocked_and_says_why() -> None:
     played = across(('command(f"tc ', 'command(f"no-such-tc '))
-    assert played.code == 0, played.output
+    played.expect(set())
     assert "no-such-tc" in played.output
     needs = [row["needs"] for row in played.ledger if row["verdict"] == "BLOCKED"]
     assert needs == ["root or user namespaces", "1 GPU"]

@@ -39,7 +39,9 @@ def orders_of(path: Path) -> tuple[list, str]:
 
 
 @NEEDED
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "ranks", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))]
+)
 def test_ranks_share_an_epoch_and_quasi_random_is_refused(ranks: int, beton: Path) -> None:
     outcomes = run(orders_of, ranks, beton, deadline=60)
     for epoch in range(3):

@@ -148,8 +148,7 @@ BROKEN_LAYOUTS = {  # each a set of breaks that meet different claims
 @pytest.mark.parametrize("what", BROKEN_LAYOUTS)
 def test_a_wrong_layout_fails_its_claims(what: str) -> None:
     changes, expected = BROKEN_LAYOUTS[what]
-    played = play(LESSON, 2, *changes)
-    assert played.failed == expected, played.output + str(played.code)
+    play(LESSON, 2, *changes).expect(expected)
 
 
 @pytest.mark.slow

@@ -47,6 +47,7 @@ def test_a_probe_that_fails_or_hangs_ends_nothing() -> None:
     assert doctor.look(lambda: None)() is None
 
 
+@pytest.mark.slow
 def test_a_machine_without_psutil_or_nvml_is_looked_at_all_the_same(tmp_path: Path) -> None:
     for name in ("psutil", "pynvml"):
         (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('No module {name}')")
@@ -423,8 +424,7 @@ def test_a_broken_line_makes_its_claim_fail(section, args, old, new, fail) -> No
     assert {claim for claim, verdict in verdicts.items() if verdict == "FAIL"} == fail
 
 
-def test_unbroken_these_claims_hold() -> (
-    None
-):  # the one on gloo does in tests/lessons/test_every_lesson.py
+def test_unbroken_these_claims_hold() -> None:
+    """The one on gloo does in tests/lessons/test_every_lesson.py."""
     for section in ("the_host_name_is_ours", "shared_memory_is_there", "failures_are_recognised"):
         assert set(ledger_of(section, ()).values()) == {"PASS"}, section
