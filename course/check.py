@@ -14,8 +14,10 @@ from course.answers import N_OR_CURRENT, chosen
 from course.book import Exercise
 from course.outline import book
 from course.overview import where_to_go
-from course.terminal import command, paint, say, shown, tick
+from course.terminal import command, paint, pending, say, shown, tick
 from course.verdict import Verdict, grade
+
+WAITING = "  checking ..."
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -45,7 +47,8 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def show_check(check: dict) -> None:
-    """One check, as it ends."""
+    """One check, as it ends; then that the next is waited for."""
+    pending()
     if check["verdict"] == "passed":
         say(f"{paint('✓', 'green')} {check['check']}", 2)
     elif check["verdict"] == "blocked":
@@ -53,6 +56,7 @@ def show_check(check: dict) -> None:
     else:
         say(f"{paint('✗', 'red')} {check['check']}", 2)
         say(check["message"], 4)
+    pending(WAITING)
 
 
 def show_end(exercise: Exercise, verdict: Verdict) -> None:
@@ -96,9 +100,13 @@ def check(options: argparse.Namespace) -> int:
     if options.json:
         return check_many([exercise], options)
     answer = answer_of(exercise, options)
+    if options.answers and not answer.is_file():
+        sys.exit(f"There is no {shown(answer)}.")
     require(answer, exercise)
     print(paint(f"{exercise.number:02d} {exercise.title}", "bold"), flush=True)
+    pending(WAITING)
     verdict = grade(exercise, answer, options.seed, show_check)
+    pending()
     if options.answers is None:
         settle(exercise, verdict)
     show_end(exercise, verdict)
@@ -127,6 +135,8 @@ def check_many(some: list[Exercise], options: argparse.Namespace) -> int:
         if answer.is_file():
             if options.json and sys.stderr.isatty():
                 print(f"checking {exercise.name}", file=sys.stderr)
+            elif not options.json:
+                pending(f"  {exercise.name} ...")
             verdict = grade(exercise, answer, options.seed)
         if options.answers is None:
             settle(exercise, verdict)
@@ -153,6 +163,7 @@ def check_many(some: list[Exercise], options: argparse.Namespace) -> int:
 
 def show_line(told: dict) -> None:
     """An exercise in one line, and in a second why it was not accepted."""
+    pending()
     colours = {"accepted": "green", "failed": "red", "error": "red", "blocked": "yellow"}
     status = paint(f"{told['status']:8}", colours.get(told["status"], "dim"))
     print(f"{tick(told['status'] == 'accepted')} {told['exercise']:26}{status}", end="")
@@ -172,7 +183,9 @@ def watch(options: argparse.Namespace) -> int:
         saved = state_of(answer)
         clock = time.strftime("%H:%M:%S")
         print(f"\n{paint(f'{clock}  {exercise.number:02d} {exercise.title}', 'bold')}", flush=True)
+        pending(WAITING)
         verdict = grade(exercise, answer, None, show_check, partial(saved_since, answer, saved))
+        pending()
         if verdict is None:
             print("Saved meanwhile: from the start.")
             continue

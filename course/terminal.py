@@ -26,6 +26,12 @@ def tick(done: bool) -> str:
     return paint("✓", "green") if done else "·"
 
 
+def pending(text: str = "") -> None:
+    """Say on a terminal what is waited for; the next such line, or none, takes its place."""
+    if sys.stdout.isatty():
+        print(f"\x1b[K{paint(text, 'dim')}", end="\r", flush=True)
+
+
 def say(text: str, indent: int = 0) -> None:
     """Print text at once, long lines wrapped, each below its own first word."""
     for line in text.splitlines():

@@ -12,14 +12,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from textwrap import dedent
 
 import pexpect
 import pytest
 
 from course import outline, overview, predict, terminal
-from course.lessons import ROOT
+from course.book import ROOT
 from tests.helpers.leftovers import left_in
 
 FIRST, LAST = "01_hello_ranks", "04_ring_all_reduce"
@@ -107,7 +107,7 @@ def ask(
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert "Traceback" not in ran.stderr + ran.stdout, ran.stderr + ran.stdout
     return ran
@@ -144,9 +144,9 @@ def ticks(home: Path) -> dict:
     return json.loads((home / "answers/.progress.json").read_text())
 
 
-def soon(true: object) -> bool:
-    """Whether it comes true within ten seconds."""
-    return any(true() or time.sleep(0.1) for _ in range(100))
+def soon(true: Callable[[], bool]) -> bool:
+    """Whether it comes true within two minutes: other jobs may be at work."""
+    return any(true() or time.sleep(0.1) for _ in range(1200))
 
 
 # The path
@@ -229,11 +229,10 @@ def test_it_works_from_any_folder(home: Path, tmp_path_factory: pytest.TempPathF
     assert f"Your file:  {home}/answers/{FIRST}.py\n" in text
     assert f"Your file:  answers/{LAST}.py\n" in ask(home, "start", "4").stdout
     assert ask(home, "run", "02_launching.py", cwd=home / "fundamentals").returncode == 0
-    answer(home, FIRST, ACCEPTED)
-    (elsewhere / "json.py").write_text("raise SystemExit('not a library')")
-    (elsewhere / "sub").mkdir()
-    assert ask(home, "check", "1", cwd=elsewhere / "sub").returncode == 0
-    assert {path.name for path in elsewhere.rglob("*")} == {"json.py", "sub"}
+    answer(home, FIRST, f"import wave; {ACCEPTED}")
+    (elsewhere / "wave.py").write_text("raise SystemExit('this is not the library')")
+    assert ask(home, "check", "1", cwd=elsewhere).returncode == 0
+    assert [path.name for path in elsewhere.iterdir()] == ["wave.py"]
 
 
 def test_where_there_is_no_clone(tmp_path: Path) -> None:
@@ -282,6 +281,7 @@ def test_commands_are_printed_as_they_can_be_typed(
         (("reset",), "the following arguments are required: N"),
         (("check", "1", "--all"), "not both"),
         (("check", "--all", "--answers", "nowhere"), "There is no folder nowhere."),
+        (("check", "4", "--answers", "course"), f"There is no course/{LAST}.py."),
         (("check", "4"), f"There is no answers/{LAST}.py yet. To begin it: "),
         (("watch", "4"), f"There is no answers/{LAST}.py yet. To begin it: "),
     ],
@@ -390,7 +390,7 @@ def test_figures_are_written_as_in_a_ledger() -> None:
 def test_start_never_writes_over_a_file(home: Path) -> None:
     assert ask(home, "start", "1").returncode == 0
     mine = home / f"answers/{FIRST}.py"
-    assert "raise NotImplementedError  # 5 lines in the solution" in mine.read_text()
+    assert re.search(r"raise NotImplementedError  # \d+ lines in the solution", mine.read_text())
     mine.write_text("mine")
     ran = ask(home, "start", "1")
     assert ran.returncode == 1
@@ -401,9 +401,11 @@ def test_start_never_writes_over_a_file(home: Path) -> None:
 def test_hints_come_one_by_one(home: Path) -> None:
     answer(home, FIRST, FAILED)
     assert re.search(r"A hint: \S+ hint 1", ask(home, "check", "1").stdout)
-    for shown in (1, 2, 3, 3):
+    there_are = len(outline.find_exercise(FIRST).hints)
+    for shown in (*range(1, there_are + 1), there_are):
         text = ask(home, "hint").stdout
-        assert re.findall(r"Hint (\d) of 3", text) == ["1", "2", "3"][:shown]
+        numbers = [int(number) for number in re.findall(rf"Hint (\d) of {there_are}\n", text)]
+        assert numbers == list(range(1, shown + 1))
     assert "No more hints." in text
     assert "A hint:" not in ask(home, "check", "1").stdout, "none is left to offer"
 
@@ -589,6 +591,8 @@ def test_a_teacher_gets_one_document(home: Path) -> None:
         ran = ask(home, "check", "--all", "--json")
         told = json.loads(ran.stdout)["exercises"][1]
         assert (ran.returncode, told["status"], told["message"].strip()) == (1, status, message)
+    told = json.loads(ask(home, "check", "4", "--json").stdout)
+    assert [one["exercise"] for one in told["exercises"]] == [LAST]
     text = ask(home, "check", "--all").stdout
     assert re.search(rf"✓ {FIRST} +accepted +\d+\.\d s\n", text)
     assert re.search(rf"· {LAST} +error .*\n    the grader itself failed: exit status 7\n", text)
@@ -626,27 +630,29 @@ def test_a_broken_progress_file_is_moved_aside(broken: str, home: Path) -> None:
     assert ask(home).stderr == ""
 
 
-def remember(home: Path, before: str, *names: str) -> subprocess.Popen:
+def remember(home: Path, *names: str, before: str = "") -> subprocess.Popen:
     """A process that remembers these lessons, one by one."""
-    script = f"""
-        import os, signal
-        from course import progress
-        {before}
-        for name in {names}:
-            progress.remember("lessons", name, "today")
-        """
-    return subprocess.Popen([sys.executable, "-c", dedent(script)], env=environment(home), cwd=home)
+    script = "import os, signal\nfrom pathlib import Path\nfrom course import progress\n"
+    script += f"{before}\nfor name in {names}:\n    progress.remember('lessons', name, 'today')\n"
+    return subprocess.Popen([sys.executable, "-c", script], env=environment(home), cwd=home)
 
 
-def test_a_command_that_is_killed_while_it_writes_loses_nothing(home: Path) -> None:
-    kill = "os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)"
-    assert remember(home, "", "one").wait() == 0
-    assert remember(home, kill, "two").wait() == -signal.SIGKILL
+KILLED = """
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+def write_half(path, text):
+    with path.open("w") as file:
+        file.write(text[: len(text) // 2])
+    die()
+"""
+
+
+@pytest.mark.parametrize("where", ["os.replace = die", "Path.write_text = write_half"])
+def test_a_command_that_is_killed_while_it_writes_loses_nothing(where: str, home: Path) -> None:
+    assert remember(home, "one").wait() == 0
+    assert remember(home, "two", before=KILLED + where).wait() == -signal.SIGKILL
     assert list(ticks(home)["lessons"]) == ["one"]
-    kill = "os.write = progress.json.dumps = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)"
-    assert remember(home, kill, "two").wait() == -signal.SIGKILL
-    assert list(ticks(home)["lessons"]) == ["one"]
-    assert remember(home, "", "two").wait() == 0
+    assert remember(home, "two").wait() == 0
     assert list(ticks(home)["lessons"]) == ["one", "two"]
     assert {path.name for path in (home / "answers").iterdir()} == {".progress.json"}
 
@@ -655,7 +661,7 @@ def test_commands_at_the_same_time_lose_nothing(home: Path) -> None:
     running = []
     for number in range(4):
         names = [f"{number}.{k}" for k in range(25)]
-        running.append(remember(home, "", *names))
+        running.append(remember(home, *names))
     assert [process.wait() for process in running] == [0] * 4
     assert len(ticks(home)["lessons"]) == 100
 
@@ -669,8 +675,7 @@ def test_the_real_judge_accepts_the_solution(home: Path) -> None:
     answer(home, FIRST, solution.read_text())
     ran = ask(home, "check", "1")
     assert ran.returncode == 0, ran.stdout
-    assert "✓ Nobody holds anything: the checksum is 0" in ran.stdout
-    assert "Accepted: 7 checks passed" in ran.stdout
+    assert re.search(rf"Accepted: {ran.stdout.count('✓')} checks passed", ran.stdout)
     assert soon(lambda: not left_in(home))
 
 
@@ -680,10 +685,7 @@ def test_ctrl_c_ends_the_ranks_of_an_endless_answer(home: Path) -> None:
     endless = stub.replace("raise NotImplementedError", "open('busy', 'w'); exec('while True: 0')")
     answer(home, FIRST, endless)
     shell = begin(home, "check")
-    for _ in range(1200):
-        if (home / "busy").exists():
-            break
-        time.sleep(0.1)
+    assert soon((home / "busy").exists)
     shell.sendintr()
     status, text = said(shell)
     assert status == 130
