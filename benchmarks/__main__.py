@@ -2,8 +2,8 @@
 
 A file benchmarks/NAME.py brings `ratios(repeats)`, a list of dicts: name, setting, ours and peer
 (seconds, one per repeat, measured alternately), and aim, what ours / peer should be at most. It may
-bring `figure(path)`. Nothing is judged: a shared machine is no referee. Writes bench.json and
-figures to build/bench, or with --keep to results/bench.
+bring `figure(path, repeats)`. Nothing is judged: a shared machine is no referee. Writes bench.json
+and figures to build/bench, or with --keep to results/bench.
 """
 
 import argparse
@@ -82,7 +82,7 @@ def main() -> None:
             rows.append(row_of(result))
             print(show(rows[-1]), flush=True)
         if hasattr(bench, "figure"):
-            bench.figure(str(folder / f"{name}.png"))
+            bench.figure(str(folder / f"{name}.png"), min(5, options.repeats))
     if options.only:
         rows = merged(rows, folder / "bench.json")
     (folder / "bench.json").write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")

@@ -1,11 +1,16 @@
 """The commands' own parts that can be tried without installing anything."""
 
+import json
 import os
+import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from course import doctor
+from course.command_line import parser
 from course.lessons import ROOT
 
 PACKAGES = (ROOT / "packages.txt").read_text().split()
@@ -182,3 +187,45 @@ def test_lint_asks_for_ruff_alone(checkout: Path) -> None:
     assert planned.rstrip().endswith("ruff format --check .")
     for word in ("install.sh", "apt", "-e ."):
         assert word not in planned
+
+
+# What documents tell people to type
+
+
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", ".ci/run")
+DOCUMENTS += (".github/workflows/test.yml", "results/README.md")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_what_is_to_be_made_can_be_made(document: str) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([\w./-]+):(?!=)", makefile, re.M)) | {"results"}
+    text = (ROOT / document).read_text()
+    named = re.findall(r"(?:`|run: |^ +|&& |phase \S+ )make ([a-z.][\w./-]*)", text, re.M)
+    assert set(named) <= targets
+    variables = set(re.findall(r"make [^`\n#]*?\b([A-Z_]+)=", text))
+    assert variables <= {"ONLY", "PYTHON", "TORCH", "TORCH_INDEX", "SYSTEM_PACKAGES"}
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "exercises/README.md"])
+def test_every_command_that_is_shown_is_one(document: str) -> None:
+    """`course ...`, in a line of its own or between backticks."""
+    text = (ROOT / document).read_text()
+    shown = re.findall(r"^    !?(course\b[^#\n]*)|`(course\b[^`]*)`", text, re.M)
+    lines = {(line or quoted).partition("&&")[0].split(";")[0].strip() for line, quoted in shown}
+    assert lines
+    for line in lines - {"course", "course/"}:
+        words = line.replace("tables|plumbing", "tables").split()[1:]
+        if not line.startswith("course/") and "..." not in words:
+            assert callable(parser().parse_args(words).run), line
+
+
+def test_the_workflow_tries_every_python_that_is_taken() -> None:
+    workflow = (ROOT / ".github/workflows/test.yml").read_text()
+    tried = re.search(r"python: (\[.+\])", workflow)[1]
+    minor = range(doctor.OLDEST[1], doctor.NEWEST[1] + 1)
+    assert json.loads(tried) == [f"3.{number}" for number in minor]
+    install = (ROOT / "course/install.sh").read_text()
+    assert " | ".join(json.loads(tried)) + ")" in install
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["requires-python"] == f">=3.{minor[0]},<3.{minor[-1] + 1}"

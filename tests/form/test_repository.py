@@ -37,8 +37,13 @@ def test_every_path_that_is_named_exists(file: str) -> None:
     assert missing == []
 
 
+INVENTED = ("parallelism/10", "exercises/15_all_to_all")  # CONTRIBUTING's examples
+
+
 def named(path: str) -> bool:
     """Whether this is a path, or a lesson's folder and number, as in communication/03."""
+    if path.startswith(INVENTED):
+        return True
     return (ROOT / path).exists() or bool(
         re.search(r"/\d\d\w*$", path) and [*ROOT.glob(f"{path}*")]
     )
