@@ -23,8 +23,8 @@ train on a GPU of 80 GB, and what do n ranks gain if each keeps 1/n of the optim
 Takes 15 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs. Predict, run, read.
 
 **Try.** Replace `bucket.shard_K.copy_(bucket.master_K)` by `pass`, so that the weights never see an
-update: which claims notice? Put it back. In `reduce`, change the last `if` to `if True:`: is the
-training still right?
+update: which claims notice? Put it back. In `reduce`, change the `if` to `if True:`: is
+the training still right?
 
 **Before.** parallelism/01_data_parallelism_ddp.py: what every rank holds, and why gradients are
 averaged.
@@ -139,12 +139,12 @@ STAGES = ("ZeRO-1", "ZeRO-2", "ZeRO-3")
 # view of the buffer. Micro-batches then add up in it, and until `step` you may look at `p.grad`,
 # scale or drop it, as without ZeRO.
 #
-#     full_N     [ weight 1                | bias 1 | weight 2              | bias 2 | 0 0 ]
-#     shards     [ rank 0        | rank 1          | rank 2         | rank 3               ]
-#     pieces     [ weight 1      | weight 1 |bias 1| | weight 2     | weight 2       |bias 2]
+#     full_N     [         weight 1        |   bias 1  |    weight 2   | bias 2|0]
+#     shards     [     rank 0    |     rank 1    |     rank 2    |     rank 3    ]
+#     pieces     [    weight 1   | weight 1| b. 1| b. 1| weight 2| w. 2| bias 2| ]
 #
-# A shard holds **pieces** of parameters: rank 1 has the end of weight 1 and nearly all of bias 1.
-# The optimizer gets the pieces as its parameters and never knows: SGD, Adam and AdamW treat every
+# A shard holds **pieces** of parameters: rank 1 has the end of weight 1 and half of bias 1. The
+# optimizer gets the pieces as its parameters and never knows: SGD, Adam and AdamW treat every
 # element by itself. (Muon and Adafactor look at whole matrices; PyTorch's `ZeroRedundancyOptimizer`
 # deals out whole parameters for them.)
 #
@@ -293,25 +293,11 @@ class ZeRO1(torch.optim.Optimizer):
         self.shards = dist.get_world_size(group) if sharded else 1
         self.device = next(self.parameters()).device
         require_equal_parameters(self, (numel, sharded, master_dtype))
-        members: dict[tuple, list[nn.Parameter]] = {}  # of each bucket
-        seen = Counter()  # elements so far, by dtype
-        for p in self.parameters():
-            start_as_on_the_first_rank(p, group)
-            if p.requires_grad:
-                bucket_number = seen[p.dtype] // numel
-                members.setdefault((p.dtype, bucket_number), []).append(p)
-                seen[p.dtype] += p.numel()
-        self.buckets = []
+        self.buckets = buckets_of(self, numel, master_dtype)
         self.pieces: dict[nn.Parameter, Piece] = {}
-        for (dtype, _), parameters in members.items():
-            precision = torch.promote_types(dtype, master_dtype or dtype)
-            self.buckets.append(Bucket(parameters, group, self.shards, precision))
-            self.pieces |= self.buckets[-1].pieces
-        groups = []
-        for group_of_whole in self.param_groups:
-            mine = [self.pieces[p].master for p in group_of_whole["params"] if p in self.pieces]
-            groups.append(settings(group_of_whole) | {"params": mine})
-        self.optimizer = optimizer_class(groups, **defaults)
+        for bucket in self.buckets:
+            self.pieces |= bucket.pieces
+        self.optimizer = optimizer_class(groups_of_pieces(self), **defaults)
         self.defaults = self.optimizer.defaults  # some schedulers look for them
         copy_settings(self.optimizer, self)
 
@@ -325,10 +311,9 @@ class ZeRO1(torch.optim.Optimizer):
         reducing = [bucket.reduce() for bucket in self.buckets]
         for work in reducing:
             work.wait()
-        norm = None if self.clip is None else self.gradient_norm()
+        norm = None if self.clip is None else gradient_norm(self)
         for bucket in self.buckets:
-            if bucket.master_K is not bucket.shard_K:
-                follow_loaded_weights(bucket)
+            follow_loaded_weights(bucket)
             gradient_K = bucket.gradient_K.to(bucket.master_K.dtype)
             if norm is not None:
                 gradient_K.mul_((self.clip / (norm + 1e-6)).clamp(max=1))
@@ -350,21 +335,23 @@ class ZeRO1(torch.optim.Optimizer):
         return norm
 
     def state_dict(self) -> dict:
+        """The state of whole parameters, on the CPU of every rank. All ranks must call this."""
         return super().state_dict() | {"state": whole_state(self)}
 
     def load_state_dict(self, state_dict: dict) -> None:
+        """Cut this rank's pieces out of a state dict of whole parameters."""
         super().load_state_dict(state_dict | {"state": {}})
         copy_settings(self, self.optimizer)
         take_pieces(self, state_dict["state"])
 
-    def gradient_norm(self) -> torch.Tensor:
-        square = torch.zeros((), device=self.device)
-        for bucket in self.buckets:
-            square = square + bucket.gradient_K.to(bucket.master_K.dtype).square().sum()
-        if self.shards > 1:
-            dist.all_reduce(square, group=self.group)
-        return square.sqrt()
 
+# %% [markdown]
+# The gradients here are bfloat16 throughout: micro-batches and ranks are added up in it, as
+# DeepSpeed does by default (`data_types.grad_accum_dtype` changes it). A bfloat16 number has 8
+# significant bits, so a sum does not change when a gradient is added that is 1000 times smaller,
+# however often that happens. Megatron-LM therefore accumulates and reduces gradients in float32,
+# whenever it trains in bfloat16: 18 bytes per parameter instead of 16, or 6 + 12/n sharded, 126 GB
+# for 7 billion parameters.
 
 # %% [markdown]
 # ## 4. What a real module needs: equal ranks, unused layers, groups, loaded weights
@@ -373,8 +360,9 @@ class ZeRO1(torch.optim.Optimizer):
 #   collective aborts or hangs. So the ranks compare their lists of parameters before.
 # - **Unused layers.** An optimizer passes over a parameter whose gradient is None: AdamW does not
 #   even decay it. In the buffer such a gradient is zero, since another rank may have made one. So
-#   one small all-reduce per step, of an integer per parameter, asks who has. A parameter frozen
-#   later is passed over, too. One that is unfrozen later lies in no bucket: that is refused.
+#   one small all-reduce per step, of an integer per parameter, asks who has; the CPU waits for its
+#   result. A parameter frozen later is passed over, too. One that is unfrozen later lies in no
+#   bucket, and that is refused.
 # - **Groups.** Settings such as the learning rate stand in two places: in the groups of whole
 #   parameters, where a scheduler writes, and in the groups of pieces, where the optimizer that
 #   steps may keep a count.
@@ -395,18 +383,58 @@ def require_equal_parameters(zero: ZeRO1, options: tuple) -> None:
     by_rank = [None] * dist.get_world_size(zero.group)
     dist.all_gather_object(by_rank, listed, zero.group)
     for rows in zip_longest(*by_rank, fillvalue="nothing"):
-        if len(set(rows)) > 1:
-            found = [f"{row} (rank {rows.index(row)} first)" for row in dict.fromkeys(rows)]
-            rule = "every rank must hand ZeRO1 the same parameters; the first that differs"
-            raise ValueError(f"{rule}: {'; '.join(found)}; build all ranks' modules alike")
+        ranks_of: dict[str, list[int]] = {}
+        for rank, row in enumerate(rows):
+            ranks_of.setdefault(row, []).append(rank)
+        if len(ranks_of) > 1:
+            rule = "every rank must hand ZeRO1 the same parameters: build all modules alike"
+            raise ValueError(f"{rule}; the first difference, and its ranks: {ranks_of}")
 
 
-def start_as_on_the_first_rank(p: nn.Parameter, group: Group) -> None:
-    dense = p.data.contiguous()  # p itself, unless it is transposed
-    dist.broadcast(dense, group_src=0, group=group)
-    p.data.copy_(dense)
+def buckets_of(zero: ZeRO1, numel: int, master_dtype: torch.dtype | None) -> list[Bucket]:
+    """Deal out what is trained, by dtype; all ranks start from the weights of the first."""
+    members: dict[tuple, list[nn.Parameter]] = {}  # of each bucket
+    seen = Counter()  # elements so far, by dtype
+    for p in zero.parameters():
+        dense = p.data.contiguous()  # p itself, unless it is transposed
+        dist.broadcast(dense, group_src=0, group=zero.group)
+        p.data.copy_(dense)
+        if p.requires_grad:
+            bucket_number = seen[p.dtype] // numel
+            members.setdefault((p.dtype, bucket_number), []).append(p)
+            seen[p.dtype] += p.numel()
+    buckets = []
+    for (dtype, _), parameters in members.items():
+        precision = torch.promote_types(dtype, master_dtype or dtype)
+        buckets.append(Bucket(parameters, zero.group, zero.shards, precision))
+    return buckets
 
 
+def groups_of_pieces(zero: ZeRO1) -> list[dict]:
+    """The same parameter groups, of what this rank updates."""
+    groups = []
+    for group in zero.param_groups:
+        mine = [zero.pieces[p].master for p in group["params"] if p in zero.pieces]
+        groups.append(settings(group) | {"params": mine})
+    return groups
+
+
+def settings(group: dict) -> dict:
+    """Learning rate and so on, of one parameter group."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def copy_settings(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
+    for theirs, ours in zip(source.param_groups, target.param_groups, strict=True):
+        ours.update(settings(theirs))
+
+
+# %% [markdown]
+# Three more functions serve every step. They find which parameters were used, the norm of the whole
+# gradient, and whether weights were loaded.
+
+
+# %%
 def used_by_anyone(zero: ZeRO1) -> set[nn.Parameter]:
     """Return the parameters for which any rank has made a gradient."""
     made: dict[nn.Parameter, bool] = {}
@@ -421,20 +449,20 @@ def used_by_anyone(zero: ZeRO1) -> set[nn.Parameter]:
     return {p for p, used in zip(made, by_anyone.tolist(), strict=True) if used}
 
 
-def settings(group: dict) -> dict:
-    """Learning rate and so on, of one parameter group."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def copy_settings(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
-    for theirs, ours in zip(source.param_groups, target.param_groups, strict=True):
-        ours.update(settings(theirs))
+def gradient_norm(zero: ZeRO1) -> torch.Tensor:
+    square = torch.zeros((), device=zero.device)
+    for bucket in zero.buckets:
+        square = square + bucket.gradient_K.to(bucket.master_K.dtype).square().sum()
+    if zero.shards > 1:
+        dist.all_reduce(square, group=zero.group)
+    return square.sqrt()
 
 
 def follow_loaded_weights(bucket: Bucket) -> None:
     """Where a weight is not its master, rounded, take over the weight."""
-    loaded = bucket.shard_K != bucket.master_K.to(bucket.shard_K.dtype)
-    bucket.master_K.copy_(torch.where(loaded, bucket.shard_K, bucket.master_K))
+    if bucket.master_K is not bucket.shard_K:
+        loaded = bucket.shard_K != bucket.master_K.to(bucket.shard_K.dtype)
+        bucket.master_K.copy_(torch.where(loaded, bucket.shard_K, bucket.master_K))
 
 
 # %% [markdown]
@@ -478,7 +506,7 @@ def joined(parts: list[dict], shape: torch.Size) -> dict:
 
 
 def take_pieces(zero: ZeRO1, whole: dict[int, dict]) -> None:
-    """Cut this rank's pieces out of what `whole_state` has returned."""
+    """Give the optimizer of pieces its parts of what `whole_state` has returned."""
     numbers = {p: i for i, p in enumerate(zero.parameters())}
     mine = zero.optimizer.state_dict()
     mine["state"] = {}
@@ -496,14 +524,6 @@ def take_pieces(zero: ZeRO1, whole: dict[int, dict]) -> None:
             mine["state"][k] = state
     zero.optimizer.load_state_dict(mine)
 
-
-# %% [markdown]
-# The gradients here are bfloat16 throughout: micro-batches and ranks are added up in it, as
-# DeepSpeed does by default (`data_types.grad_accum_dtype` changes it). A bfloat16 number has 8
-# significant bits, so a sum does not change when a gradient is added that is 1000 times smaller,
-# however often that happens. Megatron-LM therefore accumulates and reduces gradients in float32,
-# whenever it trains in bfloat16: 18 bytes per parameter instead of 16, or 6 + 12/n sharded, 126 GB
-# for 7 billion parameters.
 
 # %% [markdown]
 # ## 5. How it is measured
@@ -785,14 +805,15 @@ def measure_on_gpus(device: torch.device) -> None:
 # Weights and the norm of the gradient follow one process to some 1e-8, as with PyTorch's DDP.
 #
 # **Try.** Without the copy the float32 claims all pass, for there the master *is* the weight. In
-# bfloat16 the masters go on moving, by the gradients of weights that never change, and only the
-# comparison of the two notices. If `reduce` always all-reduces, training stays right
-# to the bit, since the shard is a view of the sum; only the count of elements tells.
+# bfloat16 every step takes the weights, which never change, for loaded ones: the masters start from
+# them again, and only the comparison of the two notices. If `reduce` always all-reduces, training
+# stays right to the bit, since the shard is a view of the sum; only the count of elements tells.
 #
 # On real systems: PyTorch's `ZeroRedundancyOptimizer`, DeepSpeed's stage 1, Megatron's distributed
-# optimizer. Their checkpoints hold shards, so changing the number of ranks means gathering or
-# resharding them. At a thousand ranks the shards of small buckets become a few elements, and the
-# all-gather a matter of latency: use fewer, larger buckets, or shard within a group of ranks only.
+# optimizer. Their checkpoints hold shards, so changing the number of ranks means joining or
+# resharding them, as in section 4. At a thousand ranks the shards of small buckets become a few
+# elements, and the all-gather a matter of latency: use fewer, larger buckets, or shard within a
+# group of ranks only.
 
 
 # %%
