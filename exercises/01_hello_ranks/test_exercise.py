@@ -8,41 +8,70 @@ import torch.distributed as dist
 
 from course.grading import Wrong, expect, grade
 
-
-def shard_of(rank: int) -> torch.Tensor:
-    """Another length on every rank, none on rank 1; large enough that float32 would round."""
-    return 10**9 * (rank + 1) + torch.arange([3, 0, 5, 1][rank])
+LENGTHS = [3, 1, 0, 5]
 
 
-def call(answer, wire, empty: bool) -> tuple:
-    shard = shard_of(dist.get_rank())[: 0 if empty else None]
+def shard_of(rank: int, seed: int) -> torch.Tensor:
+    """Another length on every rank, none on rank 2. Even numbers, but for one on rank 0, so that
+    every checksum is odd; and so large that no float64 holds an odd number of that size.
+    """
+    random = torch.Generator().manual_seed(seed + rank)
+    shard = 2 * torch.randint(2**55, 2**56, (LENGTHS[rank],), generator=random)
+    if rank == 0:
+        shard[0] += 1
+    return shard
+
+
+def call(answer, wire, empty: bool, seed: int) -> tuple:
+    shard = shard_of(dist.get_rank(), seed)
+    if empty:
+        shard = shard[:0]
     given = shard.clone()
     said = answer.hello(shard)
     if not torch.equal(shard, given):
         raise Wrong("the shard was changed; it is the caller's")
+    if not (isinstance(said, tuple) and len(said) == 2):
+        raise Wrong(f"expected a greeting and a checksum, got {said!r}")
+    for part, due, what in zip(said, (str, int), ("greeting", "checksum"), strict=True):
+        if type(part) is not due:
+            raise Wrong(f"the {what}: expected of type {due.__name__}, got {part!r}")
     return said, wire.calls()
 
 
+def compare(said: tuple, rank: int, n: int, seed: int) -> None:
+    """Greeting and checksum of one rank; known mistakes are called by their names."""
+    greeting, checksum = said
+    expect(greeting, f"rank {rank} of {n}", f"rank {rank}: greeting")
+    sums = [int(shard_of(r, seed).sum()) for r in range(n)]
+    due = sum((r + 1) * sums[r] for r in range(n))
+    known = {
+        "that is this rank's own part, not the sum over all ranks": (rank + 1) * sums[rank],
+        "the weights are to be 1 to n": due - sum(sums),
+        "weigh each rank's sum before they are added up": (rank + 1) * sum(sums),
+    }
+    why = next((f": {mistake}" for mistake, value in known.items() if checksum == value), "")
+    if 0 < abs(checksum - due) < due / 2**20:
+        why = ": as rounded by a float; int64 is exact"
+    if checksum != due:
+        raise Wrong(f"rank {rank}: checksum: expected {due:,}, got {checksum:,}{why}")
+
+
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_greeting_and_checksum(answer: Path, n: int) -> None:
+def test_greeting_and_checksum(answer: Path, seed: int, n: int) -> None:
     """Greeting and checksum, on {n} ranks"""
-    due = sum((r + 1) * int(shard_of(r).sum()) for r in range(n))
-    for rank, (said, _) in enumerate(grade(answer, call, n, False)):
-        if not (isinstance(said, tuple) and len(said) == 2):
-            raise Wrong(f"rank {rank}: expected a greeting and a checksum, got {said!r}")
-        expect(said[0], f"rank {rank} of {n}", f"rank {rank}: greeting")
-        expect(said[1], due, f"rank {rank}: checksum")
+    for rank, (said, _) in enumerate(grade(answer, call, n, False, seed)):
+        compare(said, rank, n, seed)
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_cost(answer: Path, n: int) -> None:
+def test_cost(answer: Path, seed: int, n: int) -> None:
     """One collective of 8 bytes, on {n} ranks"""
-    for rank, (_, calls) in enumerate(grade(answer, call, n, False)):
-        expect(len(calls), 1, f"rank {rank}: calls")
+    for rank, (_, calls) in enumerate(grade(answer, call, n, False, seed)):
+        expect(len(calls), 1, f"rank {rank}: collectives")
         expect(calls[0].nbytes, 8, f"rank {rank}: bytes in its {calls[0].op}")
 
 
-def test_nobody_holds_anything(answer: Path) -> None:
+def test_nobody_holds_anything(answer: Path, seed: int) -> None:
     """Nobody holds anything: the checksum is 0"""
-    for rank, (said, _) in enumerate(grade(answer, call, 3, True)):
+    for rank, (said, _) in enumerate(grade(answer, call, 3, True, seed)):
         expect(said[1], 0, f"rank {rank}: checksum")

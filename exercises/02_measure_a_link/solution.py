@@ -76,7 +76,8 @@ def busbw(collective: str, nbytes: int, seconds: float, n: int) -> float:
     # --- end
 
 
-# Given: links of this machine, for `python exercise.py`. Their figures are shown, not judged.
+# Given: links of this machine, for `python answers/02_measure_a_link.py`. Their figures are shown
+# and not judged.
 
 SIZES = [4**k for k in range(3, 12)]  # bytes: 64 B to 4 MiB, on GPUs to 256 MiB
 

@@ -1,5 +1,6 @@
-"""Grader of 02: the method, on links whose alpha and beta are known, and each of whose difficulties
-comes alone before they come together. No real time passes."""
+"""Grader of 02: the method, on links whose alpha and beta only the grader knows. Each difficulty
+comes alone before all come together. No real time passes.
+"""
 
 import random
 from collections import Counter
@@ -10,10 +11,11 @@ import pytest
 
 from course.grading import Wrong, expect, grade
 
-ALPHA, BETA, LAUNCH = 5e-6, 50.0, 1e-6  # seconds, GB/s, seconds that starting a ping takes
+LAUNCH = 1e-6  # seconds that starting a ping takes
+HALF = 250_000  # alpha x beta in bytes, or n_1/2: there alpha and n / beta are equal
 WIDE = [4**k for k in range(3, 14)]  # from where only alpha counts to where only beta does
 LARGE = [64, 1024, 4096, *(4**k for k in range(11, 16))]  # most take far longer than alpha
-NARROW = [64_000, 1_000, 250_000, 4_000, 500_000, 16_000]  # alpha x beta, or n_1/2, is 250,000
+NARROW = [64_000, 1_000, 250_000, 4_000, 500_000, 16_000]  # about HALF, in no order
 NAMED = {  # by which factors alpha and beta are off, and whence
     (2, 0.5): "a ping is two messages, there and back",
     (1, 2): "that is both ways summed; one way is asked for",
@@ -66,9 +68,13 @@ def call(answer, wire, sizes: list[int], link: tuple) -> tuple:
     return alpha, beta, done
 
 
-def judge(answer: Path, sizes: list[int], within: float, why: str = "", **link) -> SimpleNamespace:
+def judge(
+    answer: Path, seed: int, sizes: list[int], within: float, why: str = "", **link
+) -> SimpleNamespace:
     """Compare alpha and beta; `why` is what to think of if they are off. Returns what was done."""
-    link = dict(alpha=ALPHA, beta=BETA, warm=0, outliers=False, noise=0.0, seed=0) | link
+    alpha = random.Random(seed).uniform(2e-6, 20e-6)
+    drawn = {"alpha": alpha, "beta": HALF / alpha / 1e9}
+    link = drawn | {"warm": 0, "outliers": False, "noise": 0.0, "seed": seed} | link
     alpha, beta, done = grade(answer, call, 1, sizes, tuple(link.values()), group=False)[0]
     off = alpha / link["alpha"], beta / link["beta"]
     if all(abs(factor - 1) <= within for factor in off):
@@ -85,30 +91,30 @@ def judge(answer: Path, sizes: list[int], within: float, why: str = "", **link) 
     raise Wrong(f"expected {due} (within {within:.0%}), got {got}{why and ': ' + why}")
 
 
-def test_quiet(answer: Path) -> None:
+def test_quiet(answer: Path, seed: int) -> None:
     """A quiet link, 64 B to 64 MiB"""
-    judge(answer, WIDE, 0.01)
+    judge(answer, seed, WIDE, 0.01)
 
 
-def test_narrow(answer: Path) -> None:
+def test_narrow(answer: Path, seed: int) -> None:
     """A quiet link, sizes all about the middle and in any order"""
     why = "in no message here does alpha or n / beta count alone: fit both"
-    judge(answer, NARROW, 0.01, why)
+    judge(answer, seed, NARROW, 0.01, why)
 
 
-def test_two_sizes(answer: Path) -> None:
+def test_two_sizes(answer: Path, seed: int) -> None:
     """A quiet link, only two sizes"""
-    judge(answer, [500_000, 100_000], 0.01, alpha=20e-6, beta=12.5)
+    judge(answer, seed, [500_000, 100_000], 0.01)
 
 
-def test_warm_up(answer: Path) -> None:
+def test_warm_up(answer: Path, seed: int) -> None:
     """A link whose first three pings of each size are slow"""
-    judge(answer, WIDE, 0.01, "do the slow first pings count?", warm=3)
+    judge(answer, seed, WIDE, 0.01, "do the slow first pings count?", warm=3)
 
 
-def test_outliers(answer: Path) -> None:
+def test_outliers(answer: Path, seed: int) -> None:
     """A link where every eighth ping takes twenty times as long"""
-    judge(answer, WIDE, 0.01, "do a few slow pings count that much?", outliers=True)
+    judge(answer, seed, WIDE, 0.01, "do a few slow pings count that much?", outliers=True)
 
 
 # Each time is within 2%, so each median is. With sizes from far below n_1/2 to far above it, a fit
@@ -116,26 +122,26 @@ def test_outliers(answer: Path) -> None:
 NOISY = {"noise": 0.02, "within": 0.05}
 
 
-def test_noise(answer: Path) -> None:
+def test_noise(answer: Path, seed: int) -> None:
     """Links whose times vary by 2%"""
     why = "2% of the longest time is more than alpha: count errors relative to the time"
-    for seed in range(4):
-        judge(answer, LARGE, why=why, seed=seed, **NOISY)
+    for more in range(4):
+        judge(answer, seed + more, LARGE, why=why, **NOISY)
 
 
 @pytest.mark.parametrize(
     ("name", "alpha", "beta"), [("NVLink 4", 2e-6, 450), ("PCIe 5.0", 4e-6, 63), ("TCP", 3e-5, 1.8)]
 )
-def test_all_together(answer: Path, name: str, alpha: float, beta: float) -> None:
+def test_all_together(answer: Path, seed: int, name: str, alpha: float, beta: float) -> None:
     """All difficulties together, on a link like {name}"""
     half = int(alpha * beta * 1e9)
     sizes = [half // 100, half * 10, half // 10, half // 3, half * 3, half]
-    judge(answer, sizes, alpha=alpha, beta=beta, warm=3, outliers=True, **NOISY)
+    judge(answer, seed, sizes, alpha=alpha, beta=beta, warm=3, outliers=True, **NOISY)
 
 
-def test_cost(answer: Path) -> None:
+def test_cost(answer: Path, seed: int) -> None:
     """At most 50 pings of each size, and none of another"""
-    pings = judge(answer, WIDE, 0.01).pings
+    pings = judge(answer, seed, WIDE, 0.01).pings
     if other := set(pings) - set(WIDE):
         raise Wrong(f"pings of sizes that were not asked for: {sorted(other)}")
     worst = max(pings, key=pings.get)

@@ -14,26 +14,32 @@ from course.grading import Event, Wrong, expect, grade, same
 SHIFTS = 1, -1, 2, -2, 3, 4, 5, -7, 0
 DTYPES = torch.int32, torch.int64, torch.float64, torch.bfloat16, torch.bool
 LAYOUTS = "", "transposed", "every other column", "one number", "no elements"
+THREADS = ("threading.Thread.__init__",)  # what a thread sends is not counted
 Case = tuple[int, torch.dtype, str]  # shift, dtype, memory layout
 
 
-def held(rank: int, dtype: torch.dtype = torch.float32, layout: str = "") -> torch.Tensor:
+def held(
+    rank: int, seed: int, dtype: torch.dtype = torch.float32, layout: str = ""
+) -> torch.Tensor:
     """Other numbers on every rank and in every place; too fine for a detour by float32."""
-    x = torch.arange(12).reshape(3, 4) + 20 * rank + 7
-    fine = dict.fromkeys((torch.int32, torch.int64), x + 2**24) | {torch.float64: x / 11}
-    x = (fine | {torch.bool: x * x % 5 < 2 + rank % 2}).get(dtype, x).to(dtype)
+    random = torch.Generator().manual_seed(seed + rank)
+    if dtype.is_floating_point:
+        x = torch.randn(3, 4, dtype=dtype, generator=random)
+    else:
+        bits = {torch.bool: 1, torch.int32: 31, torch.int64: 62}[dtype]
+        x = torch.randint(2**bits, (3, 4), generator=random).to(dtype)
     views = {"transposed": x.t(), "every other column": x[:, ::2], "one number": x[1, 2]}
     return {**views, "no elements": x[:0]}.get(layout, x)
 
 
-def call(answer, wire, cases: list[Case]) -> list[list[Event]]:
+def call(answer, wire, cases: list[Case], seed: int) -> list[list[Event]]:
     """Judge what comes in each case; return the messages. Rank 0 comes late to the first one."""
     rank = dist.get_rank()
     n = dist.get_world_size()
     store = _get_default_store()
     messages = []
     for number, (shift, dtype, layout) in enumerate(cases):
-        x = held(rank, dtype, layout)
+        x = held(rank, seed, dtype, layout)
         behind = (rank - shift) % n
         if rank == 0 and number == 0:
             for other in range(1, n):
@@ -49,13 +55,12 @@ def call(answer, wire, cases: list[Case]) -> list[list[Event]]:
             raise
         if isinstance(y, torch.Tensor) and not store.check([f"{number}, rank {behind}"]):
             raise Wrong(f"{told}: came back before anything can have come: wait for the work")
-        if not torch.equal(x, held(rank, dtype, layout)):
+        if not torch.equal(x, held(rank, seed, dtype, layout)):
             raise Wrong(f"{told}: x was changed; it is the caller's, and is still on its way out")
-        due = held(behind, dtype, layout)
-        tensor = isinstance(y, torch.Tensor)
-        if tensor and not torch.equal(y, due):
+        due = held(behind, seed, dtype, layout)
+        if isinstance(y, torch.Tensor) and not torch.equal(y, due):
             for other in range(n):
-                if torch.equal(y, held(other, dtype, layout)):
+                if torch.equal(y, held(other, seed, dtype, layout)):
                     whose = f"expected the tensor of rank {behind}, got rank {other}'s"
                     raise Wrong(f"{told}: {whose}")
         same(y, due, f"{told}: what comes from rank {behind}")
@@ -70,21 +75,21 @@ def call(answer, wire, cases: list[Case]) -> list[list[Event]]:
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 1])
-def test_values(answer: Path, n: int) -> None:
+def test_values(answer: Path, seed: int, n: int) -> None:
     """What comes, by any shift, on {n} ranks"""
-    grade(answer, call, n, [(shift, torch.float32, "") for shift in SHIFTS])
+    grade(answer, call, n, [(shift, torch.float32, "") for shift in SHIFTS], seed)
 
 
-def test_tensors(answer: Path) -> None:
+def test_tensors(answer: Path, seed: int) -> None:
     """What comes, of any dtype and memory layout"""
-    grade(answer, call, 3, [*product((1, -1, 0), DTYPES, LAYOUTS)])
+    grade(answer, call, 3, [*product((1, -1, 0), DTYPES, LAYOUTS)], seed)
 
 
 @pytest.mark.parametrize("n", [3, 4])
-def test_cost(answer: Path, n: int) -> None:
+def test_cost(answer: Path, seed: int, n: int) -> None:
     """One message out and one in, whatever the shift, on {n} ranks"""
     cases = [(shift, torch.float32, "") for shift in SHIFTS]
-    for rank, messages in enumerate(grade(answer, call, n, cases)):
+    for rank, messages in enumerate(grade(answer, call, n, cases, seed, forbid=THREADS)):
         for (shift, *_), calls in zip(cases, messages, strict=True):
             told = f"rank {rank} of {n}, shift {shift}"
             sent = [e for e in calls if e.op == "send"]
@@ -108,38 +113,42 @@ class Told(list):
         _get_default_store().add(key, 1)
 
 
-def each_late(answer, wire) -> list[torch.Tensor]:
+def each_late(answer, wire, seed: int) -> list[torch.Tensor]:
     """Each rank in turn comes late: when all others have started their send and their receive.
     That they wait for its message is their right, but not before they have sent their own."""
     rank = dist.get_rank()
     n = dist.get_world_size()
-    store = _get_default_store()
     came = []
     for late in range(n):
         wire.events = Told(late)
-        x = held(rank)
+        x = held(rank, seed)
         if rank == late:
-            stop = (
-                time.monotonic() + 8
-            )  # a right answer waits for nobody here; a wrong one for ever
-            for other, op in product(set(range(n)) - {late}, ("send", "recv")):
-                while not store.check([f"rank {other} starts its {op}, rank {late} late"]):
-                    if time.monotonic() > stop:
-                        why = f"rank {other} has not started its {op} while rank {late} is away"
-                        raise Wrong(f"{why}: start both, then wait")
-                    time.sleep(0.01)
+            wait_for_the_others(late, n)
             time.sleep(0.1)  # who does not wait for its send overwrites x meanwhile
         came.append(answer.ring_shift(x))
         x.fill_(-1)  # as the next step would
     return came
 
 
+def wait_for_the_others(late: int, n: int) -> None:
+    """Return when all have started both. A right answer waits for nobody here, a wrong one would
+    for ever."""
+    store = _get_default_store()
+    stop = time.monotonic() + 8
+    for other, op in product(set(range(n)) - {late}, ("send", "recv")):
+        while not store.check([f"rank {other} starts its {op}, rank {late} late"]):
+            if time.monotonic() > stop:
+                why = f"rank {other} has not started its {op} while rank {late} is away"
+                raise Wrong(f"{why}: start both, then wait")
+            time.sleep(0.01)
+
+
 @pytest.mark.parametrize("n", [3, 4])
-def test_all_at_once(answer: Path, n: int) -> None:
+def test_all_at_once(answer: Path, seed: int, n: int) -> None:
     """All have sent before anything has come: each of {n} ranks is late once"""
-    for rank, came in enumerate(grade(answer, each_late, n)):
+    for rank, came in enumerate(grade(answer, each_late, n, seed, deadline=20)):
         for late, y in enumerate(came):
             behind = (rank - 1) % n
             if isinstance(y, torch.Tensor) and (y == -1).any():
                 raise Wrong(f"rank {behind} came back while its x was still being sent: wait")
-            same(y, held(behind), f"rank {rank}, rank {late} late: what came")
+            same(y, held(behind, seed), f"rank {rank}, rank {late} late: what came")

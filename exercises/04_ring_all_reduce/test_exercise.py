@@ -1,23 +1,30 @@
-"""Grader of 04: sums, the same bits everywhere, messages, bytes and neighbours."""
+"""Grader of 04: sums, the same bits everywhere, messages and bytes each way, and all at once."""
 
+import time
 from collections import Counter
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
-from course.grading import Wrong, expect, grade, same
+from course.grading import Event, Wrong, expect, grade, same
 
-
-def operand(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """Other numbers on every rank and in every place; 11ths, so that the order of sums shows."""
-    x = torch.arange(1, length + 1, dtype=torch.float64) * (rank + 1) ** 2
-    return (x / 11 if dtype.is_floating_point else x).to(dtype)
+THREADS = ("threading.Thread.__init__",)  # what a thread sends is not counted
 
 
-def call(answer, wire, length: int, dtype: torch.dtype) -> tuple:
-    x = operand(dist.get_rank(), length, dtype)
+def operand(rank: int, length: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Other numbers on every rank; between 1 and 2, or integers that no float32 holds."""
+    random = torch.Generator().manual_seed(seed + rank)
+    if dtype.is_floating_point:
+        return 1 + torch.rand(length, dtype=torch.float64, generator=random).to(dtype)
+    return torch.randint(2**40, 2**60, (length,), dtype=dtype, generator=random)
+
+
+def call(answer, wire, length: int, dtype: torch.dtype, seed: int) -> tuple:
+    x = operand(dist.get_rank(), length, dtype, seed)
     returned = answer.ring_all_reduce(x)
     if isinstance(returned, torch.Tensor) and returned is not x:
         raise Wrong("it returns another tensor; the sum belongs into x itself")
@@ -25,44 +32,118 @@ def call(answer, wire, length: int, dtype: torch.dtype) -> tuple:
     return x, wire.calls("send")
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
-@pytest.mark.parametrize("length", [12, 7, 2])
-def test_sum(answer: Path, n: int, length: int) -> None:
+def compare(results: list[torch.Tensor], parts: list[torch.Tensor]) -> None:
+    """With the sum; known mistakes are called by their names. And all ranks with each other."""
+    n = len(parts)
+    dtype = parts[0].dtype
+    wide = torch.float64 if dtype.is_floating_point else dtype
+    due = torch.stack(parts).to(wide).sum(0)
+    atol = 0.0
+    if dtype.is_floating_point:
+        # n - 1 additions and one last rounding, each by half a unit in the last place of at most 2n
+        atol = n * n * torch.finfo(dtype).eps
+    for rank, x in enumerate(results):
+        if x.shape == due.shape and n > 1 and dtype.is_floating_point:
+            for mistake, value in named(parts[rank].double(), due, n).items():
+                if torch.allclose(x.double(), value, rtol=0, atol=atol):
+                    raise Wrong(f"rank {rank}: {mistake}")
+        same(x, due.to(dtype), f"rank {rank}", atol)
+    for rank, x in enumerate(results):
+        same(x, results[0], f"rank {rank} beside rank 0, to the bit")
+
+
+def named(own: torch.Tensor, due: torch.Tensor, n: int) -> dict[str, torch.Tensor]:
+    """What known mistakes leave in x."""
+    own_right, own_left = own.tensor_split(2)
+    due_right, due_left = due.tensor_split(2)
+    return {
+        "this is the mean, not the sum": due / n,
+        "the half for the left is still this rank's own": torch.cat([due_right, own_left]),
+        "the half for the right is still this rank's own": torch.cat([own_right, due_left]),
+    }
+
+
+@pytest.mark.parametrize("n", [3, 4, 2])
+@pytest.mark.parametrize("length", [24, 7, 2])
+def test_sum(answer: Path, seed: int, n: int, length: int) -> None:
     """The sum, on {n} ranks, {length} elements"""
-    parts = [operand(r, length, torch.float32) for r in range(n)]
-    due = torch.stack(parts).double().sum(0).float()
-    # n - 1 additions, each rounded to half a unit in the last place, and the reference once
-    atol = n * 2**-24 * float(torch.stack(parts).sum(0).max()) if length else 0.0
-    got = [x for x, _ in grade(answer, call, n, length, torch.float32)]
-    for rank, x in enumerate(got):
-        same(x, due, f"rank {rank}", atol)
-    for rank, x in enumerate(got):
-        same(x, got[0], f"rank {rank} beside rank 0, to the bit")
+    results = grade(answer, call, n, length, torch.float32, seed)
+    compare([x for x, _ in results], [operand(r, length, torch.float32, seed) for r in range(n)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bfloat16])
-def test_dtypes(answer: Path, dtype: torch.dtype) -> None:
+def test_dtypes(answer: Path, seed: int, dtype: torch.dtype) -> None:
     """The sum, {dtype}"""
-    due = sum(operand(r, 5, torch.float64 if dtype.is_floating_point else dtype) for r in range(3))
-    atol = 0.0 if dtype == torch.int64 else 4 * torch.finfo(dtype).eps * float(due.max())
-    for rank, (x, _) in enumerate(grade(answer, call, 3, 5, dtype)):
-        same(x, due.to(dtype), f"rank {rank}", atol)
+    results = grade(answer, call, 3, 13, dtype, seed)
+    compare([x for x, _ in results], [operand(r, 13, dtype, seed) for r in range(3)])
 
 
 @pytest.mark.parametrize("n", [4, 3, 2])
-def test_bytes(answer: Path, n: int) -> None:
-    """2 (n - 1) messages of one n-th each, to the right neighbour, on {n} ranks"""
-    length = 12 * n
-    for rank, (_, sends) in enumerate(grade(answer, call, n, length, torch.float32)):
+def test_bytes(answer: Path, seed: int, n: int) -> None:
+    """2 (n - 1) messages each way, each an n-th of a half, on {n} ranks"""
+    length = 24 * n
+    results = grade(answer, call, n, length, torch.float32, seed, forbid=THREADS)
+    for rank, (_, sends) in enumerate(results):
         told = f"rank {rank} of {n}, x of {4 * length} B"
-        expect(sum(e.nbytes for e in sends), 2 * (n - 1) * 48, f"{told}: bytes sent")
-        expect(len(sends), 2 * (n - 1), f"{told}: messages")
-        to = dict(Counter(e.peer for e in sends))
-        expect(to, {(rank + 1) % n: 2 * (n - 1)}, f"{told}: messages to each rank")
+        right = (rank + 1) % n
+        left = (rank - 1) % n
+        by_peer = Counter(e.peer for e in sends)
+        if n > 2 and by_peer[left] == 0 and by_peer[right]:
+            raise Wrong(f"{told}: nothing goes to the left, so half of every link rests")
+        expect(sum(e.nbytes for e in sends), 4 * (n - 1) * 48, f"{told}: bytes sent")
+        expect(len(sends), 4 * (n - 1), f"{told}: messages")
+        due = Counter([right] * (2 * n - 2) + [left] * (2 * n - 2))
+        expect(
+            dict(sorted(by_peer.items())), dict(sorted(due.items())), f"{told}: messages by rank"
+        )
+        expect({e.nbytes for e in sends}, {48}, f"{told}: bytes of each message")
 
 
-def test_alone(answer: Path) -> None:
+class Told(list):
+    """Events, of which the other ranks hear as they are made."""
+
+    def append(self, event: Event) -> None:
+        super().append(event)
+        times = sum(e.op == event.op for e in self)
+        _get_default_store().add(f"rank {dist.get_rank()}, {event.op} {times}", 1)
+
+
+def each_late(answer, wire, late: int, seed: int) -> list[Event]:
+    """One rank comes late: when all others have started the four operations of their first step."""
+    rank = dist.get_rank()
+    wire.events = Told()
+    if rank == late:
+        wait_for_the_others(late, dist.get_world_size())
+    answer.ring_all_reduce(operand(rank, 24, torch.float32, seed))
+    return list(wire.events)
+
+
+def wait_for_the_others(late: int, n: int) -> None:
+    """A right answer waits for nobody here, a wrong one would for ever."""
+    store = _get_default_store()
+    stop = time.monotonic() + 8
+    for other, op, times in product(range(n), ("send", "recv"), (1, 2)):
+        key = f"rank {other}, {op} {times}"
+        while other != late and not store.check([key]):
+            if time.monotonic() > stop:
+                which = "first" if times == 1 else "second"
+                why = f"rank {other} has not started its {which} {op} while rank {late} is away"
+                raise Wrong(f"{why}: start both directions, then wait")
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_both_ways_at_once(answer: Path, seed: int, late: int) -> None:
+    """Both directions in each step, started before any is waited for; rank {late} of 4 is late"""
+    for rank, events in enumerate(grade(answer, each_late, 4, late, seed, deadline=20)):
+        to = [e.peer for e in events if e.op == "send"]
+        for step, pair in enumerate(zip(to[::2], to[1::2], strict=False)):
+            due = {(rank + 1) % 4, (rank - 1) % 4}
+            expect(set(pair), due, f"rank {rank}, step {step}: the two sends go to ranks")
+
+
+def test_alone(answer: Path, seed: int) -> None:
     """Alone: x stays as it is, and nothing is sent"""
-    ((x, sends),) = grade(answer, call, 1, 5, torch.float32)
-    same(x, operand(0, 5, torch.float32), "the sum of one rank")
+    ((x, sends),) = grade(answer, call, 1, 5, torch.float32, seed)
+    same(x, operand(0, 5, torch.float32, seed), "the sum of one rank")
     expect(len(sends), 0, "messages")

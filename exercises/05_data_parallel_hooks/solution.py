@@ -21,8 +21,10 @@ class DataParallel(nn.Module):
 
     On 2 ranks, where a weight w has gradient 3 on rank 0 and 5 on rank 1: w.grad is 4 on both.
 
-    Each step all-reduces every trained parameter's gradient once: P elements, no more and no less,
-    the first before the last gradient exists. Nothing else is sent, but for the start.
+    Each step all-reduces every trained parameter's gradient once: P elements, no more and no less.
+    Each all-reduce starts as soon as its turn has come: when its gradient and those before it in
+    the order that all ranks share are there. Nothing else is sent, but for the start; and all is
+    sent by the thread that calls.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -1,7 +1,10 @@
 """Grader of 05: gradients, weights to the bit, bytes, order of events; frozen, tied, left out."""
 
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,16 +12,23 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from course.grading import Wrong, expect, grade, same
+from course.grading import Event, Wrong, expect, grade, same
 
-DDP = ("torch.nn.parallel.DistributedDataParallel.__init__",)
+FORBIDDEN = (
+    "torch.nn.parallel.DistributedDataParallel.__init__",
+    "threading.Thread.__init__",  # threads of two ranks launch in any order
+)
 ALL = (0, 1, 2)
 STEPS = 3
 HANDED = "A post_accumulate_grad hook is handed the parameter; its gradient is parameter.grad"
 
+run = partial(grade, forbid=FORBIDDEN)
+
 
 class Net(nn.Module):
-    """Tied weights, a frozen layer, buffers, two dtypes, and layers that a step may leave out."""
+    """Tied weights, a frozen layer, buffers, two dtypes, and layers that a step may leave out, one
+    of them with a parameter of float64.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -36,25 +46,28 @@ class Net(nn.Module):
         x_BD = self.frozen(self.embed(token_B)) + self.shift
         for i in used:
             x_BD = x_BD + self.layers[i](x_BD).tanh()
-        return self.readout((x_BD * self.gain).float())
+        if 2 in used:
+            x_BD = (x_BD * self.gain).float()
+        return self.readout(x_BD)
 
 
-def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(rank: int, step: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Five tokens and what follows them, others on every rank and in every step."""
-    token_B = (torch.arange(5) * (rank + 2) + step * (rank + 1)) % 7
-    return token_B, (token_B * token_B + rank) % 7
+    random = torch.Generator().manual_seed(seed + 100 * step + rank)
+    token_B, next_B = torch.randint(7, (2, 5), generator=random)
+    return token_B, next_B
 
 
-def one_process(uses: list[tuple[int, ...]]) -> list[tuple[list, dict]]:
+def one_process(uses: list[tuple[int, ...]], seed: int) -> list[tuple[list, dict]]:
     """Each step's gradients: each rank's own, and their mean, which the optimizer follows."""
-    model = Net(0)
+    model = Net(seed)
     log = []
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     sgd = torch.optim.SGD(trained.values(), lr=0.1)
     for step in range(STEPS):
         own = []
         for rank, used in enumerate(uses):
-            token_B, next_B = batch(rank, step)
+            token_B, next_B = batch(rank, step, seed)
             loss = cross_entropy(model(token_B, used), next_B)
             grads = torch.autograd.grad(loss, [*trained.values()], materialize_grads=True)
             own.append(dict(zip(trained, grads, strict=True)))
@@ -65,27 +78,25 @@ def one_process(uses: list[tuple[int, ...]]) -> list[tuple[list, dict]]:
     return log
 
 
-def wrap(answer, wire) -> dict[str, torch.Tensor]:
-    model = Net(dist.get_rank())
+def wrap(answer, wire, seed: int) -> dict[str, torch.Tensor]:
+    model = Net(seed + dist.get_rank())
     answer.DataParallel(model)
     return model.state_dict()
 
 
-def train(answer, wire, uses: list) -> tuple:
+def train(answer, wire, uses: list, seed: int) -> tuple:
     """Return each step's gradients and events, and the state at the end."""
     rank = dist.get_rank()
     log = []
-    model = Net(rank)
+    model = Net(seed + rank)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    for p in trained.values():
-        p.register_post_accumulate_grad_hook(lambda p: wire.note("gradient"))
     wrapped = answer.DataParallel(model)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):
         wire.events.clear()
         sgd.zero_grad()
         before = [p.detach().clone() for p in model.parameters()]
-        token_B, next_B = batch(rank, step)
+        token_B, next_B = batch(rank, step, seed)
         cross_entropy(wrapped(token_B, uses[rank]), next_B).backward()
         wrapped.finish()
         if not all(map(torch.equal, before, model.parameters())):
@@ -98,15 +109,18 @@ def train(answer, wire, uses: list) -> tuple:
     return log, model.state_dict()
 
 
-def compare(results: list, uses: list, what: str = "") -> None:
+def compare(results: list, uses: list, seed: int, what: str = "") -> None:
     """Every step's gradients with one process's; all ranks' weights with each other's."""
     n = len(uses)
-    atol = 100 * 2**-24  # some 100 additions of numbers below 1, in float32
-    for step, (own, mean) in enumerate(one_process(uses)):
+    for step, (own, mean) in enumerate(one_process(uses, seed)):
         for rank, (log, _) in enumerate(results):
             for name, grad in log[step][0].items():
+                # some 100 additions of numbers no larger than the largest here, in float32
+                atol = 100 * 2**-24 * max(1.0, *(float(g[name].abs().max()) for g in own))
                 told = f"step {step}, rank {rank}, gradient of {name}{what}"
                 named = {"still this rank's own, no mean": own[rank][name]}
+                if n > 2:
+                    named[f"the sum over {n} ranks, divided by 2"] = n / 2 * mean[name]
                 named[f"the sum over {n} ranks, {n} times the mean"] = n * mean[name]
                 for mistake, known in named.items():
                     distinct = (known - mean[name]).abs().max() > 10 * atol
@@ -118,90 +132,205 @@ def compare(results: list, uses: list, what: str = "") -> None:
             same(t, results[0][1][name], f"after {STEPS} steps, {name} of rank {rank} beside 0's")
 
 
-def test_start(answer: Path) -> None:
+def test_start(answer: Path, seed: int) -> None:
     """All start from rank 0's parameters and buffers, on 3 ranks"""
-    for rank, start in enumerate(grade(answer, wrap, 3, forbid=DDP)):
-        for name, due in Net(0).state_dict().items():
+    for rank, start in enumerate(run(answer, wrap, 3, seed)):
+        for name, due in Net(seed).state_dict().items():
             kind = "buffer" if name in ("shift", "count") else "parameter"
             same(start[name], due, f"rank {rank}, {kind} {name} once the module is wrapped")
 
 
-def late(answer, wire) -> None:
-    """Rank 1 begins its backward when rank 0's is over, and a while after."""
+def late(answer, wire, seed: int) -> None:
+    """Rank 1 begins its backward when rank 0's is over."""
     store = dist.distributed_c10d._get_default_store()
     rank = dist.get_rank()
-    wrapped = answer.DataParallel(Net(rank))
-    token_B, next_B = batch(rank, 0)
+    wrapped = answer.DataParallel(Net(seed + rank))
+    token_B, next_B = batch(rank, 0, seed)
     loss = cross_entropy(wrapped(token_B, ALL), next_B)
     if rank == 1:
-        looks = (time.sleep(0.01) or store.check(["backward"]) for _ in range(500))
-        if not any(looks):
-            raise Wrong("rank 0's backward waits for rank 1's: start the all-reduce and go on")
-        time.sleep(0.5)
-        if store.check(["finish"]):
-            raise Wrong("finish() came back on rank 0 before rank 1 had sent anything: wait!")
+        stop = time.monotonic() + 8
+        while not store.check(["backward"]):
+            if time.monotonic() > stop:
+                raise Wrong("rank 0's backward waits for rank 1's: start the all-reduce and go on")
+            time.sleep(0.01)
     loss.backward()
     if rank == 0:
         store.set("backward", "")
     wrapped.finish()
-    if rank == 0:
-        store.set("finish", "")
 
 
-def test_waiting(answer: Path) -> None:
-    """Backward waits for nobody, finish() for everybody"""
-    grade(answer, late, 2, forbid=DDP)
+def test_waiting(answer: Path, seed: int) -> None:
+    """Backward waits for nobody"""
+    run(answer, late, 2, seed, deadline=20)
 
 
-def check_bytes(events: list, told: str) -> None:
-    if other := {e.op for e in events} - {"all_reduce", "note"}:
+class Arriving:
+    """An all-reduce whose result arrives when it is asked for, and no earlier."""
+
+    def __init__(self, tensor: torch.Tensor, real: Callable, args: tuple, kwargs: dict) -> None:
+        self.tensor = tensor
+        self.arriving = tensor.detach().clone()
+        self.work = real(self.arriving, *args, **kwargs)
+
+    def arrive(self) -> None:
+        self.tensor.detach().copy_(self.arriving)
+
+    def wait(self, *args: object) -> bool:
+        done = self.work.wait(*args)
+        self.arrive()
+        return done
+
+    def is_completed(self) -> bool:
+        done = self.work.is_completed()
+        if done:
+            self.arrive()
+        return done
+
+    def get_future(self) -> torch.futures.Future:
+        def arrived(future: torch.futures.Future) -> list[torch.Tensor]:
+            future.wait()
+            self.arrive()
+            return [self.tensor]
+
+        return self.work.get_future().then(arrived)
+
+
+def slow_network(answer, wire, seed: int) -> tuple:
+    """Train where each all-reduce that is not waited for leaves its tensor as it was."""
+    real = dist.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
+        if kwargs.get("async_op") or any(arg is True for arg in args):
+            return Arriving(tensor, real, args, kwargs)
+        return real(tensor, *args, **kwargs)
+
+    with patch("torch.distributed.all_reduce", all_reduce):
+        return train(answer, wire, [ALL] * dist.get_world_size(), seed)
+
+
+def test_each_is_waited_for(answer: Path, seed: int) -> None:
+    """finish() waits for each all-reduce: a network where nothing arrives before that"""
+    results = run(answer, slow_network, 2, seed)
+    for step, (own, mean) in enumerate(one_process([ALL] * 2, seed)):
+        for rank, (log, _) in enumerate(results):
+            grads = log[step][0]
+            for name, grad in grads.items():
+                alone = own[rank][name]
+                distinct = (alone - mean[name]).abs().max() > 1e-4
+                if grad is not None and distinct:
+                    halves = (alone, alone / 2)  # divided by the ranks before or after the sum
+                    if any(torch.allclose(grad, half, 1e-4, 1e-6) for half in halves):
+                        told = f"step {step}, rank {rank}, gradient of {name}"
+                        raise Wrong(f"{told}: its all-reduce was not waited for; wait for each")
+    compare(results, [ALL] * 2, seed)
+
+
+def check_bytes(events: list[Event], step: int, rank: int) -> None:
+    told = f"step {step}, rank {rank}"
+    if other := {e.op for e in events} - {"all_reduce"}:
         raise Wrong(f"{told}: calls {', '.join(sorted(other))}; a step needs all-reduces only")
     model = Net(0)
     sent = sum(e.nbytes for e in events)
     P = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    if sent == 0 and step > 0:
+        why = "is the object as __init__ left it when finish() returns?"
+        raise Wrong(f"{told}: no all-reduce at all, though step 0 had some: {why}")
     if sent == P + model.readout.weight.nbytes:
         raise Wrong(f"{told}: the tied weight is one parameter, and is all-reduced twice")
     expect(sent, P, f"{told}: bytes all-reduced")
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_bytes(answer: Path, n: int) -> None:
+def test_bytes(answer: Path, seed: int, n: int) -> None:
     """Each gradient is all-reduced once a step, on {n} ranks"""
-    for rank, (log, _) in enumerate(grade(answer, train, n, [ALL] * n, forbid=DDP)):
+    for rank, (log, _) in enumerate(run(answer, train, n, [ALL] * n, seed)):
         for step, (_, events) in enumerate(log):
-            check_bytes(events, f"step {step}, rank {rank}")
+            check_bytes(events, step, rank)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 1])
-def test_gradients(answer: Path, n: int) -> None:
+def test_gradients(answer: Path, seed: int, n: int) -> None:
     """Gradients of one process, the same weights everywhere, on {n} ranks"""
-    compare(grade(answer, train, n, [ALL] * n, forbid=DDP), [ALL] * n)
+    compare(run(answer, train, n, [ALL] * n, seed), [ALL] * n, seed)
+
+
+class Crossed(nn.Module):
+    """Seven parameters, no two of one size, and two layers used in another order than they stand
+    in. So the gradients arrive in an order that is neither the module's nor its reverse.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)  # 12 + 4
+        self.later = nn.Linear(7, 2)  # 14 + 2
+        self.sooner = nn.Linear(4, 7)  # 28 + 7
+        self.last = nn.Linear(2, 5, bias=False)  # 10
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.later(self.sooner(self.first(x))))
+
+
+def cross(answer, wire, seed: int) -> list[list[Event]]:
+    """Each step's events; before an answer hears of a gradient, the grader notes its name."""
+    torch.manual_seed(seed)
+    model = Crossed()
+    for name, p in model.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda _, name=name: wire.note(name))
+    wrapped = answer.DataParallel(model)
+    log = []
+    for _ in range(2):
+        wire.events.clear()
+        model.zero_grad()
+        wrapped(torch.randn(5, 3)).square().sum().backward()
+        wire.note("")
+        wrapped.finish()
+        log.append(list(wire.events))
+    return log
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_order(answer: Path, n: int) -> None:
-    """The first all-reduce starts before the last gradient exists, on {n} ranks"""
-    for rank, (log, _) in enumerate(grade(answer, train, n, [ALL] * n, forbid=DDP)):
-        for step, (_, events) in enumerate(log):
-            ops = [e.op for e in events if e.nbytes or e.op == "note"]
-            if "note" not in ops[ops.index("all_reduce") :]:
-                told = f"the first all-reduce came after the last of {ops.count('note')} gradients"
-                raise Wrong(f"step {step}, rank {rank}: {told}: nothing overlaps")
+def test_order(answer: Path, seed: int, n: int) -> None:
+    """Each all-reduce starts as soon as its turn has come, on {n} ranks"""
+    by_size = {p.nbytes: name for name, p in Crossed().named_parameters()}
+    for rank, log in enumerate(run(answer, cross, n, seed)):
+        for step, events in enumerate(log):
+            check_order(events, by_size, f"step {step}, rank {rank}")
+
+
+def check_order(events: list[Event], by_size: dict[int, str], told: str) -> None:
+    """No gradient comes, and backward does not end, while an all-reduce could start: while its own
+    gradient is there and those of all that go before it.
+    """
+    sizes = [e.nbytes for e in events if e.op == "all_reduce"]
+    if strange := set(sizes) - set(by_size):
+        raise Wrong(f"{told}: an all-reduce of {min(strange)} B; no gradient is of that size")
+    turns = [by_size[nbytes] for nbytes in sizes]  # the order in which this answer reduces
+    there = set()
+    started = 0
+    for event in events:
+        if event.op == "all_reduce":
+            started += 1
+        elif event.op == "note":
+            if started < len(turns) and there.issuperset(turns[: started + 1]):
+                when = f"the gradient of {event.text} came" if event.text else "backward was over"
+                said = f"{turns[started]} was ready, but its all-reduce had not started when {when}"
+                raise Wrong(f"{told}: {said} (this answer's order: {', '.join(turns)})")
+            there.add(event.text)
 
 
 APART = {
     "some use another": [(0,), (1,), (0,)],
     "some use fewer": [(0, 1), (1,), (1, 0)],
-    "nobody uses it": [(2,), (2,), (2,)],
+    "nobody uses two of them": [(2,), (2,), (2,)],
 }
 
 
 @pytest.mark.parametrize("who", APART)
-def test_layers_left_out(answer: Path, who: str) -> None:
+def test_layers_left_out(answer: Path, seed: int, who: str) -> None:
     """Layers left out in a step: {who}"""
     told = ", ".join(f"{list(used)} on rank {rank}" for rank, used in enumerate(APART[who]))
     told += "; all-reduces are matched by their order alone"
-    results = grade(answer, train, 3, APART[who], forbid=DDP)
-    compare(results, APART[who], f" (layers used: {told})")
+    results = run(answer, train, 3, APART[who], seed)
+    compare(results, APART[who], seed, f" (layers used: {told})")
     for rank, (log, _) in enumerate(results):
-        check_bytes(log[-1][1], f"last step, rank {rank}")
+        check_bytes(log[-1][1], STEPS - 1, rank)

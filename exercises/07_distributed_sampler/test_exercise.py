@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from course.grading import Wrong, expect, grade
 
-LENGTHS = (13, 7, 12, 5, 3, 2, 1, 0, 101)
+LENGTHS = (13, 7, 12, 5, 3, 2, 1, 0, 101)  # and one more, drawn
 EPOCHS = range(6)
 Case = tuple[int, bool, int]  # length, shuffle, epoch
 
@@ -27,13 +27,18 @@ def sampler(answer, length: int, **how):
     return made
 
 
-def draw(answer, wire, drop_last: bool) -> dict[Case, list[int]]:
+def lengths(seed: int) -> tuple[int, ...]:
+    """Those that are always asked, and one that nobody can know before."""
+    return (*LENGTHS, 20 + seed % 71)
+
+
+def draw(answer, wire, drop_last: bool, seed: int) -> dict[Case, list[int]]:
     """What this rank gets in each case."""
     torch.manual_seed(dist.get_rank())  # as a training script may: no two ranks draw alike
     drawn = {}
-    for length in LENGTHS:
+    for length in lengths(seed):
         for shuffle in (False, True):
-            it = sampler(answer, length, shuffle=shuffle, drop_last=drop_last)
+            it = sampler(answer, length, shuffle=shuffle, seed=seed, drop_last=drop_last)
             for epoch in EPOCHS:
                 it.set_epoch(epoch)
                 mine = drawn[length, shuffle, epoch] = [int(i) for i in it]
@@ -62,9 +67,9 @@ def unfair(times: Counter, length: int) -> str:
 
 
 @pytest.mark.parametrize("n", [3, 2, 4, 7, 1])
-def test_each_epoch(answer: Path, n: int) -> None:
+def test_each_epoch(answer: Path, seed: int, n: int) -> None:
     """No sample is lost, and every rank gets as many, on {n} ranks"""
-    ranks = run(answer, draw, n, False)
+    ranks = run(answer, draw, n, False, seed)
     for case in ranks[0]:
         length, shuffle, _ = case
         got = [len(drawn[case]) for drawn in ranks]
@@ -81,27 +86,27 @@ def test_each_epoch(answer: Path, n: int) -> None:
             raise Wrong(f"{told(case)}: the padding is to come from different samples: {how}")
 
 
-def orders(answer, wire) -> dict[str, list[int]]:
+def orders(answer, wire, seed: int) -> dict[str, list[int]]:
     torch.manual_seed(dist.get_rank())
     before = torch.get_rng_state()
     drawn = {}
-    it = sampler(answer, 101, seed=0)
+    it = sampler(answer, 101, seed=seed)
     for epoch in EPOCHS:
         it.set_epoch(epoch)
         drawn[f"epoch {epoch}"] = [int(i) for i in it]
     drawn["epoch 5 again"] = [int(i) for i in it]
-    after = sampler(answer, 101, seed=0)
+    after = sampler(answer, 101, seed=seed)
     after.set_epoch(5)
     drawn["epoch 5 after a restart"] = [int(i) for i in after]
-    drawn["seed 7"] = [int(i) for i in sampler(answer, 101, seed=7)]
+    drawn["another seed"] = [int(i) for i in sampler(answer, 101, seed=seed + 7)]
     if not torch.equal(torch.get_rng_state(), before):
         raise Wrong("torch's global random numbers have moved: draw from a Generator of your own")
     return drawn
 
 
-def test_orders(answer: Path) -> None:
+def test_orders(answer: Path, seed: int) -> None:
     """Shuffled anew by epoch and seed, by nothing else"""
-    ranks = run(answer, orders, 3)
+    ranks = run(answer, orders, 3, seed)
     for rank, drawn in enumerate(ranks):
         first = drawn["epoch 0"]
         second = drawn["epoch 1"]
@@ -109,8 +114,9 @@ def test_orders(answer: Path) -> None:
             raise Wrong(f"rank {rank} has the same order in epochs 0 and 1: does epoch count?")
         if set(first) == set(second):
             raise Wrong(f"rank {rank} has the same samples in each epoch: shuffle, then deal")
-        if drawn["seed 7"] == first:
-            raise Wrong(f"rank {rank} has the same order with seed 0 and 7: does seed count?")
+        if drawn["another seed"] == first:
+            seeds = f"seed {seed} and with seed {seed + 7}"
+            raise Wrong(f"rank {rank} has the same order with {seeds}: does seed count?")
         for when in ("again", "after a restart"):
             if drawn[f"epoch 5 {when}"] != drawn["epoch 5"]:
                 why = "only seed and epoch are to decide it"
@@ -128,9 +134,9 @@ def test_orders(answer: Path) -> None:
         pairs[f"epoch {epoch}"] = now
 
 
-def test_places(answer: Path) -> None:
+def test_places(answer: Path, seed: int) -> None:
     """Rank r gets places r, r + n, r + 2n of the order; the padding stands behind it"""
-    ranks = run(answer, draw, 3, False)
+    ranks = run(answer, draw, 3, False, seed)
     for case in ranks[0]:
         length, shuffle, _ = case
         order = list(chain(*zip(*(drawn[case] for drawn in ranks), strict=True)))[:length]
@@ -141,10 +147,10 @@ def test_places(answer: Path) -> None:
 
 
 @pytest.mark.parametrize("n", [3, 4])
-def test_over_epochs(answer: Path, n: int) -> None:
+def test_over_epochs(answer: Path, seed: int, n: int) -> None:
     """Each epoch repeats others, until all have had their turn, on {n} ranks"""
-    ranks = run(answer, draw, n, False)
-    for length, shuffle in product(filter(None, LENGTHS), (False, True)):
+    ranks = run(answer, draw, n, False, seed)
+    for length, shuffle in product(filter(None, lengths(seed)), (False, True)):
         times = Counter()
         before = None
         for epoch in EPOCHS:
@@ -160,9 +166,9 @@ def test_over_epochs(answer: Path, n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [3, 4])
-def test_drop_last(answer: Path, n: int) -> None:
+def test_drop_last(answer: Path, seed: int, n: int) -> None:
     """drop_last: length // n each, none twice, on {n} ranks"""
-    ranks = run(answer, draw, n, True)
+    ranks = run(answer, draw, n, True, seed)
     for case in ranks[0]:
         length, shuffle, _ = case
         for rank, drawn in enumerate(ranks):
@@ -175,10 +181,12 @@ def test_drop_last(answer: Path, n: int) -> None:
             expect(order, due, f"{told(case)}: the order put together again")
 
 
-def train(answer, wire, length: int) -> tuple[list[int], int]:
+def train(answer, wire, length: int, seed: int) -> tuple[list[int], int]:
     """The samples that all ranks saw in epoch 3, through loaders; and this rank's steps."""
     loader = DataLoader(
-        TensorDataset(torch.arange(length)), batch_size=3, sampler=sampler(answer, length)
+        TensorDataset(torch.arange(length)),
+        batch_size=3,
+        sampler=sampler(answer, length, seed=seed),
     )
     loader.sampler.set_epoch(3)
     seen = torch.zeros(length, dtype=torch.int64)
@@ -191,9 +199,9 @@ def train(answer, wire, length: int) -> tuple[list[int], int]:
 
 
 @pytest.mark.parametrize(("n", "length"), [(2, 25), (3, 20), (4, 2)])
-def test_loader(answer: Path, n: int, length: int) -> None:
+def test_loader(answer: Path, seed: int, n: int, length: int) -> None:
     """A real DataLoader, a collective in each step: {length} samples on {n} ranks"""
-    for rank, (seen, steps) in enumerate(run(answer, train, n, length)):
+    for rank, (seen, steps) in enumerate(run(answer, train, n, length, seed)):
         share = ceil(length / n)
         expect(steps, ceil(share / 3), f"rank {rank}: steps")
         expect(sum(seen), share * n, f"rank {rank}: samples that all ranks saw")

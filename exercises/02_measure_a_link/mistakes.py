@@ -1,0 +1,117 @@
+"""Known mistakes: name, passage of solution.py, what replaces it, check that refuses it, what that
+check says."""
+
+MISTAKES = [
+    (
+        "GiB for GB",
+        "float(1 / inverse / 1e9)",
+        "float(1 / inverse / 2**30)",
+        "test_quiet",
+        "that is GiB/s; 1 GB is 1e9 bytes",
+    ),
+    (
+        "the first pings count",
+        ("range(3 + 15)", "median(taken[3:])"),
+        ("range(5)", "median(taken)"),
+        "test_warm_up",
+        "do the slow first pings count?",
+    ),
+    (
+        "a fit of seconds, not of shares",
+        (
+            "    n = np.array(sizes)\n    t = np.array(times)\n"
+            "    lines = np.stack([1 / t, n / t], axis=1)"
+            "  # (alpha + n/beta) / t = 1: errors relative to t\n",
+            "alpha, inverse = np.linalg.lstsq(lines, np.ones(len(t)), rcond=None)[0]",
+        ),
+        ("", "inverse, alpha = np.polyfit(sizes, times, 1)"),
+        "test_noise",
+        "2% of the longest time is more than alpha: count errors relative to the time",
+    ),
+    (
+        "a clock of its own",
+        ("started = link.clock()", "(link.clock() - started)"),
+        ("started = time.perf_counter()", "(time.perf_counter() - started)"),
+        "test_quiet",
+        "link.clock() was never read",
+    ),
+    (
+        "a thousand pings",
+        "range(3 + 15)",
+        "range(3 + 1000)",
+        "test_cost",
+        "64 B: expected at most 50 pings, got 1,003",
+    ),
+    (
+        "alpha from the smallest size, beta from the largest",
+        (
+            "    n = np.array(sizes)\n    t = np.array(times)\n"
+            "    lines = np.stack([1 / t, n / t], axis=1)"
+            "  # (alpha + n/beta) / t = 1: errors relative to t\n",
+            "alpha, inverse = np.linalg.lstsq(lines, np.ones(len(t)), rcond=None)[0]",
+        ),
+        (
+            "    by_size = dict(zip(sizes, times, strict=True))\n",
+            "alpha, inverse = by_size[min(sizes)], by_size[max(sizes)] / max(sizes)",
+        ),
+        "test_narrow",
+        "in no message here does alpha or n / beta count alone: fit both",
+    ),
+    (
+        "the first time taken for alpha",
+        (
+            "    n = np.array(sizes)\n    t = np.array(times)\n"
+            "    lines = np.stack([1 / t, n / t], axis=1)"
+            "  # (alpha + n/beta) / t = 1: errors relative to t\n",
+            "alpha, inverse = np.linalg.lstsq(lines, np.ones(len(t)), rcond=None)[0]",
+        ),
+        (
+            "    alpha = times[0]\n",
+            "inverse = (times[-1] - times[0]) / (sizes[-1] - sizes[0])",
+        ),
+        "test_narrow",
+        "in no message here does alpha or n / beta count alone: fit both",
+    ),
+    (
+        "the clock stopped before the messages arrive",
+        "            link.ping(nbytes)\n            link.synchronize()\n",
+        "            link.ping(nbytes)\n",
+        "test_quiet",
+        "times with a ping still under way",
+    ),
+    (
+        "both ways summed",
+        "float(1 / inverse / 1e9)",
+        "float(2 / inverse / 1e9)",
+        "test_quiet",
+        "that is both ways summed; one way is asked for",
+    ),
+    (
+        "the mean of the pings",
+        "median(taken[3:])",
+        "sum(taken[3:]) / 15",
+        "test_outliers",
+        "do a few slow pings count that much?",
+    ),
+    (
+        "there and back taken for one way",
+        "taken.append((link.clock() - started) / 2)",
+        "taken.append(link.clock() - started)",
+        "test_quiet",
+        "a ping is two messages, there and back",
+    ),
+    (
+        "an all-gather goes round twice",
+        "(n - 1) / n)\n    shares |=",
+        "2 * (n - 1) / n)\n    shares |=",
+        "test_busbw",
+        "all_gather of 1e9 bytes on 4 ranks in 0.1 s: expected 7.5 GB/s, got 15.0",
+    ),
+    (
+        "algbw taken for busbw",
+        "shares[collective] * nbytes",
+        "nbytes",
+        "test_busbw",
+        "all_reduce of 1e9 bytes on 4 ranks in 0.1 s: expected 15.0 GB/s, got 10.0",
+    ),
+]

@@ -1,0 +1,187 @@
+"""Known mistakes: name, passage of solution.py, what replaces it, check that refuses it, what that
+check says."""
+
+MISTAKES = [
+    (
+        "added in float32",
+        (
+            "    for step in range",
+            "zip(x.tensor_split(2), (1, -1)",
+            "into.copy_(into + came if step < n - 1 else came)\n",
+        ),
+        (
+            "    y = x.float()\n    for step in range",
+            "zip(y.tensor_split(2), (1, -1)",
+            "into.copy_(into + came if step < n - 1 else came)\n    x.copy_(y)\n",
+        ),
+        "test_dtypes",
+        "rank 0: element",
+    ),
+    (
+        "the mean instead of the sum",
+        "into.copy_(into + came if step < n - 1 else came)\n",
+        "into.copy_(into + came if step < n - 1 else came)\n    x /= n\n",
+        "test_sum",
+        "this is the mean, not the sum",
+    ),
+    (
+        "added in the second round too",
+        "into.copy_(into + came if step < n - 1 else came)",
+        "into.add_(came)",
+        "test_sum",
+        "rank 0: element",
+    ),
+    (
+        "the library called",
+        "    rank = dist.get_rank()\n",
+        "    dist.all_reduce(x)\n    return\n    rank = dist.get_rank()\n",
+        "test_sum",
+        "the answer calls all_reduce; use send, recv",
+    ),
+    (
+        "the library called beneath its name",
+        ("import torch.distributed as dist\n", "    rank = dist.get_rank()\n"),
+        (
+            "import torch.distributed as dist\n"
+            "from torch.distributed._functional_collectives import all_reduce\n",
+            '    x.copy_(all_reduce(x, "sum", dist.group.WORLD))\n'
+            "    return\n    rank = dist.get_rank()\n",
+        ),
+        "test_sum",
+        "the answer calls all_reduce; use send, recv",
+    ),
+    (
+        "everybody sends first",
+        "            operations.append(dist.P2POp(dist.isend, out, (rank + way) % n))\n",
+        "            dist.send(out, (rank + way) % n)\n",
+        "test_sum",
+        "waits in send",
+    ),
+    (
+        "all gathered at rank 0",
+        None,
+        "mistake_hub.py",
+        "test_bytes",
+        "rank 0 of 4, x of 384 B: bytes sent: expected 576, got 1,152",
+    ),
+    (
+        "a new tensor returned",
+        (
+            "    for step in range",
+            "zip(x.tensor_split(2), (1, -1)",
+            "into.copy_(into + came if step < n - 1 else came)\n",
+        ),
+        (
+            "    y = x.clone()\n    for step in range",
+            "zip(y.tensor_split(2), (1, -1)",
+            "into.copy_(into + came if step < n - 1 else came)\n    return y\n",
+        ),
+        "test_sum",
+        "it returns another tensor; the sum belongs into x itself",
+    ),
+    (
+        "whole halves sent on every hop",
+        None,
+        "mistake_whole_tensors.py",
+        "test_bytes",
+        "x of 384 B: bytes sent: expected 576, got 1,152",
+    ),
+    (
+        "only the first round",
+        "range(2 * (n - 1))",
+        "range(n - 1)",
+        "test_sum",
+        "rank 0: element",
+    ),
+    (
+        "both halves to the left",
+        "(1, -1), strict=True",
+        "(-1, -1), strict=True",
+        "test_bytes",
+        "messages by rank: expected {1: 6, 3: 6}, got {3: 12}",
+    ),
+    (
+        "both halves to the right",
+        "(1, -1), strict=True",
+        "(1, 1), strict=True",
+        "test_bytes",
+        "nothing goes to the left, so half of every link rests",
+    ),
+    (
+        "the left ring is not mirrored",
+        ("chunks[(way * rank - step) % n]", "chunks[(way * rank - step - 1) % n]"),
+        ("chunks[(rank - step) % n]", "chunks[(rank - step - 1) % n]"),
+        "test_sum",
+        "rank 0: element",
+    ),
+    (
+        "only the first half summed",
+        "(1, -1), strict=True",
+        "(1,), strict=False",
+        "test_sum",
+        "the half for the left is still this rank's own",
+    ),
+    (
+        "one direction after the other",
+        (
+            "        for work in dist.batch_isend_irecv(operations):\n            work.wait()\n",
+            "            arriving.append((into, came))\n",
+        ),
+        (
+            "",
+            "            arriving.append((into, came))\n"
+            "            for work in dist.batch_isend_irecv(operations[-2:]):\n"
+            "                work.wait()\n",
+        ),
+        "test_both_ways_at_once",
+        "has not started its second send while rank 0 is away: start both directions, then wait",
+    ),
+    (
+        "one ring after the other",
+        (
+            "    for step in range(2 * (n - 1)):\n        operations = []\n",
+            "for half, way in zip(x.tensor_split(2), (1, -1), strict=True):",
+        ),
+        (
+            "    for turn in range(4 * (n - 1)):\n"
+            "        step = turn % (2 * (n - 1))\n"
+            "        way = 1 if turn == step else -1\n"
+            "        operations = []\n",
+            "for half in [x.tensor_split(2)[turn != step]]:",
+        ),
+        "test_both_ways_at_once",
+        "has not started its second send while rank 0 is away: start both directions, then wait",
+    ),
+    (
+        "receives in the wrong order for two ranks",
+        "operations.append(dist.P2POp(dist.irecv, came, (rank - way) % n))",
+        "operations.insert(0, dist.P2POp(dist.irecv, came, (rank - way) % n))",
+        "test_sum",
+        "rank 0: element",
+    ),
+    (
+        "equal chunks wanted",
+        "            chunks = half.tensor_split(n)\n",
+        '            assert len(half) % n == 0, "the length must be a multiple of 2 n"\n'
+        "            chunks = half.tensor_split(n)\n",
+        "test_sum",
+        "AssertionError: the length must be a multiple of 2 n",
+    ),
+    (
+        "sent by a thread",
+        (
+            "import torch\n",
+            "            operations.append(dist.P2POp(dist.isend, out, (rank + way) % n))\n",
+            "            work.wait()\n",
+        ),
+        (
+            "import threading\n\nimport torch\n",
+            "            to = (rank + way) % n\n"
+            "            thread = threading.Thread(target=dist.send, args=(out, to))\n"
+            "            thread.start()\n",
+            "            work.wait()\n        thread.join()\n",
+        ),
+        "test_bytes",
+        "the answer uses Thread",
+    ),
+]

@@ -1,0 +1,157 @@
+"""Known mistakes: name, passage of solution.py, what replaces it, check that refuses it, what that
+check says."""
+
+MISTAKES = [
+    (
+        "all-reduced once more by hand",
+        "        optimizer.step()\n",
+        "        for p in model.parameters():\n"
+        "            torch.distributed.all_reduce(p.grad)\n"
+        "            p.grad /= torch.distributed.get_world_size()\n"
+        "        optimizer.step()\n",
+        "test_bytes",
+        "bytes all-reduced: expected 256, got 512",
+    ),
+    (
+        "unequal micro-batches weighed alike",
+        "(loss * len(x) / samples).backward()",
+        "(loss / len(group)).backward()",
+        "test_gradients",
+        "step 0, gradient of 0.weight: it is the mean of micro-batches' means; their sizes differ",
+    ),
+    (
+        "gradients cleared between micro-batches",
+        (
+            "        optimizer.zero_grad()\n",
+            "        for i, (x, y) in enumerate(group, 1):\n",
+        ),
+        (
+            "",
+            "        for i, (x, y) in enumerate(group, 1):\n            optimizer.zero_grad()\n",
+        ),
+        "test_gradients",
+        "step 0, gradient of 0.weight: it is that of the last micro-batch alone",
+    ),
+    (
+        "micro-batches counted from 0",
+        ("enumerate(group, 1)", "i < len(group) else"),
+        ("enumerate(group)", "i < len(group) - 2 else"),
+        "test_bytes",
+        "step 0, micro-batches: 3: bytes all-reduced: expected 256, got 512",
+    ),
+    (
+        "divided by the ranks again",
+        "(loss * len(x) / samples).backward()",
+        "(loss * len(x) / samples / torch.distributed.get_world_size()).backward()",
+        "test_gradients",
+        "step 0, gradient of 0.weight (0.5 times what is due)",
+    ),
+    (
+        "the short group divided by k",
+        "(loss * len(x) / samples).backward()",
+        "(loss * len(x) / samples * len(group) / k).backward()",
+        "test_gradients",
+        "step 2, gradient of 0.weight (0.333333 times what is due)",
+    ),
+    (
+        "the losses not scaled",
+        "(loss * len(x) / samples).backward()",
+        "loss.backward()",
+        "test_gradients",
+        "step 0, gradient of 0.weight: it is the sum of micro-batches' means; their sizes differ",
+    ),
+    (
+        "the last, shorter group dropped",
+        "range(0, len(micro_batches), k)",
+        "range(0, len(micro_batches) - k + 1, k)",
+        "test_steps",
+        "samples in each forward, step by step, 2 epochs: expected "
+        "[[1, 4, 2], [3, 3, 1], [5], [1, 4, 2], [3, 3, 1], [5]], got [[1, 4, 2], [3, 3, 1], [1,",
+    ),
+    (
+        "forward outside no_sync",
+        (
+            "            with model.no_sync() if i < len(group) else nullcontext():\n"
+            "                loss = loss_fn(model(x), y)\n"
+        ),
+        (
+            "            loss = loss_fn(model(x), y)\n"
+            "            with model.no_sync() if i < len(group) else nullcontext():\n"
+        ),
+        "test_bytes",
+        "backward is inside no_sync(), its forward is not",
+    ),
+    (
+        "one backward for the whole group",
+        (
+            "        for i, (x, y) in enumerate(group, 1):\n"
+            "            with model.no_sync() if i < len(group) else nullcontext():\n"
+            "                loss = loss_fn(model(x), y)\n"
+            "                (loss * len(x) / samples).backward()\n"
+        ),
+        (
+            "        outputs = torch.cat([model(x) for x, _ in group])\n"
+            "        loss_fn(outputs, torch.cat([y for _, y in group])).backward()\n"
+        ),
+        "test_steps",
+        "each micro-batch goes forward, then backward, before the next",
+    ),
+    (
+        "the last, shorter group not all-reduced",
+        "i < len(group) else",
+        "i < k else",
+        "test_bytes",
+        "step 2, micro-batches: 1: bytes all-reduced: expected 256, got 0",
+    ),
+    (
+        "the group put together into one large batch",
+        (
+            "        for i, (x, y) in enumerate(group, 1):\n"
+            "            with model.no_sync() if i < len(group) else nullcontext():\n"
+            "                loss = loss_fn(model(x), y)\n"
+            "                (loss * len(x) / samples).backward()\n"
+        ),
+        (
+            "        x, y = (torch.cat(part) for part in zip(*group, strict=True))\n"
+            "        loss_fn(model(x), y).backward()\n"
+        ),
+        "test_steps",
+        "samples in each forward, step by step, 2 epochs: expected [[1, 4, 2], [3, 3, 1], [5], "
+        "[1, 4, 2], [3, 3, 1], [5]], got [[7], [7], [5], [7], [7], [5]]",
+    ),
+    (
+        "gradients never cleared",
+        "        optimizer.zero_grad()\n",
+        "",
+        "test_gradients",
+        "step 1, gradient of 0.weight: it is this step's and the one before's together",
+    ),
+    (
+        "never all-reduced",
+        "with model.no_sync() if i < len(group) else nullcontext():",
+        "with model.no_sync():",
+        "test_bytes",
+        "rank 0, step 0, micro-batches: 3: bytes all-reduced: expected 256, got 0",
+    ),
+    (
+        "a step after every micro-batch",
+        "        optimizer.step()\n",
+        "            optimizer.step()\n",
+        "test_steps",
+        "got [[1], [4], [2],",
+    ),
+    (
+        "all-reduced after every micro-batch",
+        "with model.no_sync() if i < len(group) else nullcontext():",
+        "with nullcontext():",
+        "test_bytes",
+        "rank 0, step 0, micro-batches: 3: bytes all-reduced: expected 256, got 768",
+    ),
+    (
+        "the first of each group all-reduced",
+        "i < len(group) else",
+        "i > 1 else",
+        "test_bytes",
+        "it all-reduces before the last micro-batch has had its turn",
+    ),
+]
