@@ -156,7 +156,7 @@ def follow(
     return distance(model, alone)
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, suppress_health_check=list(HealthCheck))
 @given(
     n=st.integers(1, 4),
     widths=st.lists(st.integers(1, 9), min_size=2, max_size=5),
@@ -435,13 +435,9 @@ def loaded(changes: tuple = ()) -> float:
     return distance(*ends)
 
 
-FOLLOW = ("follow_loaded_weights(bucket)\n            gradient_K", "pass\n            gradient_K")
-
-
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_loaded_weights_are_not_undone_by_the_next_step(n: int) -> None:
     assert run(loaded, n) == [0] * n
-    assert min(run(loaded, n, (FOLLOW,))) > 1e-3
 
 
 def adamw_in_groups(model: nn.Module, make):
@@ -752,6 +748,10 @@ SUBTLE = {  # the line, and what strays from one process then: a function of thi
         ("copy_settings(self, self.optimizer)  #", "pass  #"),
         partial(in_groups, torch.optim.lr_scheduler.StepLR, {"step_size": 2, "gamma": 0.1}),
     ),
+    "masters do not see that weights were loaded": (
+        ("            follow_loaded_weights(bucket)\n", ""),
+        loaded,
+    ),
     "the optimizer steps once per bucket": (
         ("        self.optimizer.step()\n", "        self.optimizer.step()\n" * 2),
         partial(follow, CountingAdam, (4, 7, 3)),
@@ -764,6 +764,7 @@ def stray(name: str) -> float:
     return function(changes=(change,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SUBTLE)
 def test_subtle_mistakes_show_on_odd_modules(name: str) -> None:
     changed(ZERO, SUBTLE[name][0])  # fails here, not on a rank, if the change no longer applies
