@@ -325,7 +325,8 @@ class BucketedDDP(nn.Module):
             if parameter.requires_grad != (parameter in self.reducer.bucket_of):
                 was = "unfrozen" if parameter.requires_grad else "frozen"
                 rule = "BucketedDDP trains what required gradients when it was built"
-                raise ValueError(f"{rule}; {name} has been {was} since: wrap the module again")
+                remedy = "wrap the module again, and drop this wrapper"
+                raise ValueError(f"{rule}; {name} has been {was} since: {remedy}")
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
