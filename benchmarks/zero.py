@@ -22,8 +22,10 @@ def gpt() -> nn.Module:
 
 
 def zero1_by_hand():
-    zero = load("parallelism/02_fsdp_zero.py").ZeRO1(gpt(), ADAM)
-    return zero.module, lambda: None, zero.step
+    model = gpt()
+    lesson = load("parallelism/02_fsdp_zero.py")
+    zero = lesson.ZeRO1(model.parameters(), torch.optim.Adam, lr=1e-4)
+    return model, zero.zero_grad, zero.step
 
 
 def zero1_of_torch():

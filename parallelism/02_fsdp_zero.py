@@ -23,8 +23,8 @@ train on a GPU of 80 GB, and what do n ranks gain if each keeps 1/n of the optim
 Takes 15 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs. Predict, run, read.
 
 **Try.** Replace `bucket.shard_K.copy_(bucket.master_K)` by `pass`, so that the weights never see an
-update: which claims notice? Put it back. In `reduce`, change the last `if` to `if True:`: is the
-training still right?
+update: which claims notice? Put it back. In `reduce`, change the `if` to `if True:`: is
+the training still right?
 
 **Before.** parallelism/01_data_parallelism_ddp.py: what every rank holds, and why gradients are
 averaged.
@@ -44,10 +44,11 @@ import re
 import signal
 import sys
 import time
+import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
-from functools import partial
+from itertools import chain, zip_longest
 from typing import NamedTuple
 
 import torch
@@ -66,6 +67,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TAS
 
 # Shapes: N elements of a bucket with its padding, K = N / n of a rank's shard; B samples of D
 # features on a rank, R ranks. P counts the parameters of a model.
+Group = dist.ProcessGroup | None
 
 # %% [markdown]
 # ## 1. Sixteen bytes per parameter, and what ZeRO shards
@@ -132,17 +134,19 @@ STAGES = ("ZeRO-1", "ZeRO-2", "ZeRO-3")
 #
 # Weights come in all shapes, and few can be divided by n. So lay them end to end in one flat
 # tensor, a **bucket**, and add a few zeros: then N elements make n shards of K = N/n. The module's
-# parameters become views of the bucket and notice nothing. A second flat tensor, the buffer,
-# collects the gradients. It is zero when a step begins, and every gradient is divided by n and
-# added to it, so the gradients of several micro-batches add up, and what goes unused counts as
-# zero.
+# parameters become views of the bucket and notice nothing. A second flat tensor, the buffer, is for
+# the gradients: a hook moves each of them there as soon as it is complete, and `p.grad` becomes a
+# view of the buffer. Micro-batches then add up in it, and until `step` you may look at `p.grad`,
+# scale or drop it, as without ZeRO.
 #
-#     full_N     [ weight 1          | bias 1 | weight 2              | bias 2 | 0 0 ]
-#     shards     [ rank 0         | rank 1         | rank 2         | rank 3         ]
+#     full_N     [         weight 1        |   bias 1  |    weight 2   | bias 2|0]
+#     shards     [     rank 0    |     rank 1    |     rank 2    |     rank 3    ]
+#     pieces     [    weight 1   | weight 1| b. 1| b. 1| weight 2| w. 2| bias 2| ]
 #
-# The optimizer gets this rank's flat shard and never knows: SGD, Adam and AdamW treat every element
-# by itself. (Muon and Adafactor look at whole matrices; PyTorch's `ZeroRedundancyOptimizer` deals
-# out whole parameters for them.)
+# A shard holds **pieces** of parameters: rank 1 has the end of weight 1 and half of bias 1. The
+# optimizer gets the pieces as its parameters and never knows: SGD, Adam and AdamW treat every
+# element by itself. (Muon and Adafactor look at whole matrices; PyTorch's `ZeroRedundancyOptimizer`
+# deals out whole parameters for them.)
 #
 # `reduce` and `gather` are the two halves of an all-reduce. A **reduce-scatter** leaves each rank
 # the sum of one shard; an **all-gather** gives all shards to all. With A = a0 + a1 + a2 + a3, where
@@ -153,68 +157,91 @@ STAGES = ("ZeRO-1", "ZeRO-2", "ZeRO-3")
 #     reduce-scatter    A              B              C              D
 #     all-gather        A  B  C  D     A  B  C  D     A  B  C  D     A  B  C  D
 #
-# Both work in place, since a shard is a view of its bucket. Stage 0, plain data parallelism, uses
-# the same class: its bucket has one shard, the whole, which every rank owns. Then `reduce` is an
-# all-reduce over all ranks, and `gather` has nobody to gather from.
+# Both work in place, since a shard is a view of its bucket. Gradients are divided by n before they
+# are added up: in float16 their sum may overflow where their mean does not. Stage 0, plain data
+# parallelism, uses the same class: its bucket has one shard, the whole, which every rank owns. Then
+# `reduce` is an all-reduce, and there is nothing to gather.
 
 
 # %%
+class Piece(NamedTuple):
+    """What this rank's shard holds of one parameter."""
+
+    master: nn.Parameter  # flat, a view of master_K: what the optimizer updates
+    of_shard: slice
+    of_parameter: slice  # of its elements laid flat
+
+
 class Bucket:
     """Parameters of one dtype laid end to end.
 
-    full_N      weights in the dtype that computes; the module's parameters are views of it
+    full_N      their weights; each parameter is a view of it
     shard_K     this rank's shard of them, a view of full_N
     master_K    the shard that the optimizer updates: shard_K, or a copy of higher precision
-    buffer_N    this rank's gradients, divided by the number of ranks
-    gradient_K  the shard of their sum over ranks, a view of buffer_N
-
-    `group` shares out the shards: all ranks (None), or this rank alone, which then owns the whole.
+    buffer_N    this rank's gradients; after backward each p.grad is a view of it
+    gradient_K  the shard of their mean over ranks, a view of buffer_N
     """
 
     def __init__(
-        self,
-        parameters: list[nn.Parameter],
-        group: dist.ProcessGroup | None,
-        compute: torch.dtype,
+        self, parameters: list[nn.Parameter], group: Group, shards: int, master_dtype: torch.dtype
     ) -> None:
         self.group = group
-        shards = dist.get_world_size(group)
-        mine = dist.get_rank(group)
+        self.shards = shards
         whole = torch.cat([p.detach().flatten() for p in parameters])
-        whole_N = F.pad(whole, (0, -len(whole) % shards))
-        self.full_N = whole_N.to(compute)
-        self.place = {}
-        end = 0
-        for p in parameters:
-            self.place[p] = slice(end, end + p.numel())
-            end += p.numel()
-            p.data = self.view(p, self.full_N)
-            p.register_post_accumulate_grad_hook(self.add_gradient)
-        self.shard_K = self.full_N.view(shards, -1)[mine]
-        if compute == whole.dtype:
-            self.master_K = nn.Parameter(self.shard_K)
-        else:
-            self.master_K = nn.Parameter(whole_N.view(shards, -1)[mine].clone())
+        self.full_N = F.pad(whole, (0, -len(whole) % shards))
         self.buffer_N = torch.zeros_like(self.full_N)
-        self.gradient_K = self.buffer_N.view(shards, -1)[mine]
+        mine = dist.get_rank(group) if shards > 1 else 0
+        self.shard_K = self.full_N.tensor_split(shards)[mine]
+        self.gradient_K = self.buffer_N.tensor_split(shards)[mine]
+        self.master_K = self.shard_K.to(master_dtype)  # itself, if that is its dtype
+        self.gradient_of: dict[nn.Parameter, torch.Tensor] = {}
+        self.pieces: dict[nn.Parameter, Piece] = {}
+        first = mine * len(self.shard_K)  # my shard begins here
+        this = weakref.ref(self)  # a hook must not keep an old bucket in memory
 
-    def view(self, p: nn.Parameter, flat_N: torch.Tensor) -> torch.Tensor:
-        return flat_N[self.place[p]].view(p.shape)
+        def hook(p: nn.Parameter) -> None:
+            if this() is not None:
+                this().take_in(p)
 
-    def add_gradient(self, p: nn.Parameter) -> None:
-        """p.grad is complete. (A hook of this kind is handed p, not its gradient.)"""
-        self.view(p, self.buffer_N).add_(p.grad, alpha=1 / dist.get_world_size())
-        p.grad = None
+        start = 0
+        for p in parameters:
+            end = start + p.numel()
+            p.data = self.full_N[start:end].view(p.shape)
+            self.gradient_of[p] = self.buffer_N[start:end].view(p.shape)
+            low = max(start, first)
+            high = min(end, first + len(self.shard_K))
+            if low < high:
+                of_shard = slice(low - first, high - first)
+                master = nn.Parameter(self.master_K[of_shard])
+                self.pieces[p] = Piece(master, of_shard, slice(low - start, high - start))
+            p.register_post_accumulate_grad_hook(hook)
+            start = end
+
+    def take_in(self, p: nn.Parameter) -> None:
+        """Move p.grad into the buffer. (A hook of this kind is handed p, not its gradient.)"""
+        view = self.gradient_of[p]
+        if p.grad is None:
+            view.zero_()  # other ranks may have used it
+        elif p.grad is not view:  # the first since the gradients were dropped
+            view.copy_(p.grad.detach().to_dense())
+            p.grad = view
 
     def reduce(self) -> dist.Work:
-        """Start to add up the gradients over all ranks, whoever shares out the shards."""
-        if len(self.shard_K) == len(self.full_N):
-            return dist.all_reduce(self.buffer_N, async_op=True)  # stage 0: the shard is the whole
-        return dist.reduce_scatter_tensor(self.gradient_K, self.buffer_N, async_op=True)
+        """Start to average the gradients over all ranks, whoever shares out the shards."""
+        for p in self.gradient_of:
+            self.take_in(p)
+        self.buffer_N.div_(dist.get_world_size(self.group))
+        if self.shards == 1:
+            return dist.all_reduce(self.buffer_N, group=self.group, async_op=True)
+        return dist.reduce_scatter_tensor(
+            self.gradient_K, self.buffer_N, group=self.group, async_op=True
+        )
 
-    def gather(self, full_N: torch.Tensor, shard_K: torch.Tensor) -> dist.Work:
-        """Start to collect the shards of all ranks in `full_N`."""
-        return dist.all_gather_into_tensor(full_N, shard_K, group=self.group, async_op=True)
+    def gather(self) -> dist.Work:
+        """Start to collect the shards of all ranks."""
+        return dist.all_gather_into_tensor(
+            self.full_N, self.shard_K, group=self.group, async_op=True
+        )
 
 
 # %% [markdown]
@@ -228,96 +255,94 @@ class Bucket:
 #     DDP       gradients --reduce-scatter--> --all-gather--> all gradients, all updates
 #     ZeRO-1    gradients --reduce-scatter--> own update --all-gather--> all weights
 #
-# So no more goes through collectives than before. All reductions are started at once. Without
-# clipping a bucket is updated while the next is still being reduced. With clipping, which needs the
-# norm of all gradients, the updates wait for the last reduction; the gathers still overlap with the
-# updates.
+# So no more goes through collectives than before. All reductions are started at once, and all
+# gathers. The optimizer steps once in between, on all pieces: one that counts its steps, and hooks
+# on it, see what they would see in one process. During that step the float32 gradients of a whole
+# shard are there, 4/n bytes per parameter.
 #
 # **Clipping** needs the norm of the whole gradient. Each rank adds up the squares of its own shard,
 # and one all-reduce of a single element adds these up. The padding is zero and adds nothing.
 
 
 # %%
-class ZeRO1:
-    """A sharded optimizer. Call the module, `backward` once or more, then `step`.
+class ZeRO1(torch.optim.Optimizer):
+    """A sharded optimizer that also averages the gradients: leave DistributedDataParallel away.
 
-    `optimizer` builds any elementwise torch optimizer. With `compute` the module is of that dtype
-    and wants inputs of it; masters keep their precision. The gradient is clipped to norm `clip`;
-    an unused parameter's is zero. `sharded=False` is stage 0: one shard, which every rank owns.
-    Every rank then forms a group of its own, so that a bucket is divided by 1 instead of by n.
+    Takes parameters or parameter groups, like any optimizer, and builds `optimizer_class` (an
+    elementwise one) with `defaults` on this rank's pieces of them. Parameters of lower precision
+    than `master_dtype` get masters of it. `step` clips the gradient to norm `clip` and uses it up;
+    what no rank has used is passed over, as in one process. `numel` is about the number of elements
+    in a bucket; `sharded=False` is stage 0. Parameters start as on the group's first rank; buffers
+    are the module's business. Raises ValueError on every rank if their parameters differ.
     """
 
     def __init__(
         self,
-        module: nn.Module,
-        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
-        compute: torch.dtype | None = None,
+        params: Iterable,
+        optimizer_class: type[torch.optim.Optimizer],
+        master_dtype: torch.dtype | None = None,
         clip: float | None = None,
-        numel: int = 1 << 22,  # elements in a bucket, about
+        numel: int = 1 << 22,
         sharded: bool = True,
+        group: Group = None,
+        **defaults: object,
     ) -> None:
-        self.module = module
+        super().__init__(params, defaults)
         self.clip = clip
-        self.group = None if sharded else dist.new_subgroups(1)[0]  # see above
-        members: dict[tuple, list[nn.Parameter]] = {}  # of each bucket
-        seen = Counter()  # elements so far, by dtype
-        for tensor in (*module.parameters(), *module.buffers()):
-            dist.broadcast(tensor.data, 0)  # at the start; later each rank has its own buffers
-            if tensor.requires_grad:
-                bucket_number = seen[tensor.dtype] // numel
-                members.setdefault((tensor.dtype, bucket_number), []).append(tensor)
-                seen[tensor.dtype] += tensor.numel()
-        self.buckets = []
-        for (dtype, _), parameters in members.items():
-            self.buckets.append(Bucket(parameters, self.group, compute or dtype))
-        module.to(compute)  # frozen parameters and buffers too
-        self.optimizer = optimizer([bucket.master_K for bucket in self.buckets])
+        self.group = group
+        self.shards = dist.get_world_size(group) if sharded else 1
+        self.device = next(self.parameters()).device
+        require_equal_parameters(self, (numel, sharded, master_dtype))
+        self.buckets = buckets_of(self, numel, master_dtype)
+        self.pieces: dict[nn.Parameter, Piece] = {}
+        for bucket in self.buckets:
+            self.pieces |= bucket.pieces
+        self.optimizer = optimizer_class(groups_of_pieces(self), **defaults)
+        self.defaults = self.optimizer.defaults  # some schedulers look for them
+        copy_settings(self.optimizer, self)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return chain.from_iterable(group["params"] for group in self.param_groups)
 
     @torch.no_grad()
     def step(self) -> torch.Tensor | None:
         """Reduce, clip, update this rank's shards, gather; return the norm if clipping."""
+        used = used_by_anyone(self)
         reducing = [bucket.reduce() for bucket in self.buckets]
-        norm = None
-        if self.clip is not None:
-            for work in reducing:
-                work.wait()
-            norm = self.gradient_norm()
-        gathering = []
-        for bucket, work in zip(self.buckets, reducing, strict=True):
+        for work in reducing:
             work.wait()
-            self.update(bucket, norm)
-            gathering.append(bucket.gather(bucket.full_N, bucket.shard_K))
+        norm = None if self.clip is None else gradient_norm(self)
+        for bucket in self.buckets:
+            follow_loaded_weights(bucket)
+            gradient_K = bucket.gradient_K.to(bucket.master_K.dtype)
+            if norm is not None:
+                gradient_K.mul_((self.clip / (norm + 1e-6)).clamp(max=1))
+            for p, piece in bucket.pieces.items():
+                piece.master.grad = gradient_K[piece.of_shard] if p in used else None
+        copy_settings(self, self.optimizer)  # a scheduler may have changed them
+        self.optimizer.step()
+        copy_settings(self.optimizer, self)
+        self.optimizer.zero_grad()
+        gathering = []
+        for bucket in self.buckets:
+            if bucket.master_K is not bucket.shard_K:
+                bucket.shard_K.copy_(bucket.master_K)
+            if bucket.shards > 1:
+                gathering.append(bucket.gather())
         for work in gathering:
             work.wait()
+        self.zero_grad()  # the buffer holds sums now
         return norm
 
-    def gradient_norm(self) -> torch.Tensor:
-        squares = [b.gradient_K.to(b.master_K.dtype).square().sum() for b in self.buckets]
-        square = torch.stack(squares).sum()
-        dist.all_reduce(square, group=self.group)
-        return square.sqrt()
+    def state_dict(self) -> dict:
+        """The state of whole parameters, on the CPU of every rank. All ranks must call this."""
+        return super().state_dict() | {"state": whole_state(self)}
 
-    def update(self, bucket: Bucket, norm: torch.Tensor | None) -> None:
-        """Let the optimizer step on this rank's shard, and round the result into the weights."""
-        bucket.master_K.grad = bucket.gradient_K.to(bucket.master_K.dtype)
-        if norm is not None:
-            bucket.master_K.grad.mul_((self.clip / (norm + 1e-6)).clamp(max=1))
-        self.optimizer.step()  # passes over masters without a gradient: all but this one
-        bucket.master_K.grad = None
-        if bucket.master_K.dtype != bucket.shard_K.dtype:
-            bucket.shard_K.copy_(bucket.master_K)
-        bucket.buffer_N.zero_()  # a parameter that goes unused next time counts as zero
-
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the module's state dict, whole, in the masters' precision, on every rank."""
-        whole = {}
-        for bucket in self.buckets:
-            full_N = torch.empty_like(bucket.full_N, dtype=bucket.master_K.dtype)
-            bucket.gather(full_N, bucket.master_K.detach()).wait()
-            for p in bucket.place:
-                whole[p] = bucket.view(p, full_N)
-        state = self.module.state_dict(keep_vars=True)
-        return {name: whole.get(tensor, tensor).detach() for name, tensor in state.items()}
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Cut this rank's pieces out of a state dict of whole parameters."""
+        super().load_state_dict(state_dict | {"state": {}})
+        copy_settings(self, self.optimizer)
+        take_pieces(self, state_dict["state"])
 
 
 # %% [markdown]
@@ -329,11 +354,184 @@ class ZeRO1:
 # for 7 billion parameters.
 
 # %% [markdown]
-# ## 4. How it is measured
+# ## 4. What a real module needs: equal ranks, unused layers, groups, loaded weights
+#
+# - **Ranks that differ.** If one rank's layer is wider, its buckets are larger, and the first
+#   collective aborts or hangs. So the ranks compare their lists of parameters before.
+# - **Unused layers.** An optimizer passes over a parameter whose gradient is None: AdamW does not
+#   even decay it. In the buffer such a gradient is zero, since another rank may have made one. So
+#   one small all-reduce per step, of an integer per parameter, asks who has; the CPU waits for its
+#   result. A parameter frozen later is passed over, too. One that is unfrozen later lies in no
+#   bucket, and that is refused.
+# - **Groups.** Settings such as the learning rate stand in two places: in the groups of whole
+#   parameters, where a scheduler writes, and in the groups of pieces, where the optimizer that
+#   steps may keep a count.
+# - **Loaded weights.** A weight that is no longer its master, rounded, has been written to from
+#   outside, by `load_state_dict` for instance. The next step would undo that, unless the master
+#   follows.
+
+
+# %%
+def require_equal_parameters(zero: ZeRO1, options: tuple) -> None:
+    """Raise the same ValueError on every rank if one of them has other parameters."""
+    listed = [f"numel, sharded, master_dtype = {options}"]
+    for i, group in enumerate(zero.param_groups):
+        names = group.get("param_names", range(len(group["params"])))
+        for name, p in zip(names, group["params"], strict=True):
+            trained = "trained" if p.requires_grad else "frozen"
+            listed.append(f"{name} of group {i}: {p.dtype}, {tuple(p.shape)}, {trained}")
+    by_rank = [None] * dist.get_world_size(zero.group)
+    dist.all_gather_object(by_rank, listed, zero.group)
+    for rows in zip_longest(*by_rank, fillvalue="nothing"):
+        ranks_of: dict[str, list[int]] = {}
+        for rank, row in enumerate(rows):
+            ranks_of.setdefault(row, []).append(rank)
+        if len(ranks_of) > 1:
+            rule = "every rank must hand ZeRO1 the same parameters: build all modules alike"
+            raise ValueError(f"{rule}; the first difference, and its ranks: {ranks_of}")
+
+
+def buckets_of(zero: ZeRO1, numel: int, master_dtype: torch.dtype | None) -> list[Bucket]:
+    """Deal out what is trained, by dtype; all ranks start from the weights of the first."""
+    members: dict[tuple, list[nn.Parameter]] = {}  # of each bucket
+    seen = Counter()  # elements so far, by dtype
+    for p in zero.parameters():
+        dense = p.data.contiguous()  # p itself, unless it is transposed
+        dist.broadcast(dense, group_src=0, group=zero.group)
+        p.data.copy_(dense)
+        if p.requires_grad:
+            bucket_number = seen[p.dtype] // numel
+            members.setdefault((p.dtype, bucket_number), []).append(p)
+            seen[p.dtype] += p.numel()
+    buckets = []
+    for (dtype, _), parameters in members.items():
+        precision = torch.promote_types(dtype, master_dtype or dtype)
+        buckets.append(Bucket(parameters, zero.group, zero.shards, precision))
+    return buckets
+
+
+def groups_of_pieces(zero: ZeRO1) -> list[dict]:
+    """The same parameter groups, of what this rank updates."""
+    groups = []
+    for group in zero.param_groups:
+        mine = [zero.pieces[p].master for p in group["params"] if p in zero.pieces]
+        groups.append(settings(group) | {"params": mine})
+    return groups
+
+
+def settings(group: dict) -> dict:
+    """Learning rate and so on, of one parameter group."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def copy_settings(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
+    for theirs, ours in zip(source.param_groups, target.param_groups, strict=True):
+        ours.update(settings(theirs))
+
+
+# %% [markdown]
+# Three more functions serve every step. They find which parameters were used, the norm of the whole
+# gradient, and whether weights were loaded.
+
+
+# %%
+def used_by_anyone(zero: ZeRO1) -> set[nn.Parameter]:
+    """Return the parameters for which any rank has made a gradient."""
+    made: dict[nn.Parameter, bool] = {}
+    for bucket in zero.buckets:
+        made |= {p: p.grad is not None for p in bucket.gradient_of}
+    for i, p in enumerate(zero.parameters()):
+        if p.requires_grad and p not in made:
+            rule = "ZeRO1 trains what required gradients when it was built"
+            raise ValueError(f"{rule}; parameter {i} does only now: build another ZeRO1")
+    by_anyone = torch.tensor(list(made.values()), dtype=torch.int32, device=zero.device)
+    dist.all_reduce(by_anyone, dist.ReduceOp.MAX, group=zero.group)
+    return {p for p, used in zip(made, by_anyone.tolist(), strict=True) if used}
+
+
+def gradient_norm(zero: ZeRO1) -> torch.Tensor:
+    square = torch.zeros((), device=zero.device)
+    for bucket in zero.buckets:
+        square = square + bucket.gradient_K.to(bucket.master_K.dtype).square().sum()
+    if zero.shards > 1:
+        dist.all_reduce(square, group=zero.group)
+    return square.sqrt()
+
+
+def follow_loaded_weights(bucket: Bucket) -> None:
+    """Where a weight is not its master, rounded, take over the weight."""
+    if bucket.master_K is not bucket.shard_K:
+        loaded = bucket.shard_K != bucket.master_K.to(bucket.shard_K.dtype)
+        bucket.master_K.copy_(torch.where(loaded, bucket.shard_K, bucket.master_K))
+
+
+# %% [markdown]
+# **Checkpoints.** A rank's state makes sense only to the same rank of the same number of ranks. So
+# `state_dict` joins the pieces: it returns what the optimizer would return in one process, and the
+# masters with it. `load_state_dict` cuts it for whatever number of ranks there is now. (Every rank
+# gets a copy in its host's memory. Large jobs save the shards as they are and reshard when they
+# load them: torch.distributed.checkpoint.)
+
+
+# %%
+def whole_state(zero: ZeRO1) -> dict[int, dict]:
+    """Return the state of each parameter, by its number, on the CPU of every rank; all call."""
+    mine = {}
+    for i, p in enumerate(zero.parameters()):
+        if p in zero.pieces:
+            master = zero.pieces[p].master
+            mine[i] = dict(zero.optimizer.state.get(master, {}))
+            if master.dtype != p.dtype:
+                mine[i]["master"] = master.detach().clone()
+    by_rank = [mine]
+    if zero.shards > 1:
+        by_rank = [None] * zero.shards
+        dist.all_gather_object(by_rank, mine, zero.group)
+    whole = {}
+    for i, p in enumerate(zero.parameters()):
+        parts = [state[i] for state in by_rank if i in state]
+        if parts and parts[0]:
+            whole[i] = joined(parts, p.shape)
+    return whole
+
+
+def joined(parts: list[dict], shape: torch.Size) -> dict:
+    """Pieces laid end to end are the whole. What is not flat, such as Adam's step, is common."""
+    whole = {}
+    for key, value in parts[0].items():
+        if isinstance(value, torch.Tensor) and value.dim() == 1:
+            value = torch.cat([part[key].cpu() for part in parts]).view(shape)
+        whole[key] = value
+    return whole
+
+
+def take_pieces(zero: ZeRO1, whole: dict[int, dict]) -> None:
+    """Give the optimizer of pieces its parts of what `whole_state` has returned."""
+    numbers = {p: i for i, p in enumerate(zero.parameters())}
+    mine = zero.optimizer.state_dict()
+    mine["state"] = {}
+    ours = [p for p in zero.parameters() if p in zero.pieces]
+    for k, p in enumerate(ours):  # the optimizer of pieces numbers them in this order
+        master, _, of_parameter = zero.pieces[p]
+        state = {}
+        for key, value in whole.get(numbers[p], {}).items():
+            if isinstance(value, torch.Tensor) and value.shape == p.shape and key != "step":
+                value = value.flatten()[of_parameter].clone()  # a view would keep the whole alive
+            state[key] = value
+        if "master" in state:
+            master.data.copy_(state.pop("master"))
+        if state:
+            mine["state"][k] = state
+    zero.optimizer.load_state_dict(mine)
+
+
+# %% [markdown]
+# ## 5. How it is measured
 #
 # **Weights.** Three steps of two micro-batches, on ranks that are seeded differently, against the
-# **oracle**, one process that sees all samples. In the first and the third step the last block is
-# skipped, so its gradient must count as zero, not as what it was in the second. All in float32.
+# **oracle**, one process that sees all samples. The first and the third step skip the last block,
+# the second step skips the third: what is skipped must be passed over, and its gradient of the step
+# before must not count. All in float32.
 #
 # Sharded or not, the additions come in another order than in one process, so they round otherwise.
 # 100 roundings of 2**-24 are allowed per gradient, whose terms are below 1. Adam's first step is
@@ -345,11 +543,10 @@ class ZeRO1:
 # %%
 D, HIDDEN, STEPS, LR, EPS, CLIP = 420, 120, 3, 0.01, 0.01, 0.1
 SLACK = STEPS * 100 * 2**-24
-ADAM = partial(torch.optim.Adam, lr=LR, eps=EPS)
 
 
 class Net(nn.Module):
-    """Four residual blocks, of which the last can be skipped, and a layer that nobody uses."""
+    """Four residual blocks, of which one is skipped."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         super().__init__()
@@ -359,18 +556,18 @@ class Net(nn.Module):
             up = nn.Linear(D, HIDDEN, bias=False)
             down = nn.Linear(HIDDEN, D, bias=False)
             self.blocks.append(nn.Sequential(up, nn.ReLU(), down))
-        self.spare = nn.Linear(D, 2, bias=False)
         self.to(device)
 
-    def forward(self, x_BD: torch.Tensor, skip: bool) -> torch.Tensor:
-        for block in self.blocks[: 4 - skip]:
-            x_BD = x_BD + block(x_BD)
+    def forward(self, x_BD: torch.Tensor, skip: int) -> torch.Tensor:
+        for i, block in enumerate(self.blocks):
+            if i != skip:
+                x_BD = x_BD + block(x_BD)
         return x_BD
 
 
 def loss_of(model: nn.Module, x_BD: torch.Tensor, step: int) -> torch.Tensor:
     """How far the outputs are from the inputs, in reverse order."""
-    return (model(x_BD, skip=step != 1) - x_BD.flip(-1)).square().mean()
+    return (model(x_BD, skip=2 if step == 1 else 3) - x_BD.flip(-1)).square().mean()
 
 
 def train_plainly(x_BD: torch.Tensor, ddp: bool) -> dict[str, torch.Tensor]:
@@ -379,11 +576,9 @@ def train_plainly(x_BD: torch.Tensor, ddp: bool) -> dict[str, torch.Tensor]:
     wrapped = model
     if ddp:
         wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
-    optimizer = ADAM(model.parameters())
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)  # a gradient that is not made counts as zero
+    optimizer = torch.optim.Adam(model.parameters(), lr=LR, eps=EPS)
     for step in range(STEPS):
-        optimizer.zero_grad(set_to_none=False)
+        optimizer.zero_grad()
         loss_of(wrapped, x_BD, step).backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
@@ -492,9 +687,11 @@ def check_stage(
     name = f"stage {stage}, {str(layout).removeprefix('torch.')}"
     x_BD = x_RBD[RANK].to(layout)
     before = live_storages()
-    model = Net(RANK, x_BD.device)
+    model = Net(RANK, x_BD.device).to(layout)
     P = sum(parameter.numel() for parameter in model.parameters())
-    zero = ZeRO1(model, ADAM, layout, CLIP, numel=P // 4, sharded=stage == 1)
+    sizes = {"numel": P // 4, "sharded": stage == 1}
+    adam = {"lr": LR, "eps": EPS}
+    zero = ZeRO1(model.parameters(), torch.optim.Adam, torch.float32, CLIP, **sizes, **adam)
     for step in range(STEPS):
         with CountedCommunication() as counted:
             for half_BD in x_BD.chunk(2):
@@ -509,13 +706,14 @@ def check_stage(
     else:
         claim(text, expected, held, atol=16 * padding, question=2)
     check_elements(name, stage, layout, counted, P, padding)
-    state = zero.full_state_dict()
     if layout == torch.float32:
-        error = largest_difference(state | {"norm": norm}, alone)
+        error = largest_difference(model.state_dict() | {"norm": norm}, alone)
         claim(f"{name}: error against one process", 0, error, atol=SLACK)
     else:
-        unlike = [(state[k].to(layout) != weight).sum() for k, weight in model.state_dict().items()]
-        claim(f"{name}: weights unlike their master", 0, sum(unlike), question=4)
+        unlike = 0
+        for parameter, state in zip(model.parameters(), whole_state(zero).values(), strict=True):
+            unlike += (state["master"].to(layout) != parameter.cpu()).sum()
+        claim(f"{name}: weights unlike their master", 0, unlike, question=4)
     return held
 
 
@@ -527,7 +725,7 @@ def check_elements(
     P: int,
     padding: float,
 ) -> None:
-    """Claim what went through each collective, per parameter; the norm's element apart."""
+    """Claim what went through each collective, per parameter; norm and flags apart."""
     if WORLD_SIZE == 1:
         blocked(f"{name}: elements handed over", needs="2 ranks")
         return
@@ -536,7 +734,7 @@ def check_elements(
         expected = {"all_reduce": 0, "reduce_scatter": 1, "all_gather": 1}
     nbytes = 0
     for operation, times in expected.items():
-        calls = [c for c in counted.calls(operation) if c.elements > 1 and len(c.ranks) > 1]
+        calls = [c for c in counted.calls(operation) if c.elements > 8]  # a flag per parameter: 8
         elements = sum(call.elements for call in calls) / P
         nbytes += sum(call.nbytes for call in calls) / P
         text = f"{name}: {operation}, elements / P"
@@ -546,7 +744,7 @@ def check_elements(
 
 
 # %% [markdown]
-# ## 5. On GPUs: what the allocator says
+# ## 6. On GPUs: what the allocator says
 #
 # The same count, by CUDA's allocator, for half a billion parameters: what is allocated when
 # backward has ended, and the peak of a step, which the activations of this small batch hardly
@@ -564,11 +762,12 @@ def measure_on_gpus(device: torch.device) -> None:
         gc.collect()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
-        layers = [nn.Linear(8192, 8192, bias=False, device=device) for _ in range(8)]
-        model = nn.Sequential(*layers)
-        del layers
+        model = nn.Sequential()
+        for _ in range(8):
+            model.append(nn.Linear(8192, 8192, False, device, torch.bfloat16))
         P = sum(parameter.numel() for parameter in model.parameters())
-        zero = ZeRO1(model, torch.optim.Adam, torch.bfloat16, sharded=stage == 1)
+        adam = torch.optim.Adam
+        zero = ZeRO1(model.parameters(), adam, torch.float32, sharded=stage == 1)
         for _ in range(3):
             torch.cuda.reset_peak_memory_stats()
             model(x_BD).square().mean().backward()
@@ -597,7 +796,7 @@ def measure_on_gpus(device: torch.device) -> None:
 # 3. With data parallelism P elements go through an all-reduce; with ZeRO-1, P through a
 #    reduce-scatter and P through an all-gather, which are the two halves of one. Over a ring both
 #    send 2(n-1)/n P, so stage 1 is free, and there is hardly a reason to train without it. (On
-#    gloo it is not: see section 4.)
+#    gloo it is not: see section 5.)
 # 4. None. That says that every update has reached the weights. It does not say that the masters are
 #    right: they are fed gradients that were computed and added up in bfloat16, with 8 significant
 #    bits, and drift from those of float32 training accordingly. A comparison of masters with a
@@ -606,14 +805,15 @@ def measure_on_gpus(device: torch.device) -> None:
 # Weights and the norm of the gradient follow one process to some 1e-8, as with PyTorch's DDP.
 #
 # **Try.** Without the copy the float32 claims all pass, for there the master *is* the weight. In
-# bfloat16 the masters go on moving, by the gradients of weights that never change, and only the
-# comparison of the two notices. If `reduce` always all-reduces, training stays right
-# to the bit, since the shard is a view of the sum; only the count of elements tells.
+# bfloat16 every step takes the weights, which never change, for loaded ones: the masters start from
+# them again, and only the comparison of the two notices. If `reduce` always all-reduces, training
+# stays right to the bit, since the shard is a view of the sum; only the count of elements tells.
 #
 # On real systems: PyTorch's `ZeroRedundancyOptimizer`, DeepSpeed's stage 1, Megatron's distributed
-# optimizer. Their checkpoints hold shards, so changing the number of ranks means gathering or
-# resharding them. At a thousand ranks the shards of small buckets become a few elements, and the
-# all-gather a matter of latency: use fewer, larger buckets, or shard within a group of ranks only.
+# optimizer. Their checkpoints hold shards, so changing the number of ranks means joining or
+# resharding them, as in section 4. At a thousand ranks the shards of small buckets become a few
+# elements, and the all-gather a matter of latency: use fewer, larger buckets, or shard within a
+# group of ranks only.
 
 
 # %%

@@ -44,6 +44,7 @@ import re
 import signal
 import sys
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -152,6 +153,10 @@ def in_buckets(parameters: list[nn.Parameter], capacity: float) -> list[Bucket]:
 # Beware: `register_post_accumulate_grad_hook` hands its hook the *parameter*, not its gradient.
 # Average that, and the gradients stay as they are: no error, and the ranks drift apart.
 #
+# The parameters know their hook, and the hook knows its reducer only weakly: if the wrapper is
+# dropped, its hooks fall silent, and the module can be wrapped again. A copy of a parameter has no
+# hooks at all, so a copied reducer is built anew on the copied parameters.
+#
 # How do we learn that backward is over? Autograd's engine calls back what was queued on it *during*
 # a backward, when that backward ends. `queue_callback` is private to PyTorch, and the one way to
 # do this; DDP and FSDP use it as well.
@@ -164,6 +169,8 @@ class Reducer:
     def __init__(
         self, parameters: list[nn.Parameter], capacity: float, group: Group, find_unused: bool
     ) -> None:
+        self.parameters = parameters
+        self.capacity = capacity
         self.group = group
         self.find_unused = find_unused
         self.sync = True  # False: gradients stay on their rank
@@ -173,8 +180,15 @@ class Reducer:
         self.bucket_of = {}
         for bucket in self.buckets:
             self.bucket_of |= dict.fromkeys(bucket.views, bucket)
+        this = weakref.ref(self)
+
+        def hook(parameter: nn.Parameter) -> None:
+            reducer = this()  # None: it was dropped, and the module wrapped again
+            if reducer is not None:
+                reducer.gradient_is_ready(parameter)
+
         for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(self.gradient_is_ready)
+            parameter.register_post_accumulate_grad_hook(hook)
 
     def gradient_is_ready(self, parameter: nn.Parameter) -> None:
         if not self.sync:
@@ -206,6 +220,10 @@ class Reducer:
     def start_all_reduce(self, flat: torch.Tensor) -> dist.Work:
         return dist.all_reduce(flat, group=self.group, async_op=True)
 
+    def __deepcopy__(self, memo: dict) -> "Reducer":
+        parameters = copy.deepcopy(self.parameters, memo)
+        return Reducer(parameters, self.capacity, self.group, self.find_unused)
+
     @torch.no_grad()
     def finish(self) -> None:
         """Backward is over: send what never filled, then wait, so that the optimizer may step."""
@@ -235,28 +253,37 @@ class Reducer:
 # Then it copies the weights of the group's first rank to all. **Buffers**, such as the running
 # statistics of batch norm, have no gradients to keep them together; they follow the first rank
 # before each forward that trains.
+#
+# Autograd counts how often a tensor is written to, and refuses a backward for which it was written
+# to too late. Batch norm keeps its buffers for backward, though it does not use them in training.
+# So buffers are written through `.data`, which is not counted: then two forwards may come before
+# one backward, as in the bare module.
 
 
 # %%
 def broadcast(tensors: Iterable[torch.Tensor], group: Group) -> None:
     """Copy the tensors of the group's first rank to all."""
     for tensor in tensors:
-        dense = tensor.detach().contiguous()  # the tensor itself, unless it is transposed
+        dense = tensor.data.contiguous()  # the tensor itself, unless it is transposed
         dist.broadcast(dense, group_src=0, group=group)
-        tensor.detach().copy_(dense)
+        tensor.data.copy_(dense)
 
 
-def require_equal_modules(module: nn.Module, bucket_mb: float, group: Group) -> None:
+def require_equal_modules(module: nn.Module, options: dict, group: Group) -> None:
     """Raise the same ValueError on every rank if one of them has another module."""
-    description = [("bucket_mb", bucket_mb)]
+    description = list(options.items())
     for name, t in [*module.named_parameters(), *module.named_buffers()]:
         description.append((name, tuple(t.shape), t.dtype, t.requires_grad))
     descriptions = [None] * dist.get_world_size(group)
     dist.all_gather_object(descriptions, description, group)
-    for row_by_rank in zip_longest(*descriptions):
-        if len(set(row_by_rank)) > 1:
+    for row_by_rank in zip_longest(*descriptions, fillvalue="nothing"):
+        ranks_with: dict[tuple, list[int]] = {}
+        for rank, row in enumerate(row_by_rank):
+            ranks_with.setdefault(row, []).append(rank)
+        if len(ranks_with) > 1:
             rule = "every rank must wrap the same module; build it from one configuration"
-            raise ValueError(f"{rule}: the first difference, by rank: {row_by_rank}")
+            found = [f"{row} on ranks {ranks}" for row, ranks in ranks_with.items()]
+            raise ValueError(f"{rule}; the first difference: {'; '.join(found)}")
 
 
 class BucketedDDP(nn.Module):
@@ -265,7 +292,8 @@ class BucketedDDP(nn.Module):
     `bucket_mb` is in 1e6 bytes. Gradients are views of the buckets (sparse ones become dense). What
     no rank used gets zeros; with `find_unused` it keeps None, as in one process, for one small
     all-reduce more. Buffers follow the group's first rank, before each forward that trains. Raises
-    ValueError on every rank if the modules differ.
+    ValueError on every rank if the modules differ, and in forward if a parameter was frozen or
+    unfrozen since.
     """
 
     def __init__(
@@ -277,17 +305,28 @@ class BucketedDDP(nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
-        self.group = group
-        require_equal_modules(module, bucket_mb, group)
+        options = {"bucket_mb": bucket_mb, "find_unused": find_unused}
+        require_equal_modules(module, options, group)
         broadcast([*module.parameters(), *module.buffers()], group)
         trained = [p for p in module.parameters() if p.requires_grad]  # a tied weight counts once
         self.reducer = Reducer(trained, bucket_mb * 1e6, group, find_unused)
 
     def forward(self, *args: object, **kwargs: object) -> object:
         self.reducer.reducing = False  # start afresh even if the last backward died half-way
+        if torch.is_grad_enabled():
+            self.require_unchanged()
         if self.reducer.sync and self.training and torch.is_grad_enabled():
-            broadcast(self.module.buffers(), self.group)
+            broadcast(self.module.buffers(), self.reducer.group)
         return self.module(*args, **kwargs)
+
+    def require_unchanged(self) -> None:
+        """The buckets hold what was trained when they were made, and nothing else."""
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad != (parameter in self.reducer.bucket_of):
+                was = "unfrozen" if parameter.requires_grad else "frozen"
+                rule = "BucketedDDP trains what required gradients when it was built"
+                remedy = "wrap the module again, and drop this wrapper"
+                raise ValueError(f"{rule}; {name} has been {was} since: {remedy}")
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -48,43 +48,44 @@ def handed(stage: int) -> set[str]:
 
 
 BREAKS = {
-    "no broadcast": ("dist.broadcast(tensor.data, 0)", "pass", BOTH),
-    "no average": (
-        "add_(p.grad, alpha=1 / dist.get_world_size())",
-        "add_(p.grad)",
+    "no broadcast": (
+        "        dist.broadcast(dense, group_src=0, group=zero.group)\n",
+        "",
         BOTH,
     ),
+    "no average": ("self.buffer_N.div_(dist.get_world_size(self.group))", "pass", BOTH),
     "stage 1 shards nothing": (
-        "None if sharded else dist.new_subgroups(1)[0]",
-        "dist.new_subgroups(1)[0]",
+        "self.shards = dist.get_world_size(group) if sharded else 1",
+        "self.shards = 1",
         held(1) | elements(1, "all_reduce", "reduce_scatter", "all_gather") | handed(1),
     ),
     "a shard off by one": (
-        "self.shard_K = self.full_N.view(shards, -1)[mine]",
-        "self.shard_K = self.full_N.view(shards, -1)[mine - 1]",
-        {ERROR[1]},  # in bfloat16 the masters are right, and the gather brings them to their places
+        "self.shard_K = self.full_N.tensor_split(shards)[mine]",
+        "self.shard_K = self.full_N.tensor_split(shards)[mine - 1]",
+        {ERROR[1]},  # in bfloat16 masters and weights are exchanged alike
     ),
     "stage 1 all-reduces": (
-        "if len(self.shard_K) == len(self.full_N):",
+        "if self.shards == 1:",
         "if True:",
         elements(1, "all_reduce", "reduce_scatter"),
     ),
     "stage 1 gathers nothing": (
-        "gathering.append(bucket.gather(bucket.full_N, bucket.shard_K))",
+        "gathering.append(bucket.gather())",
         "pass",
         elements(1, "all_gather")
         | handed(1)
         | {ERROR[1], "stage 1, bfloat16: weights unlike their master"},
     ),
     "each rank its own norm": (
-        "        dist.all_reduce(square, group=self.group)\n",
-        "",
+        "        dist.all_reduce(square, group=zero.group)\n",
+        "        pass\n",
         {ERROR[1]},
     ),
+    "gradients that are no views": ("            p.grad = view\n", "", held(0, 1)),
     "float32 gradients stay": (
-        "bucket.master_K.grad = None",
-        "bucket.kept = bucket.master_K.grad.clone(); bucket.master_K.grad = None",
-        held(0, 1),
+        "        self.optimizer.zero_grad()\n",
+        "",
+        {f"stage {s}, bfloat16: bytes held per parameter" for s in (0, 1)},
     ),
     "Adam of one moment": (
         "weight=2, gradient=2, optimizer=12",
@@ -92,20 +93,20 @@ BREAKS = {
         {f"stage {s}, bfloat16: bytes held per parameter" for s in (0, 1)},
     ),
     "weights never see an update in bfloat16": (
-        "            bucket.shard_K.copy_(bucket.master_K)\n",
-        "            pass\n",
+        "                bucket.shard_K.copy_(bucket.master_K)\n",
+        "                pass\n",
         UNLIKE,
     ),
-    "gradients of the step before stay": ("        bucket.buffer_N.zero_()", "        pass", BOTH),
+    "gradients of the step before stay": ("        self.zero_grad()  #", "        pass  #", BOTH),
     "an unused parameter keeps its old gradient": (
-        "        bucket.buffer_N.zero_()",
-        "        if bucket is not self.buckets[-1]:  # of the block that is skipped\n"
-        "            bucket.buffer_N.zero_()",
+        "            view.zero_()",
+        "            pass",
         BOTH,
     ),
+    "every parameter counts as used": ("{p: p.grad is not None for p", "{p: True for p", BOTH),
     "the last micro-batch alone": (
-        "add_(p.grad, alpha=1 / dist.get_world_size())",
-        "copy_(p.grad / dist.get_world_size())",
+        "for half_BD in x_BD.chunk(2):",
+        "for half_BD in x_BD.chunk(2)[1:]:",
         BOTH,
     ),
     "DDP forgotten": (

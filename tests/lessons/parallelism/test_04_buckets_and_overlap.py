@@ -367,7 +367,10 @@ def test_different_modules_are_one_clear_error_on_every_rank(difference: str) ->
     last_lines = {o.text.splitlines()[-1] for o in outcomes}
     assert [o.kind for o in outcomes] == ["raised"] * 3
     assert len(last_lines) == 1
-    assert "every rank must wrap the same module" in last_lines.pop()
+    said = last_lines.pop()
+    assert "every rank must wrap the same module" in said
+    assert "on ranks [0, 2]" in said
+    assert "on ranks [1]" in said
 
 
 # Every claim, against the line it guards
@@ -424,7 +427,10 @@ BREAKS = {
         {ODD},
     ),
     "buffers are not broadcast": (
-        ("            broadcast(self.module.buffers(), self.group)\n", "            pass\n"),
+        (
+            "            broadcast(self.module.buffers(), self.reducer.group)\n",
+            "            pass\n",
+        ),
         {BUFFERS},
     ),
     "unused parameters get zeros": (
