@@ -327,12 +327,6 @@ class Reduction:
 #     before backward     gather it again; start to gather the previous one
 #     gradient is there   free it; start the reduce-scatter of its gradient
 #
-# To **prefetch**, one must know which unit comes next. The hooks learn it as they run: in forward
-# each unit notes which came before it. Backward visits them the other way round.
-#
-# At most one reduce-scatter is under way, since its input is a whole unit's gradient that must stay
-# in memory until it has been sent.
-#
 # Modules look their weights up by name. So while a unit computes, these names must lead to the
 # whole tensors, and afterwards to the shards again.
 
@@ -376,33 +370,28 @@ def tensors_in(output: object) -> Iterator[torch.Tensor]:
 
 
 # %% [markdown]
-# Two cases are less plain. A forward *within* a backward is activation checkpointing, which
-# computes a unit once more. A forward *after* a backward that never ended means that an error ended
-# it: forget what it began.
+# To **prefetch**, one must know which unit comes next. So in forward it is noted which unit came
+# after which; backward visits them the other way round.
 
 
 # %%
-class UnitHooks:
-    """Moves the weights of units in and out of memory, and their gradients to the owners."""
+class WholeUnits:
+    """Makes units whole and frees them; learns in which order they are needed."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        shards: dict[nn.Module, list[Shards]],
-        compute: torch.dtype | None,
-    ) -> None:
-        self.module = module
+    def __init__(self, root: nn.Module, shards: dict[nn.Module, list[Shards]]) -> None:
+        self.root = root
         self.shards = shards
-        self.compute = compute
-        self.next: dict = {}  # learned in forward: which unit follows each unit
+        self.next: dict = {}  # which unit follows each unit in forward
         self.previous: dict = {}
         self.last: nn.Module | None = None
-        self.pending: list[Reduction] = []  # the reduce-scatter under way
-        self.backward_runs = False
         self.in_backward: set[nn.Module] = set()
-        for unit in shards:
-            unit.register_forward_pre_hook(self.before_forward, with_kwargs=True)
-            unit.register_forward_hook(self.after_forward, always_call=True)  # after errors, too
+
+    def note_forward(self, unit: nn.Module) -> None:
+        if unit is self.root:
+            self.last = None
+        self.next[self.last] = unit
+        self.previous[unit] = self.last
+        self.last = unit
 
     def use(self, unit: nn.Module, following: nn.Module | None) -> None:
         """Make a unit's weights whole, and start to gather those of the following one."""
@@ -413,41 +402,71 @@ class UnitHooks:
             for shards in self.shards[following]:
                 shards.fetch()
 
+    def free(self, several: Iterable[Shards]) -> None:
+        for shards in several:
+            shards.free()
+            shards.users = 0
+            shards.shown = ()
+            show(shards, shards.rows)
+
+    def free_all(self) -> None:
+        self.free(chain(*self.shards.values()))
+
+
+# %% [markdown]
+# Now the hooks. At most one reduce-scatter is under way, since its input is a whole unit's gradient
+# that must stay in memory until it has been sent.
+#
+# Two cases are less plain. A forward *within* a backward is activation checkpointing, which
+# computes a unit once more. A forward *after* a backward that never ended means that an error ended
+# it: forget what it began.
+
+
+# %%
+class UnitHooks:
+    """Four hooks around each unit."""
+
+    def __init__(self, units: WholeUnits, compute: torch.dtype | None) -> None:
+        self.units = units
+        self.compute = compute
+        self.backward_runs = False
+        self.pending: list[Reduction] = []  # the reduce-scatter under way
+        for unit in units.shards:
+            unit.register_forward_pre_hook(self.before_forward, with_kwargs=True)
+            unit.register_forward_hook(self.after_forward, always_call=True)  # after errors, too
+
     def before_forward(self, unit: nn.Module, args: tuple, kwargs: dict) -> tuple:
         following = None
         if not inside_backward():
-            if self.backward_runs:
-                self.forget()
-            if unit is self.module:
-                self.last = None
-            self.next[self.last] = unit
-            self.previous[unit] = self.last
-            self.last = unit
-            following = self.next.get(unit)
-        self.use(unit, following)
-        for shards in self.shards[unit]:
+            if self.backward_runs:  # an error ended it: what it began is forgotten
+                self.pending = []
+                self.after_backward()
+            self.units.note_forward(unit)
+            following = self.units.next.get(unit)
+        self.units.use(unit, following)
+        for shards in self.units.shards[unit]:
             shards.shown = Gather.apply(shards, self.reduce, *shards.rows)
             show(shards, shards.shown)
         return cast((args, kwargs), self.compute)
 
     def after_forward(self, unit: nn.Module, args: tuple, output: object) -> None:
-        if unit in self.in_backward:
+        if unit in self.units.in_backward:
             return
-        shown = [shards.shown for shards in self.shards[unit]]
-        self.free(self.shards[unit])
+        shown = [shards.shown for shards in self.units.shards[unit]]
+        self.units.free(self.units.shards[unit])
         outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         if outputs:
             hook = partial(self.before_backward, unit, shown)
             register_multi_grad_hook(outputs, hook, mode="any")
-        if unit is self.module:
-            self.free(chain(*self.shards.values()))  # what was prefetched, then not needed
+        if unit is self.units.root:
+            self.units.free_all()  # what was prefetched, and then was not needed
 
     def before_backward(self, unit: nn.Module, shown: list, gradient: torch.Tensor) -> None:
         """Backward has reached the unit's output."""
         self.begin_backward()
-        self.in_backward.add(unit)
-        self.use(unit, self.previous.get(unit))
-        for shards, tensors in zip(self.shards[unit], shown, strict=True):
+        self.units.in_backward.add(unit)
+        self.units.use(unit, self.units.previous.get(unit))
+        for shards, tensors in zip(self.units.shards[unit], shown, strict=True):
             shards.users += 1  # a unit may have been called twice
             show(shards, tensors)  # to checkpointed parts, which compute once more
 
@@ -457,7 +476,7 @@ class UnitHooks:
         self.wait_pending()
         shards.users -= 1
         if shards.users <= 0:
-            self.free([shards])
+            self.units.free([shards])
         self.pending = [Reduction(shards, gradients)]
 
     def wait_pending(self) -> None:
@@ -472,23 +491,9 @@ class UnitHooks:
 
     def after_backward(self) -> None:
         self.wait_pending()
-        self.free(chain(*self.shards.values()))  # what is frozen, or went unused
+        self.units.free_all()  # what is frozen, or went unused
+        self.units.in_backward = set()
         self.backward_runs = False
-        self.in_backward = set()
-
-    def free(self, several: Iterable[Shards]) -> None:
-        for shards in several:
-            shards.free()
-            shards.users = 0
-            shards.shown = ()
-            show(shards, shards.rows)
-
-    def forget(self) -> None:
-        """An error has ended the last backward half-way: start afresh."""
-        for reduction in self.pending:
-            reduction.work.wait()
-        self.pending = []
-        self.after_backward()
 
 
 # %% [markdown]
@@ -619,7 +624,7 @@ class MiniFSDP:
             self.shards_of |= dict.fromkeys(members, self.shards[unit][-1])
         for parameter in self.shards_of:
             parameter.is_shard = True
-        self.hooks = UnitHooks(module, self.shards, compute)
+        UnitHooks(WholeUnits(module, self.shards), compute)
 
     def dtype_of(self, parameter: nn.Parameter, places: list[Place]) -> torch.dtype:
         """Return the dtype of the whole weight."""
