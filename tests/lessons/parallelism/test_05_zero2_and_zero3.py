@@ -22,7 +22,8 @@ def of(stage: int, what: str) -> set[str]:
 HELD = {stage: of(stage, "bytes held per parameter") for stage in (2, 3)}
 FIRST = {stage: of(stage, "gathered in the 1st pass / P") for stage in (2, 3)}
 SECOND = {stage: of(stage, "gathered in the 2nd pass / P") for stage in (2, 3)}
-EARLY, WHOLE = of(3, "gathers beside a whole unit"), of(3, "units whole at once")
+EARLY = of(3, "gathers beside a whole unit")
+WHOLE = of(3, "units whole at once")
 ORDER = of(3, "gathers in the order 0123 3210")
 
 BREAKS = {
@@ -33,15 +34,15 @@ BREAKS = {
         "whole[(1 - self.mine) * rows : (2 - self.mine) * rows]",
         BOTH,
     ),
-    "each rank its own norm": ("    dist.all_reduce(square, group=fsdp.group)\n", "", BOTH),
-    "nothing is rounded": (
-        "        return self.compute\n",
-        "        return parameter.dtype\n",
-        {
-            "stage 2, bfloat16: bytes held per parameter",
-            *(f"stage {s}, bfloat16: bytes per element" for s in (2, 3)),
-            *UNLIKE.values(),
-        },
+    "each rank its own norm": (
+        "    dist.all_reduce(square, group=fsdp.group)\n",
+        "",
+        set(ERROR.values()),
+    ),
+    "masters in low precision": (
+        "            parameter.grad = None\n",
+        "            parameter.data = parameter.data.to(dtype)\n",
+        {f"stage {s}, bfloat16: bytes held per parameter" for s in (2, 3)},
     ),
     "gradients stay whole": (
         "        self.work.wait()\n        columns = self.mean_1K",
@@ -62,19 +63,19 @@ BREAKS = {
     "stage 2 gathers in each pass": (
         "        self.versions = self.versions_now()\n",
         "        self.versions = [1]\n",
-        FIRST[2] | SECOND[2] | EARLY | ORDER,
+        FIRST[2] | SECOND[2],
     ),
     "stage 3 keeps whole weights": (
         "        if self.stage == 3:\n            self.versions = []\n",
         "        if False:\n            self.versions = []\n",
         HELD[3] | FIRST[3] | SECOND[3] | WHOLE | EARLY | ORDER,
     ),
-    "stage 3 frees after backward only": (
+    "stage 3 frees after the root's forward only": (
         "        self.units.free(self.units.shards[unit])\n",
         "",
-        FIRST[3] | SECOND[3] | WHOLE | EARLY | ORDER,
+        WHOLE | EARLY,
     ),
-    "stage 3 frees after forward only": (
+    "stage 3 frees after backward's end only": (
         "        if shards.users <= 0:\n            self.units.free([shards])\n",
         "",
         WHOLE | EARLY,
@@ -98,11 +99,6 @@ BREAKS = {
         "self.units.use(unit, self.units.previous.get(unit))",
         "self.units.use(unit, self.units.next.get(unit))",
         ORDER,
-    ),
-    "a checkpoint of this rank's rows": (
-        "    if shards.small:\n        return rows",
-        "    if True:\n        return rows",
-        {"never"},
     ),
     "moments are left behind": (
         "            if torch.is_tensor(value) and value.shape == shape:\n"

@@ -60,9 +60,12 @@ class Odd(nn.Module):
     def __init__(self, seed: int = 0, again: str = "", mixed: bool = False) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.embed, self.head, self.unused = nn.Embedding(13, 5), nn.Linear(5, 13), nn.Linear(3, 3)
+        self.embed = nn.Embedding(13, 5)
+        self.head = nn.Linear(5, 13)
+        self.unused = nn.Linear(3, 3)
         self.body = nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 5))
-        self.twice, self.memory = nn.Linear(5, 5), nn.LSTM(5, 5, batch_first=True)
+        self.twice = nn.Linear(5, 5)
+        self.memory = nn.LSTM(5, 5, batch_first=True)
         self.head.weight = self.embed.weight
         self.body[0].bias.requires_grad_(False)
         self.twice.weight = nn.Parameter(torch.randn(5, 5).t())
@@ -97,8 +100,10 @@ def train(
     stage: int, again: str = "", mixed: bool = False, pieces: int = 2, changes=(), small: int = 1
 ) -> float:
     """Distance of this rank's state dict and norms from one process."""
-    rank, n = dist.get_rank(), dist.get_world_size()
-    alone, model = Odd(0, mixed=mixed), Odd(rank, again, mixed)
+    rank = dist.get_rank()
+    n = dist.get_world_size()
+    alone = Odd(0, mixed=mixed)
+    model = Odd(rank, again, mixed)
     names = [name for name, _ in model.named_parameters()]
     fsdp = mini(model, iter(model.units()), stage, replicate_below=small, changes=changes)
     assert [name for name, _ in model.named_parameters()] == names
@@ -152,9 +157,11 @@ def samples(steps: int, width: int) -> torch.Tensor:
 
 
 def any_widths(stage: int, widths: list[int], tie: bool, small: int, kind) -> float:
-    alone, model = layers(widths, tie), layers(widths, tie)
+    alone = layers(widths, tie)
+    model = layers(widths, tie)
     fsdp = mini(model, model, stage, replicate_below=small)
-    ours, theirs = kind(model.parameters(), lr=0.1), kind(alone.parameters(), lr=0.1)
+    ours = kind(model.parameters(), lr=0.1)
+    theirs = kind(alone.parameters(), lr=0.1)
     for x_RBD in samples(3, widths[0]):
         theirs.zero_grad()
         ours.zero_grad()
@@ -191,7 +198,8 @@ class CountingAdam(torch.optim.Optimizer):
                     continue
                 state = self.state[p]
                 if not state:
-                    state["m"], state["v"] = torch.zeros_like(p), torch.zeros_like(p)
+                    state["m"] = torch.zeros_like(p)
+                    state["v"] = torch.zeros_like(p)
                 state["m"].lerp_(p.grad, 0.1)
                 state["v"].lerp_(p.grad.square(), 0.01)
                 m = state["m"] / (1 - 0.9 ** group["step"])
@@ -210,7 +218,8 @@ def test_any_elementwise_optimizer(stage: int, kind: type) -> None:
 def hooks_fire() -> int:
     model = layers([4, 7, 3])
     mini(model, model)
-    optimizer, fired = SGD(model.parameters()), []
+    optimizer = SGD(model.parameters())
+    fired = []
     optimizer.register_step_post_hook(lambda *_: fired.append(1))
     model(torch.ones(2, 4).double()).sum().backward()
     optimizer.step()
@@ -223,7 +232,8 @@ def test_step_hooks_fire_once() -> None:
 
 def by_hand(stage: int) -> float:
     """An update without any optimizer: also under no_grad, also by load_state_dict."""
-    alone, model = layers([4, 7, 3]), layers([4, 7, 3])
+    alone = layers([4, 7, 3])
+    model = layers([4, 7, 3])
     fsdp = mini(model, model, stage)
     for x_RBD in samples(3, 4):
         for bare, x_BD in ((alone, x_RBD.flatten(0, 1)), (model, x_RBD[dist.get_rank()])):
@@ -245,12 +255,17 @@ def test_an_update_by_hand(stage: int) -> None:
 
 def in_bfloat16(stage: int, clip: float | None) -> float:
     """Against one process that rounds where a rank does: weights, inputs, sent gradients."""
-    rank, n, low = dist.get_rank(), dist.get_world_size(), torch.bfloat16
-    alone, model = layers([6, 9, 5]).float(), layers([6, 9, 5]).float()
+    rank = dist.get_rank()
+    n = dist.get_world_size()
+    low = torch.bfloat16
+    alone = layers([6, 9, 5]).float()
+    model = layers([6, 9, 5]).float()
     fsdp = mini(model, model, stage, low)
-    ours, theirs = ADAM(model.parameters()), ADAM(alone.parameters())
+    ours = ADAM(model.parameters())
+    theirs = ADAM(alone.parameters())
     for step_RBD in samples(3, 6).float():
-        worker, total = copy.deepcopy(alone).to(low), [0] * 4
+        worker = copy.deepcopy(alone).to(low)
+        total = [0] * 4
         for x_BD in step_RBD.to(low):
             worker.zero_grad()
             worker(x_BD).float().square().mean().backward()
@@ -309,7 +324,8 @@ class Normed(nn.Module):
 
 
 def unrounded(stage: int) -> bool:
-    model, bare = Normed(), Normed()
+    model = Normed()
+    bare = Normed()
     fsdp = mini(model, [model.norm], stage, torch.bfloat16)
     model(torch.randn(4, 4)).float().sum().backward()
     state = load_lesson().full_state_dict(fsdp)
@@ -337,9 +353,11 @@ class Fails(torch.autograd.Function):
 
 
 def after_an_error(stage: int, where: str) -> float:
-    alone, model = layers([4, 6, 5, 3]), layers([4, 6, 5, 3])
+    alone = layers([4, 6, 5, 3])
+    model = layers([4, 6, 5, 3])
     fsdp = mini(model, model, stage)
-    ours, theirs = SGD(model.parameters()), SGD(alone.parameters())
+    ours = SGD(model.parameters())
+    theirs = SGD(alone.parameters())
     for step, x_RBD in enumerate(samples(4, 4)):
         theirs.zero_grad()
         ours.zero_grad()
@@ -371,9 +389,11 @@ def test_the_batch_after_an_error_is_right(stage: int, where: str) -> None:
 
 def dropped(stage: int, who: str) -> float:
     """A batch of NaN: its gradients are dropped, by the model or by the optimizer."""
-    alone, model = layers([4, 7, 3]), layers([4, 7, 3])
+    alone = layers([4, 7, 3])
+    model = layers([4, 7, 3])
     fsdp = mini(model, model, stage)
-    ours, theirs = ADAM(model.parameters()), ADAM(alone.parameters())
+    ours = ADAM(model.parameters())
+    theirs = ADAM(alone.parameters())
     for x_RBD in samples(2, 4):
         (model(x_RBD[dist.get_rank()]).sum() * float("nan")).backward()
         {"model": model, "optimizer": ours}[who].zero_grad()
@@ -394,7 +414,8 @@ def test_zero_grad_drops_a_bad_batch(stage: int, who: str) -> None:
 
 def thawing(stage: int) -> float:
     """Layers are frozen and thawed while training goes on, under weight decay."""
-    alone, model = layers([4, 7, 7, 3]), layers([4, 7, 7, 3])
+    alone = layers([4, 7, 7, 3])
+    model = layers([4, 7, 7, 3])
     fsdp = mini(model, [model[0], model[2]], stage)
     ours = torch.optim.AdamW(model.parameters(), lr=0.1, eps=0.1, weight_decay=0.5)
     theirs = torch.optim.AdamW(alone.parameters(), lr=0.1, eps=0.1, weight_decay=0.5)
@@ -435,11 +456,14 @@ class Moody(nn.Module):
 
 def moody(stage: int, small: int, changes=()) -> float:
     """The last part is used by nobody: weight decay must leave it alone."""
-    rank, n = dist.get_rank(), dist.get_world_size()
-    alone, model = Moody(), Moody()
+    rank = dist.get_rank()
+    n = dist.get_world_size()
+    alone = Moody()
+    model = Moody()
     decay = partial(torch.optim.AdamW, lr=0.1, eps=0.1, weight_decay=0.5)
     fsdp = mini(model, (), stage, replicate_below=small, changes=changes)
-    ours, theirs = decay(model.parameters()), decay(alone.parameters())
+    ours = decay(model.parameters())
+    theirs = decay(alone.parameters())
     x_RBD = torch.randn(n, 2, 3, generator=torch.Generator().manual_seed(1)).double()
     for together in (0, 1, 0, 1, 1):  # do ranks differ in this step?
         for step in range(2):
@@ -490,7 +514,8 @@ class Wrapped(nn.Module):
 
 
 def dataclasses_out(stage: int) -> float:
-    alone, model = Chain(layers([4, 4, 4])), Chain(layers([4, 4, 4]))
+    alone = Chain(layers([4, 4, 4]))
+    model = Chain(layers([4, 4, 4]))
     fsdp = mini(model, model.units, stage)
     for x_RBD in samples(1, 4):
         alone(x_RBD).hidden[0].square().mean().backward()
@@ -521,7 +546,8 @@ def in_pairs(stage: int) -> float:
     """Ranks 0 and 1 train one model, ranks 2 and 3 another."""
     rank = dist.get_rank()
     pair, _ = dist.new_subgroups(2)
-    alone, model = layers([4, 7, 3]), layers([4, 7, 3])
+    alone = layers([4, 7, 3])
+    model = layers([4, 7, 3])
     fsdp = mini(model, model, stage, group=pair)
     for x_RBD in samples(1, 4):
         first = rank // 2 * 2
@@ -540,7 +566,8 @@ def test_a_group_of_ranks(stage: int) -> None:
 
 
 def first_half(path: str, stage: int, kind) -> None:
-    lesson, model = load_lesson(), Odd(dist.get_rank())
+    lesson = load_lesson()
+    model = Odd(dist.get_rank())
     fsdp = mini(model, model.units(), stage, replicate_below=6)
     optimizer = kind(model.parameters(), lr=LR)
     for batch_B2 in batches(1)[:2, 0]:
@@ -554,9 +581,12 @@ def first_half(path: str, stage: int, kind) -> None:
 
 def second_half(path: str, stage: int, kind) -> float:
     """The model has run before it loads: what was loaded must not be undone."""
-    lesson, model, alone = load_lesson(), Odd(7 + dist.get_rank()), Odd(0)
+    lesson = load_lesson()
+    model = Odd(7 + dist.get_rank())
+    alone = Odd(0)
     fsdp = mini(model, model.units(), stage)
-    ours, theirs = kind(model.parameters(), lr=LR), kind(alone.parameters(), lr=LR)
+    ours = kind(model.parameters(), lr=LR)
+    theirs = kind(alone.parameters(), lr=LR)
     model(batches(1)[0, 0])["loss"].backward()
     ours.step()
     state, optimizer_state = torch.load(path)
@@ -582,7 +612,8 @@ def test_saved_whole_and_resumed_by_another_number_of_ranks(tmp_path, before, af
 
 
 def wrong_shape() -> str:
-    lesson, model = load_lesson(), layers([4, 7, 3])
+    lesson = load_lesson()
+    model = layers([4, 7, 3])
     fsdp = mini(model)
     try:
         lesson.load_full_state_dict(fsdp, layers([4, 8, 3]).state_dict())
@@ -599,7 +630,8 @@ def test_a_checkpoint_of_another_model_is_refused() -> None:
 
 
 def refusal(case: str) -> str:
-    rank, model = dist.get_rank(), layers([4, 5, 5, 4])
+    rank = dist.get_rank()
+    model = layers([4, 5, 5, 4])
     units = [*model]
     options = {}
     if case == "a stranger":
