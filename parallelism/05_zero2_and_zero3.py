@@ -337,9 +337,6 @@ def show(shards: Shards, tensors: Iterable[torch.Tensor]) -> None:
     for places, tensor in zip(shards.places, tensors, strict=True):
         for place in places:
             place.owner._parameters[place.attribute] = tensor
-            if isinstance(place.owner, nn.RNNBase):  # it keeps a list of its weights besides
-                names = place.owner._flat_weights_names
-                place.owner._flat_weights = [getattr(place.owner, name, None) for name in names]
 
 
 def cast(inputs: object, dtype: torch.dtype | None) -> object:

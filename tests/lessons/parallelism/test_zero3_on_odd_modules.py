@@ -42,14 +42,14 @@ def far_from(fsdp, alone: nn.Module) -> float:
 loaded = {}
 
 
-def load_lesson(changes: tuple = ()):
-    if changes not in loaded:
-        loaded[changes] = load(LESSON, *changes)
-    return loaded[changes]
+def load_lesson():
+    if not loaded:
+        loaded["lesson"] = load(LESSON)
+    return loaded["lesson"]
 
 
-def mini(model: nn.Module, *args, changes: tuple = (), **options):
-    return load_lesson(changes).MiniFSDP(model, *args, **options)
+def mini(model: nn.Module, *args, **options):
+    return load_lesson().MiniFSDP(model, *args, **options)
 
 
 class Odd(nn.Module):
@@ -97,7 +97,7 @@ def batches(n: int, steps: int = 3, size: int = 8) -> torch.Tensor:
 
 
 def train(
-    stage: int, again: str = "", mixed: bool = False, pieces: int = 2, changes=(), small: int = 1
+    stage: int, again: str = "", mixed: bool = False, pieces: int = 2, small: int = 1
 ) -> float:
     """Distance of this rank's state dict and norms from one process."""
     rank = dist.get_rank()
@@ -105,7 +105,7 @@ def train(
     alone = Odd(0, mixed=mixed)
     model = Odd(rank, again, mixed)
     names = [name for name, _ in model.named_parameters()]
-    fsdp = mini(model, iter(model.units()), stage, replicate_below=small, changes=changes)
+    fsdp = mini(model, iter(model.units()), stage, replicate_below=small)
     assert [name for name, _ in model.named_parameters()] == names
     optimizers = [ADAM(alone.parameters()), ADAM(model.parameters())]
     far = 0.0
@@ -134,12 +134,68 @@ def test_odd_modules_train_as_on_one_process(stage: int, n: int) -> None:
 def test_mixed_dtypes_odd_pieces_and_small_parameters(stage: int) -> None:
     assert max(run(train, 2, stage, "", True, 1)) < 3 * 1000 * 2**-24
     assert max(run(train, 2, stage, "", False, 4)) < 3 * 1000 * 2**-53
-    assert max(run(train, 3, stage, "", False, 2, (), 8)) < 3 * 1000 * 2**-53
+    assert max(run(train, 3, stage, "", False, 2, 8)) < 3 * 1000 * 2**-53
 
 
 @pytest.mark.parametrize("again", ["reentrant", "not reentrant"])
 def test_activation_checkpointing(again: str) -> None:
     assert max(run(train, 2, 3, again)) < 3 * 1000 * 2**-53
+
+
+class Parts(nn.Module):
+    """Checkpoints parts that are no units, and a unit with a tied weight of the root."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 5)
+        self.second = nn.Linear(5, 4)
+        self.unit = nn.Linear(4, 4)
+        self.unit.bias = self.second.bias
+        self.again = again
+        self.double()
+
+    def forward(self, x_BD: torch.Tensor) -> torch.Tensor:
+        for part in (self.first, self.second, self.unit):
+            if self.again:
+                x_BD = checkpoint(part, x_BD.tanh(), use_reentrant=False)
+            else:
+                x_BD = part(x_BD.tanh())
+        return x_BD
+
+
+def in_parts(stage: int) -> float:
+    alone = Parts(again=False)
+    model = Parts(again=True)
+    fsdp = mini(model, [model.unit], stage)
+    model = copy.deepcopy(model) if stage == 2 else model
+    x_RBD = samples(1, 4)[0]
+    alone(x_RBD).square().mean().backward()
+    model(x_RBD[dist.get_rank()]).square().mean().backward()
+    for mine, original, bare in zip(
+        model.parameters(), fsdp.module.parameters(), alone.parameters(), strict=True
+    ):
+        rows = fsdp.shards_of[original].rows[original]
+        assert (mine.grad - rows.take(bare.grad)).abs().max() < DOUBLE
+    return 0.0
+
+
+@both_stages
+def test_checkpointed_parts_of_units_and_a_deep_copy(stage: int) -> None:
+    assert run(in_parts, 2, stage) == [0, 0]
+
+
+def penalty(stage: int) -> None:
+    model = layers([4, 5, 4])
+    mini(model, model, stage)
+    x_BD = torch.randn(3, 4, requires_grad=True).double()
+    (slope_BD,) = torch.autograd.grad(model(x_BD).square().sum(), x_BD, create_graph=True)
+    slope_BD.square().sum().backward()
+
+
+def test_a_gradient_penalty_fails_as_the_lesson_says() -> None:
+    with pytest.raises(RanksFailed, match="storage of size 0"):
+        run(penalty, 2, 3)
 
 
 def layers(widths: list[int], tie: bool = False) -> nn.Sequential:
@@ -454,14 +510,14 @@ class Moody(nn.Module):
         return x_BD.square().mean()
 
 
-def moody(stage: int, small: int, changes=()) -> float:
+def moody(stage: int, small: int) -> float:
     """The last part is used by nobody: weight decay must leave it alone."""
     rank = dist.get_rank()
     n = dist.get_world_size()
     alone = Moody()
     model = Moody()
     decay = partial(torch.optim.AdamW, lr=0.1, eps=0.1, weight_decay=0.5)
-    fsdp = mini(model, (), stage, replicate_below=small, changes=changes)
+    fsdp = mini(model, (), stage, replicate_below=small)
     ours = decay(model.parameters())
     theirs = decay(alone.parameters())
     x_RBD = torch.randn(n, 2, 3, generator=torch.Generator().manual_seed(1)).double()
@@ -706,30 +762,78 @@ def test_outside_its_unit_a_parameter_is_this_ranks_rows() -> None:
     assert third == [(1, 4), (1,), (0, 5), (0,)]
 
 
-# Known wrong answers that show only where there is padding, or several micro-batches
+# Each guard taken away shows: a rank raises, or the weights are others
 
-SUBTLE = {  # the change, and what a rank says; None: it trains, to other weights
-    "the last backward pass alone": ("parameter.grad += mean", "parameter.grad = mean", None),
-    "buffers left unequal": ("module.parameters(), module.buffers()", "module.parameters()", None),
-    "a tied parameter in one of its units": (
-        "unit = used[0].unit if one_unit else module",
-        "unit = used[-1].unit",
-        "size mismatch|shape",
+
+DIVIDE = "        self.table_nK.div_(dist.get_world_size(shards.group))\n"
+LAND = "columns = self.mean_1K[0].split"
+BROKEN = {  # the changes, and the test's function with its arguments
+    "the last backward pass alone": (
+        [("parameter.grad += mean", "parameter.grad = mean")],
+        (train, 3),
     ),
-    "rows rounded down": (
-        "rows = math.ceil(self.shape[0] / self.parts)",
-        "rows = self.shape[0] // self.parts",
-        None,
+    "buffers left unequal": (
+        [("module.parameters(), module.buffers()", "module.parameters()")],
+        (train, 3),
+    ),
+    "a tied parameter in one of its units": (
+        [("unit = used[0].unit if one_unit else module", "unit = used[-1].unit")],
+        (train, 3),
+    ),
+    "the sum, divided afterwards": (
+        [(DIVIDE, ""), (LAND, LAND.replace("[0]", "[0].div(dist.get_world_size())"))],
+        (large_gradients, 3, 1),
+    ),
+    "what an error in backward began": (
+        [("            if self.backward_runs:", "            if False:")],
+        (after_an_error, 3, "backward"),
+    ),
+    "what an error in forward left": (
+        [("self.after_forward, always_call=True", "self.after_forward")],
+        (after_an_error, 2, "forward"),
+    ),
+    "dataclasses": (
+        [("elif dataclasses.is_dataclass(output):", "elif False:")],
+        (dataclasses_out, 3),
+    ),
+    "an optimizer that writes to .data": (
+        [("torch.autograd.graph.increment_version(shards)", "pass")],
+        (any_widths, 2, [4, 7, 3], False, 1, CountingAdam),
+    ),
+    "batch norm in low precision": (
+        [("any(isinstance(place.owner, _NormBase) for place in places)", "False")],
+        (unrounded, 3),
+    ),
+    "what is frozen after sharding": (
+        [("[parameter.requires_grad for parameter in parameters]", "[True] * len(parameters)")],
+        (thawing, 3),
+    ),
+    "a zero for what nobody used": ([("elif made or column[-1] > 0:", "else:")], (moody, 3, 1)),
+    "None for what another rank used": (
+        [("elif made or column[-1] > 0:", "elif made:")],
+        (moody, 3, 1),
+    ),
+    "all ranks instead of the group": (
+        [("self.mean_1K, self.table_nK, group=shards.group", "self.mean_1K, self.table_nK")],
+        (in_pairs, 3),
     ),
 }
 
 
-@pytest.mark.parametrize("name", SUBTLE)
-def test_subtle_mistakes_show_on_odd_modules(name: str) -> None:
-    old, new, words = SUBTLE[name]
-    changed(LESSON, (old, new))  # fails here, not on a rank, if the change no longer applies
-    if words is None:
-        assert max(run(train, 2, 3, "", False, 2, ((old, new),))) > 1e-6
+def broken(changes: list, function, *args) -> object:
+    loaded["lesson"] = load(LESSON, *changes)
+    return function(*args)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_without_its_guard_it_fails(name: str) -> None:
+    changes, (function, *args) = BROKEN[name]
+    changed(LESSON, *changes)  # fails here, not on a rank, if a change no longer applies
+    try:
+        values = run(broken, 4 if function is in_pairs else 2, changes, function, *args)
+    except RanksFailed:
+        return
+    if function is large_gradients:
+        assert values != [[40_000.0] * 2] * 2
     else:
-        with pytest.raises(RanksFailed, match=words):
-            run(train, 2, 3, "", False, 2, ((old, new),))
+        assert max(values) > 1e-6
