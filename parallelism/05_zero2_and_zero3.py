@@ -644,7 +644,8 @@ def clip_grad_norm_(fsdp: MiniFSDP, max_norm: float) -> torch.Tensor:
     everywhere: list[torch.Tensor] = []  # what is the same on every rank
     for parameter, shards in fsdp.shards_of.items():
         if parameter.grad is not None:
-            (everywhere if shards.small else here).append(parameter.grad)
+            owned = everywhere if shards.small else here
+            owned.append(parameter.grad)
     device = next(fsdp.module.parameters()).device
     square = torch.zeros((), dtype=torch.float64, device=device)
     for gradient in here:

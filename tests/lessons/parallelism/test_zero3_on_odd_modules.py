@@ -73,6 +73,7 @@ class Odd(nn.Module):
         self.none = nn.Parameter(torch.zeros(0, 4))
         self.single = nn.Parameter(torch.randn(1, 5))
         self.register_buffer("offset", torch.randn(5))
+        self.register_buffer("mask", torch.tensor([True, False]))
         self.double()
         self.gain = nn.Parameter(torch.tensor(1.5)) if mixed else 1.0
         self.again = again
@@ -162,6 +163,28 @@ class Parts(nn.Module):
             else:
                 x_BD = part(x_BD.tanh())
         return x_BD
+
+
+def two_forwards(stage: int) -> float:
+    """Two forwards before one backward, an evaluation in between; then backward twice."""
+    alone = layers([4, 5, 4], tie=True)
+    model = layers([4, 5, 4], tie=True)
+    fsdp = mini(model, model, stage)
+    x_RBD = samples(1, 4)[0]
+    for bare, x_BD in ((alone, x_RBD), (model, x_RBD[dist.get_rank()])):
+        first = bare(x_BD).square().mean()
+        second = bare(bare(x_BD.sin())).square().mean()
+        with torch.no_grad():
+            bare(x_BD)
+        (first + second).backward(retain_graph=True)
+        second.backward()
+        SGD(bare.parameters()).step()
+    return far_from(fsdp, alone)
+
+
+@both_stages
+def test_two_forwards_and_two_backwards(stage: int) -> None:
+    assert max(run(two_forwards, 2, stage)) < DOUBLE
 
 
 def in_parts(stage: int) -> float:
