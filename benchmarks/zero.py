@@ -40,8 +40,9 @@ def zero1_of_torch():
 
 def zero3_by_hand():
     model = gpt()
-    zero = load("parallelism/05_zero2_and_zero3.py").MiniFSDP(model, ADAM, [*model.blocks])
-    return model, lambda: None, zero.step
+    load("parallelism/05_zero2_and_zero3.py").MiniFSDP(model, units=model.blocks)
+    optimizer = ADAM(model.parameters())
+    return model, optimizer.zero_grad, optimizer.step
 
 
 def zero3_of_torch():

@@ -7,9 +7,9 @@
 ranks train it in bfloat16 with Adam, in steps of two micro-batches.
 
 1. How many bytes per parameter does a rank hold when backward has ended: in stage 2 (optimizer and
-   gradients sharded) and in stage 3 (weights, too)?
-2. How many elements per parameter does a rank hand to reduce-scatters and to all-gathers: in each
-   micro-batch, and in the optimizer's step?
+   gradients sharded) and in stage 3 (weights, too)? Gradients rest in float32 here.
+2. How many elements per parameter does a rank hand to reduce-scatters and to all-gathers: in the
+   first micro-batch of a step, and in the second?
 3. In stage 3, the weights of how many units are whole at once?
 4. In which order does stage 3 gather the units 0, 1, 2, 3 in a micro-batch's forward and backward,
    and how many of these gathers can travel while another unit computes?
@@ -19,10 +19,10 @@ ranks train it in bfloat16 with Adam, in steps of two micro-batches.
     torchrun --standalone --nproc-per-node=4 05_zero2_and_zero3.py  # NCCL on 4 GPUs, else gloo
     python 05_zero2_and_zero3.py                                    # the same, started for you
 
-Takes 16 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs. Predict, run, read.
+Takes 58 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs. Predict, run, read.
 
-**Try.** In `before_backward` prefetch `self.next.get(unit)` instead of `self.previous[unit]`: is
-the training still right? In `wait_pending` let `copy_` replace what `add_` adds up: what fails?
+**Try.** In `before_backward` prefetch `self.next.get(unit)` instead of `self.previous.get(unit)`:
+is the training still right? In `land` replace `+=` by `=`: what fails, and what would not?
 
 **Before.** parallelism/02_fsdp_zero.py: sixteen bytes per parameter, buckets, stage 1.
 
@@ -32,6 +32,7 @@ parallelism/06_tensor_parallel.py splits the multiplications themselves.
 
 import argparse
 import ctypes
+import dataclasses
 import gc
 import json
 import logging
@@ -42,10 +43,10 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
-from itertools import chain
+from itertools import chain, compress, zip_longest
 from typing import NamedTuple
 
 import torch
@@ -55,8 +56,10 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 # A *rank* is one of WORLD_SIZE processes that run this same file. `claim(text, predicted,
 # measured)` prints one row of the ledger and must be called by every rank. It, `setup`, `print0`,
@@ -64,8 +67,9 @@ from torch.utils._pytree import tree_leaves
 RANK = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1")))
 
-# Shapes: N elements of a flat tensor with its padding, K = N / n of a rank's shard; B samples of D
-# features on a rank, R ranks. P counts the parameters of a model.
+# Shapes: n ranks; K elements of a rank's rows of all parameters of a unit, with their padding; B
+# samples of D features on a rank, R ranks. P counts the parameters of a model.
+Group = dist.ProcessGroup | None  # the ranks that share a model; None: all of them
 
 # %% [markdown]
 # ## 1. The gradient of an all-gather is a reduce-scatter
@@ -81,118 +85,240 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TAS
 #     unit 2     .    <#   ##   .    <#   ##   .    .         .  only this rank's shard is there
 #     unit 3     .    .    <#   ##   ##   .    .    .
 #
-# While one unit computes, the next one's weights travel (section 3).
+# While one unit computes, the next one's weights travel (section 5).
 #
-# What does autograd see? The shard *is* the parameter, and the all-gather a function of it. Through
-# that function the losses of *all* ranks depend on my shard, so its gradient is a sum over ranks:
-# the backward of an all-gather is a reduce-scatter.
+# What does autograd see? The shards *are* the parameters, and the all-gather is a function of them.
+# Through that function the losses of *all* ranks depend on my shard, so its gradient is a sum over
+# ranks: the backward of an all-gather is a reduce-scatter.
 
 
 # %%
 class Gather(torch.autograd.Function):
-    """Whole weights out of a shard. Backward hands the whole gradient to `reduce`."""
+    """Whole weights out of shards. Backward hands the whole gradients to `reduce`."""
 
     @staticmethod
-    def forward(ctx, shard_K: torch.Tensor, flat: "Flat", reduce: Callable) -> torch.Tensor:
-        ctx.flat = flat
+    def forward(ctx, shards: "Shards", reduce: Callable, *parameters: torch.Tensor) -> tuple:
+        ctx.shards = shards
         ctx.reduce = reduce
-        return flat.full_N.data  # .data: refilling it in backward is no modification to autograd
+        ctx.trained = [parameter.requires_grad for parameter in parameters]
+        ctx.set_materialize_grads(False)  # None for a parameter that went unused
+        wholes = shards.whole_parameters()
+        ctx.mark_non_differentiable(*compress(wholes, [not trained for trained in ctx.trained]))
+        return wholes
 
     @staticmethod
-    def backward(ctx, gradient_N: torch.Tensor) -> tuple[None, None, None]:
-        ctx.reduce(ctx.flat, gradient_N)  # zero where a parameter went unused, and in the padding
-        return None, None, None  # the gradient will arrive in flat.gradient_K
+    def backward(ctx, *gradients: torch.Tensor | None) -> tuple:
+        pairs = zip(ctx.shards.rows, gradients, strict=True)
+        ctx.reduce(ctx.shards, dict(compress(pairs, ctx.trained)))
+        return None, None, *[None] * len(gradients)  # the sums will arrive in parameter.grad
 
 
 # %% [markdown]
-# ## 2. A flat tensor per unit, which can lose its storage
+# ## 2. Each rank keeps some rows of every parameter
 #
-# As in stage 1, the parameters of a unit lie end to end in a flat tensor, padded to a multiple of
-# n. New is that the whole tensor can be emptied: `resize_(0)` gives the memory of its storage back,
-# while the tensor, and all views of it that autograd has saved, live on. Gathering into the same
-# storage before backward makes those views right again.
-#
-# Modules look their weights up by name, so these names must lead to views of the flat tensor while
-# the unit computes. A parameter may be used in several places; each is a `Use`. Tied weights of two
-# units belong to the root, which is gathered all the while.
+# As in FSDP2, rank r keeps the r-th of n chunks of each parameter's rows. The parameter itself
+# *becomes* that chunk: only `parameter.data` is replaced, so its name, its place in the module and
+# its `grad` are what they were, and any optimizer can hold it. Where the rows do not divide by n,
+# the last ranks have fewer rows or none, and pad them when they send.
 
 
 # %%
-class Use(NamedTuple):
-    """One place where a parameter is used."""
+class Rows(NamedTuple):
+    """How the rows of one parameter are dealt out: `parts` chunks, `mine` of this rank."""
 
-    unit: nn.Module  # the innermost unit around it
-    owner: nn.Module  # the module whose attribute it is
-    attribute: str
-    name: str  # in the state dict of the whole model
+    shape: torch.Size  # of the whole parameter
+    parts: int
+    mine: int
 
+    def per_part(self) -> int:
+        """Return the elements of a chunk, with its padding."""
+        if self.parts == 1:
+            return self.shape.numel()
+        return math.ceil(self.shape[0] / self.parts) * self.shape[1:].numel()
 
-def uses_of(
-    module: nn.Module, unit: nn.Module, units: Sequence[nn.Module], prefix: str = ""
-) -> Iterator[tuple[nn.Parameter, Use]]:
-    """Yield every use of every parameter of a module."""
-    if module in units:
-        unit = module
-    for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-        yield parameter, Use(unit, module, name, prefix + name)
-    for name, child in module.named_children():
-        yield from uses_of(child, unit, units, f"{prefix}{name}.")
+    def take(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows of a whole tensor."""
+        if self.parts == 1:
+            return whole
+        rows = math.ceil(self.shape[0] / self.parts)
+        return whole[self.mine * rows : (self.mine + 1) * rows]
 
+    def padded(self, rows: torch.Tensor, parts: int = 1) -> torch.Tensor:
+        """Return one chunk, or with `parts` all of them, flat and padded: (parts, per_part())."""
+        flat = rows.to_dense().flatten()
+        return F.pad(flat, (0, parts * self.per_part() - len(flat))).view(parts, -1)
 
-class Flat:
-    """Parameters of one unit and dtype: N elements with the padding, of which a rank owns K = N/n.
-
-    full_N      whole weights in the dtype that computes; an empty storage while they are freed
-    shard_K     this rank's shard of them, and gradient_K of the gradient, averaged over ranks
-    master_K    the shard that the optimizer updates: shard_K, or a copy of higher precision
-    """
-
-    def __init__(
-        self, uses: dict[nn.Parameter, list[Use]], stage: int, compute: torch.dtype
-    ) -> None:
-        self.uses = list(uses.values())
-        self.shapes = [parameter.shape for parameter in uses]
-        self.stage = stage
-        self.works: list[dist.Work] = []  # the all-gather under way
-        self.users = 0  # backwards of the unit that still need the weights
-        n = dist.get_world_size()
-        trained = next(iter(uses)).requires_grad
-        whole = torch.cat([parameter.detach().flatten() for parameter in uses])
-        whole_N = F.pad(whole, (0, -len(whole) % n))
-        self.full_N = whole_N.to(compute)
-        shard_K = self.full_N.view(n, -1)[dist.get_rank()]
-        self.shard_K = nn.Parameter(shard_K.clone() if stage == 3 else shard_K, trained)
-        self.master_K = self.shard_K
-        if trained and compute != whole.dtype:
-            self.master_K = nn.Parameter(whole_N.view(n, -1)[dist.get_rank()].clone())
-        self.gradient_K = torch.zeros_like(shard_K) if trained else None
-
-    def views(self, flat_N: torch.Tensor) -> Iterator[tuple[list[Use], torch.Tensor]]:
-        """Each parameter's uses, and its part of `flat_N`."""
-        sizes = [shape.numel() for shape in self.shapes]
-        parts = flat_N.split([*sizes, len(flat_N) - sum(sizes)])
-        return zip(self.uses, map(torch.Tensor.view, parts, self.shapes), strict=True)
-
-    def fetch(self) -> None:
-        """Start to gather the weights, unless they are there or on their way."""
-        storage = self.full_N.untyped_storage()
-        if storage.size() == 0:
-            storage.resize_(self.full_N.nbytes)
-            shard_K = self.shard_K.data
-            self.works.append(dist.all_gather_into_tensor(self.full_N, shard_K, async_op=True))
-
-    def wait(self) -> None:
-        while self.works:
-            self.works.pop().wait()
-
-    def free(self) -> None:
-        self.wait()
-        if self.stage == 3:
-            self.full_N.untyped_storage().resize_(0)
+    def whole(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return all chunks in the parameter's shape, without the padding."""
+        return flat[: self.shape.numel()].view(self.shape)
 
 
 # %% [markdown]
-# ## 3. Hooks around each unit: gather, compute, free, prefetch
+# ## 3. Whole tensors that can lose their storage
+#
+# The rows of all parameters of a unit travel in one all-gather; its result has a line per rank and
+# some columns per parameter:
+#
+#                 weight               bias
+#     rank 0    [ rows 0 and 1       | element 0 ]
+#     rank 1    [ rows 2 and 3       | element 1 ]          5 rows and 2 elements on 3 ranks
+#     rank 2    [ row 4 and padding  | padding   ]
+#
+# Each column is copied into a whole tensor, which can be emptied again: `resize_(0)` gives the
+# memory of its storage back, while the tensor, and all views of it that autograd has saved, live
+# on. Gathering into the same storage before backward makes those views right again.
+#
+# With `compute`, say bfloat16, rows are rounded as they are gathered. What the optimizer updates
+# stays float32: the shard is its own *master*.
+#
+# In stage 2 the whole weights stay, and are gathered anew only when a shard has changed. PyTorch
+# counts the changes of each tensor in `_version`. (Some optimizers write to `parameter.data`, which
+# is not counted; so a hook on all optimizers counts each of their steps as a change.)
+
+
+# %%
+class Shards:
+    """Those parameters of a unit that are whole in one dtype; small ones stay whole everywhere."""
+
+    def __init__(
+        self, places: dict[nn.Parameter, list], dtype: torch.dtype, small: bool, fsdp: "MiniFSDP"
+    ) -> None:
+        self.places = list(places.values())  # of each parameter: where modules look for it
+        self.dtype = dtype
+        self.small = small
+        self.stage = fsdp.stage
+        self.group = fsdp.group
+        self.parts = 1 if small else dist.get_world_size(fsdp.group)
+        self.rows: dict[nn.Parameter, Rows] = {}
+        self.wholes: list[torch.Tensor] = []
+        for parameter in places:
+            mine = 0 if small else dist.get_rank(fsdp.group)
+            rows = Rows(parameter.shape, self.parts, mine)
+            self.rows[parameter] = rows
+            self.wholes.append(parameter.data.new_empty(self.parts * rows.per_part(), dtype=dtype))
+            self.wholes[-1].untyped_storage().resize_(0)
+            parameter.data = rows.take(parameter.data).clone(memory_format=torch.contiguous_format)
+            parameter.grad = None
+        self.versions: list[int] = []  # of the shards, when they were gathered
+        self.gathered_nK: torch.Tensor | None = None
+        self.work: dist.Work | None = None  # the all-gather under way
+        self.shown: tuple[torch.Tensor, ...] = ()  # what modules find instead of the shards
+        self.users = 0  # backwards of the unit that still need the weights
+
+    def fetch(self) -> None:
+        """Start to gather the weights, unless they are here or on their way."""
+        if self.gathered_nK is not None or self.versions == self.versions_now():
+            return
+        pieces = [rows.padded(p.detach()).to(self.dtype) for p, rows in self.rows.items()]
+        shard_1K = torch.cat(pieces, dim=1)
+        self.gathered_nK = shard_1K
+        if not self.small:
+            self.gathered_nK = shard_1K.new_empty(self.parts, shard_1K.shape[1])
+            into = self.gathered_nK
+            self.work = dist.all_gather_into_tensor(into, shard_1K, self.group, async_op=True)
+
+    def wait(self) -> None:
+        """Wait for the gather, if one is under way, and make each parameter whole."""
+        if self.gathered_nK is None:
+            return
+        if self.work is not None:
+            self.work.wait()
+        columns = self.gathered_nK.split([rows.per_part() for rows in self.rows.values()], dim=1)
+        for whole, column in zip(self.wholes, columns, strict=True):
+            whole.untyped_storage().resize_(whole.nbytes)
+            whole.view(column.shape).copy_(column)
+        self.versions = self.versions_now()
+        self.gathered_nK = None
+        self.work = None
+
+    def versions_now(self) -> list[int]:
+        return [parameter._version for parameter in self.rows]
+
+    def free(self) -> None:
+        """In stage 3 give the memory of the whole weights back."""
+        self.wait()
+        if self.stage == 3:
+            self.versions = []
+            for whole in self.wholes:
+                whole.untyped_storage().resize_(0)
+
+    def whole_parameters(self) -> tuple[torch.Tensor, ...]:
+        """Return each parameter in its whole shape: views of what `wait` fills."""
+        wholes = []
+        for rows, whole in zip(self.rows.values(), self.wholes, strict=True):
+            wholes.append(rows.whole(whole).data)  # .data: autograd sees no change in a refill
+        return tuple(wholes)
+
+
+def count_as_change(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+    """Tell autograd that an optimizer's step has changed our shards."""
+    for group in optimizer.param_groups:
+        shards = [parameter for parameter in group["params"] if hasattr(parameter, "is_shard")]
+        torch.autograd.graph.increment_version(shards)
+
+
+register_optimizer_step_post_hook(count_as_change)
+
+
+# %% [markdown]
+# ## 4. The reduce-scatter: to whom each row of a gradient goes
+#
+# The other way round, line r of such a table is sent to rank r, and added up there with line r of
+# all others. Three rules make that right on any model:
+#
+# - **Divide first, then add.** In float16 a sum of n gradients may overflow where their mean does
+#   not.
+# - **Add the result to the shard's `grad`.** So several micro-batches accumulate, in the shard's
+#   own precision. Unlike stage 1, each of them communicates, since no rank has the memory to add up
+#   a whole gradient.
+# - **A parameter that no rank has used keeps its `grad`**, which may be None: then AdamW does not
+#   shrink it. One more column per parameter tells every rank whether anyone has used it.
+#
+# Small parameters, such as those of a norm, may stay whole on every rank; DeepSpeed calls that a
+# persistence threshold. They are a table with one line, and the all-reduce adds it up.
+
+
+# %%
+class Reduction:
+    """The gradients of a unit on their way to the ranks that own their rows."""
+
+    @torch.no_grad()
+    def __init__(self, shards: Shards, gradients: dict[nn.Parameter, torch.Tensor | None]) -> None:
+        self.made_here = [gradient is not None for gradient in gradients.values()]
+        self.rows = {parameter: shards.rows[parameter] for parameter in gradients}
+        columns = []
+        for (parameter, gradient), made in zip(gradients.items(), self.made_here, strict=True):
+            rows = shards.rows[parameter]
+            if not made:
+                gradient = parameter.new_zeros(rows.shape, dtype=shards.dtype)
+            column = rows.padded(gradient, shards.parts)
+            columns.append(F.pad(column, (0, 1), value=float(made)))
+        self.table_nK = torch.cat(columns, dim=1)
+        self.table_nK.div_(dist.get_world_size(shards.group))
+        self.mean_1K = self.table_nK
+        if shards.small:
+            self.work = dist.all_reduce(self.table_nK, group=shards.group, async_op=True)
+        else:
+            self.mean_1K = self.table_nK.new_empty(1, self.table_nK.shape[1])
+            self.work = dist.reduce_scatter_tensor(
+                self.mean_1K, self.table_nK, group=shards.group, async_op=True
+            )
+
+    @torch.no_grad()
+    def land(self) -> None:
+        """Wait, and add the means to the gradients of this rank's rows."""
+        self.work.wait()
+        columns = self.mean_1K[0].split([rows.per_part() + 1 for rows in self.rows.values()])
+        for parameter, column, made in zip(self.rows, columns, self.made_here, strict=True):
+            mean = column[: parameter.numel()].view_as(parameter).to(parameter.dtype, copy=True)
+            if parameter.grad is not None:
+                parameter.grad += mean
+            elif made or column[-1] > 0:  # only what is unused here makes the host wait for a GPU
+                parameter.grad = mean
+
+
+# %% [markdown]
+# ## 5. Hooks around each unit: gather, compute, free, prefetch
 #
 # Four moments matter, and each has a hook:
 #
@@ -201,207 +327,446 @@ class Flat:
 #     before backward     gather it again; start to gather the previous one
 #     gradient is there   free it; start the reduce-scatter of its gradient
 #
-# To **prefetch**, one must know which unit comes next. The hooks learn it as they run: in forward
-# each unit notes which came before it. Backward visits them the other way round.
+# Modules look their weights up by name. So while a unit computes, these names must lead to the
+# whole tensors, and afterwards to the shards again.
+
+
+# %%
+def show(shards: Shards, tensors: Iterable[torch.Tensor]) -> None:
+    """Let the modules find these tensors under the parameters' names."""
+    for places, tensor in zip(shards.places, tensors, strict=True):
+        for place in places:
+            place.owner._parameters[place.attribute] = tensor
+
+
+def cast(inputs: object, dtype: torch.dtype | None) -> object:
+    """Give floating tensors the dtype in which the weights compute."""
+
+    def cast_one(leaf: object) -> object:
+        floating = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+        return leaf.to(dtype) if floating else leaf
+
+    return tree_map(cast_one, inputs) if dtype else inputs
+
+
+def inside_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1  # private; checkpointing asks it as well
+
+
+def tensors_in(output: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a module's output: in tuples, lists, dictionaries and dataclasses."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        yield from tensors_in(list(output.values()))
+    elif isinstance(output, list | tuple | set):
+        for part in output:
+            yield from tensors_in(part)
+    elif dataclasses.is_dataclass(output):
+        yield from tensors_in(list(vars(output).values()))
+
+
+# %% [markdown]
+# To **prefetch**, one must know which unit comes next. So in forward it is noted which unit came
+# after which; backward visits them the other way round.
+
+
+# %%
+class WholeUnits:
+    """Makes units whole and frees them; learns in which order they are needed."""
+
+    def __init__(self, root: nn.Module, shards: dict[nn.Module, list[Shards]]) -> None:
+        self.root = root
+        self.shards = shards
+        self.next: dict = {}  # which unit follows each unit in forward
+        self.previous: dict = {}
+        self.last: nn.Module | None = None
+        self.in_backward: set[nn.Module] = set()
+
+    def note_forward(self, unit: nn.Module) -> None:
+        if unit is self.root:
+            self.last = None
+        self.next[self.last] = unit
+        self.previous[unit] = self.last
+        self.last = unit
+
+    def use(self, unit: nn.Module, following: nn.Module | None) -> None:
+        """Make a unit's weights whole, and start to gather those of the following one."""
+        for shards in self.shards[unit]:
+            shards.fetch()  # unless it was prefetched
+            shards.wait()
+        if following in self.shards and following not in self.in_backward:
+            for shards in self.shards[following]:
+                shards.fetch()
+
+    def free(self, several: Iterable[Shards]) -> None:
+        for shards in several:
+            shards.free()
+            shards.users = 0
+            shards.shown = ()
+            show(shards, shards.rows)
+
+    def free_all(self) -> None:
+        self.free(chain(*self.shards.values()))
+
+
+# %% [markdown]
+# Now the hooks. At most one reduce-scatter is under way, since its input is a whole unit's gradient
+# that must stay in memory until it has been sent.
 #
-# At most one reduce-scatter is under way, since its input is a whole unit's gradient that must stay
-# in memory until it has been sent. The result is *added* to the shard's gradient, so that several
-# micro-batches accumulate. Unlike stage 1, every micro-batch communicates: a rank has no memory for
-# a whole gradient to add up in.
+# Two cases are less plain. A forward *within* a backward is activation checkpointing, which
+# computes a unit once more. A forward *after* a backward that never ended means that an error ended
+# it: forget what it began.
 
 
 # %%
 class UnitHooks:
-    """Moves the weights of units in and out of memory, and their gradients into shards."""
+    """Four hooks around each unit."""
 
-    def __init__(self, module: nn.Module, flats: dict[nn.Module, list[Flat]]) -> None:
-        self.module = module
-        self.flats = flats
-        self.next: dict = {}  # learned in forward: which unit follows each unit
-        self.previous: dict = {}
-        self.last: nn.Module | None = None
-        self.in_backward: set[nn.Module] = set()
-        self.pending: list[tuple] = []  # the reduce-scatter under way
-        for unit in flats:
-            unit.register_forward_pre_hook(self.before_forward)
-            unit.register_forward_hook(self.after_forward)
-        self.after_backward()
+    def __init__(self, units: WholeUnits, compute: torch.dtype | None) -> None:
+        self.units = units
+        self.compute = compute
+        self.backward_runs = False
+        self.pending: list[Reduction] = []  # the reduce-scatter under way
+        for unit in units.shards:
+            unit.register_forward_pre_hook(self.before_forward, with_kwargs=True)
+            unit.register_forward_hook(self.after_forward, always_call=True)  # after errors, too
 
-    def use(self, unit: nn.Module, following: nn.Module | None) -> None:
-        """Make a unit's weights whole, and start to gather those of the following one."""
-        for flat in self.flats[unit]:
-            flat.fetch()  # unless it was prefetched
-            flat.wait()
-        if following in self.flats and following not in self.in_backward:
-            for flat in self.flats[following]:
-                flat.fetch()
+    def before_forward(self, unit: nn.Module, args: tuple, kwargs: dict) -> tuple:
+        following = None
+        if not inside_backward():
+            if self.backward_runs:  # an error ended it: what it began is forgotten
+                self.pending = []
+                self.after_backward()
+            self.units.note_forward(unit)
+            following = self.units.next.get(unit)
+        self.units.use(unit, following)
+        for shards in self.units.shards[unit]:
+            shards.shown = Gather.apply(shards, self.reduce, *shards.rows)
+            show(shards, shards.shown)
+        return cast((args, kwargs), self.compute)
 
-    def before_forward(self, unit: nn.Module, inputs: tuple) -> None:
-        if unit not in self.in_backward:  # else activation checkpointing computes it once more
-            if unit is self.module:
-                self.last = None
-            self.next[self.last] = unit
-            self.previous[unit] = self.last
-            self.last = unit
-            self.use(unit, self.next.get(unit))
-        for flat in self.flats[unit]:
-            full_N = Gather.apply(flat.shard_K, flat, self.reduce)
-            for uses, view in flat.views(full_N):
-                for use in uses:
-                    setattr(use.owner, use.attribute, view)
+    def after_forward(self, unit: nn.Module, args: tuple, output: object) -> None:
+        if unit in self.units.in_backward:
+            return
+        shown = [shards.shown for shards in self.units.shards[unit]]
+        self.units.free(self.units.shards[unit])
+        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        if outputs:
+            hook = partial(self.before_backward, unit, shown)
+            register_multi_grad_hook(outputs, hook, mode="any")
+        if unit is self.units.root:
+            self.units.free_all()  # what was prefetched, and then was not needed
 
-    def after_forward(self, unit: nn.Module, inputs: tuple, output: object) -> None:
-        for flat in self.flats[unit]:
-            for use in chain(*flat.uses):
-                setattr(use.owner, use.attribute, None)  # not a view of memory that is gone
-        if unit not in self.in_backward:
-            for flat in self.flats[unit]:
-                flat.free()
-            outputs = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
-            outputs = [tensor for tensor in outputs if tensor.requires_grad]
-            if outputs:
-                hook = partial(self.before_backward, unit)
-                register_multi_grad_hook(outputs, hook, mode="any")
-
-    def before_backward(self, unit: nn.Module, gradient: torch.Tensor) -> None:
+    def before_backward(self, unit: nn.Module, shown: list, gradient: torch.Tensor) -> None:
         """Backward has reached the unit's output."""
-        if not self.in_backward:  # private to PyTorch: the engine calls it when backward is over
-            torch.autograd.Variable._execution_engine.queue_callback(self.after_backward)
-        self.in_backward.add(unit)
-        self.use(unit, self.previous[unit])
-        for flat in self.flats[unit]:
-            flat.users += 1  # a unit may have been called twice
+        self.begin_backward()
+        self.units.in_backward.add(unit)
+        self.units.use(unit, self.units.previous.get(unit))
+        for shards, tensors in zip(self.units.shards[unit], shown, strict=True):
+            shards.users += 1  # a unit may have been called twice
+            show(shards, tensors)  # to checkpointed parts, which compute once more
 
-    def reduce(self, flat: Flat, gradient_N: torch.Tensor) -> None:
-        """The unit's gradient is there: send it to the ranks that own its shards."""
+    def reduce(self, shards: Shards, gradients: dict[nn.Parameter, torch.Tensor | None]) -> None:
+        """The unit's gradient is there: send it to the ranks that own its rows."""
+        self.begin_backward()
         self.wait_pending()
-        flat.users -= 1
-        if flat.users == 0:
-            flat.free()
-        sum_K = torch.empty_like(flat.gradient_K)
-        work = dist.reduce_scatter_tensor(sum_K, gradient_N, async_op=True)
-        self.pending = [(flat, work, sum_K, gradient_N)]
+        shards.users -= 1
+        if shards.users <= 0:
+            self.units.free([shards])
+        self.pending = [Reduction(shards, gradients)]
 
     def wait_pending(self) -> None:
-        for flat, work, sum_K, _ in self.pending:
-            work.wait()
-            flat.gradient_K.add_(sum_K, alpha=1 / dist.get_world_size())
+        for reduction in self.pending:
+            reduction.land()
         self.pending = []
+
+    def begin_backward(self) -> None:
+        if not self.backward_runs:  # private to PyTorch: the engine calls it when backward is over
+            torch.autograd.Variable._execution_engine.queue_callback(self.after_backward)
+        self.backward_runs = True
 
     def after_backward(self) -> None:
         self.wait_pending()
-        for flat in chain(*self.flats.values()):
-            flat.free()  # what is frozen, or went unused
-            flat.users = 0
-        self.in_backward = set()
+        self.units.free_all()  # what is frozen, or went unused
+        self.units.in_backward = set()
+        self.backward_runs = False
 
 
 # %% [markdown]
-# ## 4. MiniFSDP: shard a module, train it, get it back whole
+# ## 6. MiniFSDP: shard a module in place, then train it as ever
 #
-# The constructor takes the module's own parameters away and gives each unit a flat shard instead.
-# `stage=2` is the same machine without `free`: weights stay whole, and `step` gathers them once.
+# What remains is to find out which parameter belongs to which unit: to the innermost unit around
+# it. A tied parameter may be used in several units; then it belongs to the **root**, the outermost
+# module, which is gathered all the while. Every use is a `Place`.
+#
+# Then the ranks compare their models. If one rank's layer is wider than another's, the first
+# collective would abort or hang, and say nothing useful.
+
+
+# %%
+class Place(NamedTuple):
+    """One place where a parameter is used."""
+
+    unit: nn.Module  # the innermost unit around it
+    owner: nn.Module  # the module whose attribute it is
+    attribute: str
+
+
+def places_in(
+    module: nn.Module, unit: nn.Module, units: list[nn.Module]
+) -> Iterator[tuple[nn.Parameter, Place]]:
+    """Yield every parameter of a module with every place where it is used."""
+    if module in units:
+        unit = module
+    for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+        yield parameter, Place(unit, module, name)
+    for child in module.children():
+        yield from places_in(child, unit, units)
+
+
+def checked_units(module: nn.Module, units: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the root and the inner units; raise ValueError for what cannot be one."""
+    units = list(dict.fromkeys([module, *units]))
+    names = {part: name for name, part in module.named_modules()}
+    for unit in units:
+        kind = type(unit).__name__
+        if unit not in names:
+            raise ValueError(f"a unit must be a part of the module: this {kind} is not")
+        if type(unit).forward is nn.Module.forward:
+            rule = "a unit is gathered when its forward is called"
+            raise ValueError(f"{rule}: {names[unit]!r}, a {kind}, has none; name its members")
+    if any(hasattr(parameter, "is_shard") for parameter in module.parameters()):
+        raise ValueError("the module is sharded already: shard it once, with `units` for its parts")
+    return units
+
+
+def make_equal(tensors: Iterable[torch.Tensor], group: Group) -> None:
+    """Copy the tensors of the group's first rank to all: they may have been seeded differently."""
+    for tensor in tensors:
+        dense = tensor.detach().contiguous()
+        dist.broadcast(dense, group=group, group_src=0)
+        tensor.data.copy_(dense)
+
+
+def require_one_model(module: nn.Module, units: list[nn.Module], fsdp: "MiniFSDP") -> None:
+    """Raise the same ValueError on every rank if one of them has another model or other options."""
+    mine: list[tuple] = [(fsdp.stage, fsdp.compute, fsdp.replicate_below)]
+    mine += [("unit", name) for name, part in module.named_modules() if part in units]
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]
+    mine += [(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in named]
+    everyone = [None] * dist.get_world_size(fsdp.group)
+    dist.all_gather_object(everyone, mine, fsdp.group)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            pairs = zip_longest(everyone[0], theirs)
+            first, here = next((a, b) for a, b in pairs if a != b)
+            rule = "every rank must shard the same module in the same way"
+            raise ValueError(f"{rule}: rank 0 of the group has {first}, rank {rank} {here}")
+
+
+# %% [markdown]
+# The class itself has little to do. Weights and buffers become those of the group's first rank;
+# then the parameters of each unit are divided by the dtype in which they compute. Batch norms
+# compute in the precision of their running statistics.
 
 
 # %%
 class MiniFSDP:
-    """Call the module, `backward` once or more, then `step`. All ranks run units in one order.
+    """Shards a module in place, in stage 2 or 3. Make the optimizer afterwards, as with FSDP2.
 
-    `optimizer` builds any elementwise torch optimizer; with `compute` the module and its inputs are
-    of that dtype, masters are not. Tied parameters belong to the root; frozen ones stay to the end.
+    Each parameter becomes this rank's rows, under its old name; `backward` puts the mean gradient
+    of these rows into `grad`. `units` are modules inside, gathered and freed one by one; all ranks
+    must call them in one order. With `compute`, weights and floating inputs of units are of that
+    dtype while units compute; buffers, frozen weights and what the optimizer sees are not rounded.
+    Parameters of fewer elements than `replicate_below`, and scalars, stay whole on every rank. What
+    no rank uses keeps the gradient None. `requires_grad_` may be called later, alike on all ranks.
+
+    Raises ValueError, before anything is sharded, for a unit that is no part of the module or has
+    no forward, and, the same on every rank of `group`, if models or options differ.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
-        units: Sequence[nn.Module],
+        units: Iterable[nn.Module] = (),
         stage: int = 3,
         compute: torch.dtype | None = None,
-        clip: float | None = None,
+        replicate_below: int = 1,
+        group: Group = None,
     ) -> None:
+        if stage not in (2, 3):
+            raise ValueError(f"stage must be 2 or 3, not {stage}")
         self.module = module
         self.stage = stage
-        self.clip = clip
-        uses: dict[nn.Parameter, list[Use]] = {}
-        for parameter, use in uses_of(module, module, units):
-            uses.setdefault(parameter, []).append(use)
-        groups: dict[tuple, dict] = {}  # what will lie in one flat tensor
-        for parameter, places in uses.items():
-            dist.broadcast(parameter.data, 0)  # ranks may have been seeded differently
-            one_unit = len({use.unit for use in places}) == 1
-            owner_unit = places[0].unit if one_unit else module
-            like = (owner_unit, parameter.dtype, parameter.requires_grad)
-            groups.setdefault(like, {})[parameter] = places
-            for use in places:
-                use.owner._parameters.pop(use.attribute, None)
-        for buffer in module.to(compute).buffers():
-            dist.broadcast(buffer, 0)  # made equal now; later each rank has its own
-        self.flats: dict[nn.Module, list[Flat]] = {unit: [] for unit in (module, *units)}
-        for (unit, dtype, _), members in groups.items():
-            flat = Flat(members, stage, compute if compute and dtype.is_floating_point else dtype)
-            self.flats[unit].append(flat)
-            unit.register_parameter(f"flat_shard_{len(self.flats[unit])}", flat.shard_K)
-        self.trained = [f for f in chain(*self.flats.values()) if f.shard_K.requires_grad]
-        self.optimizer = optimizer([flat.master_K for flat in self.trained])
-        self.hooks = UnitHooks(module, self.flats)
+        self.compute = compute
+        self.replicate_below = replicate_below
+        self.group = group
+        units = checked_units(module, units)
+        require_one_model(module, units, self)
+        make_equal(chain(module.parameters(), module.buffers()), group)
+        places: dict[nn.Parameter, list[Place]] = {}
+        for parameter, place in places_in(module, module, units):
+            places.setdefault(parameter, []).append(place)
+        shared: dict[tuple, dict] = {}  # what will travel together
+        for parameter, used in places.items():
+            one_unit = len({place.unit for place in used}) == 1
+            unit = used[0].unit if one_unit else module
+            small = parameter.dim() == 0 or parameter.numel() < replicate_below
+            shared.setdefault((unit, self.dtype_of(parameter, used), small), {})[parameter] = used
+        self.shards: dict[nn.Module, list[Shards]] = {unit: [] for unit in units}
+        self.shards_of: dict[nn.Parameter, Shards] = {}
+        for (unit, dtype, small), members in shared.items():
+            self.shards[unit].append(Shards(members, dtype, small, self))
+            self.shards_of |= dict.fromkeys(members, self.shards[unit][-1])
+        for parameter in self.shards_of:
+            parameter.is_shard = True
+        UnitHooks(WholeUnits(module, self.shards), compute)
 
-    @torch.no_grad()
-    def step(self) -> torch.Tensor | None:
-        """Clip, update this rank's shards, in stage 2 gather; return the norm if clipping."""
-        norm = None
-        if self.clip is not None:  # an element is counted by its owner, padding is zero
-            squares = [f.gradient_K.to(f.master_K.dtype).square().sum() for f in self.trained]
-            square = sum(squares)
-            dist.all_reduce(square)
-            norm = square.sqrt()
-        for flat in self.trained:
-            flat.master_K.grad = flat.gradient_K.to(flat.master_K.dtype)
-            if norm is not None:
-                flat.master_K.grad.mul_((self.clip / (norm + 1e-6)).clamp(max=1))
-            self.optimizer.step()  # passes over masters without a gradient: all but this one
-            flat.master_K.grad = None
-            flat.shard_K.copy_(flat.master_K)
-            if self.stage == 2:
-                dist.all_gather_into_tensor(flat.full_N, flat.shard_K.data)
-            flat.gradient_K.zero_()
-        return norm
-
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """The bare module's, in the masters' precision, on every rank."""
-        state = {k: t for k, t in self.module.state_dict().items() if "flat_shard_" not in k}
-        for flat in chain(*self.flats.values()):
-            whole_N = flat.master_K.data.new_empty(flat.full_N.shape)
-            dist.all_gather_into_tensor(whole_N, flat.master_K.data)
-            for uses, view in flat.views(whole_N):
-                state |= {use.name: view for use in uses}
-        return state
+    def dtype_of(self, parameter: nn.Parameter, places: list[Place]) -> torch.dtype:
+        """Return the dtype of the whole weight."""
+        in_batch_norm = any(isinstance(place.owner, _NormBase) for place in places)
+        if self.compute is None or in_batch_norm or not parameter.is_floating_point():
+            return parameter.dtype
+        return self.compute
 
 
 # %% [markdown]
-# Gradients travel and are added up in bfloat16 here, as in parallelism/02_fsdp_zero.py; in a real
-# job reduce them in float32 (`MixedPrecisionPolicy(reduce_dtype=torch.float32)` in FSDP2).
+# The norm of a gradient is that of all ranks' rows together. (`nn.utils.clip_grad_norm_` would see
+# this rank's rows alone, and scale every rank's gradient by another factor.)
+
+
+# %%
+@torch.no_grad()
+def clip_grad_norm_(fsdp: MiniFSDP, max_norm: float) -> torch.Tensor:
+    """Scale the gradients so that their norm over all ranks is at most this; return the norm."""
+    here: list[torch.Tensor] = []  # rows of this rank alone
+    everywhere: list[torch.Tensor] = []  # what is the same on every rank
+    for parameter, shards in fsdp.shards_of.items():
+        if parameter.grad is not None:
+            owned = everywhere if shards.small else here
+            owned.append(parameter.grad)
+    device = next(fsdp.module.parameters()).device
+    square = torch.zeros((), dtype=torch.float64, device=device)
+    for gradient in here:
+        square += torch.linalg.vector_norm(gradient) ** 2
+    dist.all_reduce(square, group=fsdp.group)
+    for gradient in everywhere:
+        square += torch.linalg.vector_norm(gradient) ** 2
+    norm = square.sqrt()
+    for gradient in here + everywhere:
+        gradient *= (max_norm / (norm + 1e-6)).clamp(max=1)
+    return norm
+
 
 # %% [markdown]
-# ## 5. How it is measured
+# ## 7. Saved whole, loaded by any number of ranks
+#
+# `module.state_dict()` has this rank's rows. A checkpoint that another number of ranks can load
+# needs whole tensors, and the optimizer's state as well: what an elementwise optimizer keeps for a
+# parameter has the parameter's shape, so it is sharded just as the parameter is. At thousands of
+# ranks nobody can hold all of it; then each rank writes its rows, as fsdp/03_checkpointing does.
+
+
+# %%
+@torch.no_grad()
+def whole_of(fsdp: MiniFSDP, parameter: nn.Parameter, rows: torch.Tensor) -> torch.Tensor:
+    """Gather a tensor that is sharded as `parameter` is, onto the CPU of every rank."""
+    shards = fsdp.shards_of[parameter]
+    if shards.small:
+        return rows.detach().cpu().clone()
+    layout = shards.rows[parameter]
+    rows_1K = layout.padded(rows.detach())
+    whole_nK = rows_1K.new_empty(layout.parts, rows_1K.shape[1])
+    dist.all_gather_into_tensor(whole_nK, rows_1K, fsdp.group)
+    return layout.whole(whole_nK.flatten()).cpu()
+
+
+def rows_of(fsdp: MiniFSDP, parameter: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
+    """Return this rank's rows of a whole tensor; raise ValueError if its shape is another."""
+    layout = fsdp.shards_of[parameter].rows[parameter]
+    if whole.shape != layout.shape:
+        raise ValueError(
+            f"a parameter is {tuple(layout.shape)}, what is loaded {tuple(whole.shape)}"
+        )
+    return layout.take(whole)
+
+
+def full_state_dict(fsdp: MiniFSDP) -> dict[str, torch.Tensor]:
+    """Return the bare module's state dict, in the shards' precision, on every rank."""
+    parameters = dict(fsdp.module.named_parameters(remove_duplicate=False))
+    state = fsdp.module.state_dict()
+    for name in state:
+        if name in parameters:
+            state[name] = whole_of(fsdp, parameters[name], parameters[name])
+    return state
+
+
+def load_full_state_dict(fsdp: MiniFSDP, state: dict[str, torch.Tensor]) -> None:
+    """Load a bare module's state dict, from any number of ranks; all ranks give the same."""
+    parameters = dict(fsdp.module.named_parameters(remove_duplicate=False))
+    mine = dict(state)
+    for name in state:
+        if name in parameters:
+            mine[name] = rows_of(fsdp, parameters[name], state[name])
+    fsdp.module.load_state_dict(mine)
+
+
+# %% [markdown]
+# The optimizer's state dict numbers the parameters in the order in which it was given them, which
+# is the same on any number of ranks.
+
+
+# %%
+def full_optimizer_state_dict(fsdp: MiniFSDP, optimizer: torch.optim.Optimizer) -> dict:
+    """Return the state dict of an elementwise optimizer as if it had had the bare module."""
+    parameters = list(chain(*[group["params"] for group in optimizer.param_groups]))
+    state = optimizer.state_dict()
+    whole = {}
+    for index, entries in state["state"].items():
+        parameter = parameters[index]
+        whole[index] = dict(entries)
+        for key, value in entries.items():
+            if torch.is_tensor(value) and value.shape == parameter.shape:  # not a count of steps
+                whole[index][key] = whole_of(fsdp, parameter, value)
+    return state | {"state": whole}
+
+
+def load_full_optimizer_state_dict(
+    fsdp: MiniFSDP, optimizer: torch.optim.Optimizer, state: dict
+) -> None:
+    """Load what `full_optimizer_state_dict` returned, on this or any other number of ranks."""
+    parameters = list(chain(*[group["params"] for group in optimizer.param_groups]))
+    mine = {}
+    for index, entries in state["state"].items():
+        parameter = parameters[index]
+        shape = fsdp.shards_of[parameter].rows[parameter].shape
+        mine[index] = dict(entries)
+        for key, value in entries.items():
+            if torch.is_tensor(value) and value.shape == shape:
+                mine[index][key] = rows_of(fsdp, parameter, value).clone()
+    optimizer.load_state_dict(state | {"state": mine})
+
+
+# %% [markdown]
+# ## 8. How it is measured
 #
 # Three steps of two micro-batches on ranks that are seeded differently, against the **oracle**, one
 # process that sees all samples. Some 100 additions in each gradient come in another order, which
 # moves it by up to 100 x 2**-24 of its terms' size, and the slope of Adam's update is at most
 # lr / eps = 1. So three steps may move a weight by 3 x 100 x 2**-24 = 1.8e-5; expect much less.
-# In bfloat16 it is claimed that every weight is its float32 master, rounded.
+# In bfloat16 it is claimed that every weight that computes is its float32 shard, rounded.
 
 
 # %%
 UNITS, D, HIDDEN, STEPS, PIECES, LR, EPS, CLIP = 4, 420, 120, 3, 2, 0.01, 0.01, 0.1
 SLACK = STEPS * 100 * 2**-24
 ADAM = partial(torch.optim.Adam, lr=LR, eps=EPS)
-WEIGHT, GRADIENT, OPTIMIZER = 0, 1, 2
-SIZES = {torch.bfloat16: (2, 2, 12), torch.float32: (4, 4, 8)}  # bytes per parameter
+SHARDED = 4 + 4 + 8  # bytes per parameter: float32 weight and gradient, two moments of Adam
 
 
 def network(seed: int, device: torch.device) -> nn.Sequential:
-    """Four equal units; their elements, 2 x 420 x 120 each, need no padding on 1 to 8 ranks."""
+    """Four equal units; their rows, 120 and 420, need no padding on 1 to 6 ranks."""
     torch.manual_seed(seed)
     units = []
     for _ in range(UNITS):
@@ -424,7 +789,12 @@ def on_one_process(x_BD: torch.Tensor) -> dict[str, torch.Tensor]:
         loss_of(model, x_BD).backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
-    return model.state_dict() | {"norm": norm}
+    state = model.state_dict() | {"norm": norm}
+    return {name: tensor.cpu() for name, tensor in state.items()}
+
+
+def error_of(state: dict[str, torch.Tensor], alone: dict[str, torch.Tensor]) -> float:
+    return max((tensor - alone[name]).abs().max().item() for name, tensor in state.items())
 
 
 # %% [markdown]
@@ -514,11 +884,11 @@ class CountedCommunication(TorchDispatchMode):
 
 # %%
 class WatchedUnits(CountedCommunication):
-    """Notes at each all-gather which flat tensor it fills, and how many of them are whole."""
+    """Notes at each all-gather which unit it fills, and how many of them are whole."""
 
-    def __init__(self, flats: list[Flat]) -> None:
+    def __init__(self, units: list[Shards]) -> None:
         super().__init__()
-        self.flats = flats
+        self.units = units
         self.gathered: list[int] = []
         self.whole: list[int] = []
 
@@ -527,11 +897,13 @@ class WatchedUnits(CountedCommunication):
         super().record(func, args, kwargs)
         if len(self.calls("all_gather")) > known:
             addresses = {leaf.data_ptr() for leaf in tree_leaves(args) if torch.is_tensor(leaf)}
-            in_memory = [flat.full_N.untyped_storage().size() > 0 for flat in self.flats]
-            for i, flat in enumerate(self.flats):
-                if in_memory[i] and flat.full_N.data_ptr() in addresses:
+            whole = 0
+            for i, unit in enumerate(self.units):
+                on_its_way = unit.gathered_nK is not None
+                if on_its_way and unit.gathered_nK.data_ptr() in addresses:
                     self.gathered.append(i)
-            self.whole.append(sum(in_memory))
+                whole += on_its_way or unit.wholes[0].untyped_storage().size() > 0
+            self.whole.append(whole)
 
 
 # %% [markdown]
@@ -540,77 +912,122 @@ class WatchedUnits(CountedCommunication):
 
 # %%
 def check_stage(
-    stage: int, layout: torch.dtype, x_RBD: torch.Tensor, alone: dict[str, torch.Tensor]
+    stage: int, dtype: torch.dtype, x_RBD: torch.Tensor, alone: dict[str, torch.Tensor]
 ) -> None:
     """Train in stage 2 or 3; claim bytes, elements, order and weights of the last step."""
-    name = f"stage {stage}, {str(layout).removeprefix('torch.')}"
-    x_BD = x_RBD[RANK].to(layout)
+    name = f"stage {stage}, {str(dtype).removeprefix('torch.')}"
+    x_BD = x_RBD[RANK]
     before = live_storages()
     model = network(RANK, x_BD.device)
     P = sum(parameter.numel() for parameter in model.parameters())
-    zero = MiniFSDP(model, ADAM, [*model], stage, layout, CLIP)
+    fsdp = MiniFSDP(model, units=model, stage=stage, compute=dtype)
+    optimizer = ADAM(model.parameters())
     for _ in range(STEPS):
-        with WatchedUnits(zero.trained) as passes:
-            for piece_BD in x_BD.chunk(PIECES):
+        optimizer.zero_grad()
+        passes = []  # one for each micro-batch
+        for piece_BD in x_BD.chunk(PIECES):
+            with WatchedUnits([fsdp.shards[unit][0] for unit in model]) as counted:
                 (loss_of(model, piece_BD) / PIECES).backward()
+            passes.append(counted)
         dist.barrier()
         time.sleep(0.1)  # gloo's threads hold what they have sent for a moment longer
         held = sum(size for at, size in live_storages().items() if at not in before)
-        with CountedCommunication() as update:
-            norm = zero.step()
-    padding = UNITS * (WORLD_SIZE - 1) if 840 % WORLD_SIZE else 0  # elements, at most
-    size = SIZES[layout]
-    sharded = size[GRADIENT] + size[OPTIMIZER] + (size[WEIGHT] if stage == 3 else 0)
-    expected = sum(size) - sharded + sharded / WORLD_SIZE
-    slack = 16 * padding / P
+        norm = clip_grad_norm_(fsdp, CLIP)
+        optimizer.step()
+    padding = -P
+    for shards in chain(*fsdp.shards.values()):
+        padding += sum(shards.parts * rows.per_part() for rows in shards.rows.values())
+    expected = SHARDED / WORLD_SIZE + (dtype.itemsize if stage == 2 else 0)
+    slack = (20 * padding + 1) / P
     claim(f"{name}: bytes held per parameter", expected, held / P, atol=slack, question=1)
-    check_elements(name, stage, passes, update, P, padding / P)
+    used = 2 * UNITS * WORLD_SIZE  # the columns that say which parameters were used
+    check_elements(name, stage, passes, (padding + used + 1) / P, dtype)
     if stage == 3:
         check_order(name, passes)
-    if layout == torch.float32:
-        state = zero.full_state_dict() | {"norm": norm}
-        error = max((state[key] - alone[key]).abs().max().item() for key in alone)
+    if dtype == torch.float32:
+        error = error_of(full_state_dict(fsdp) | {"norm": norm.cpu()}, alone)
         claim(f"{name}: error against one process", 0, error, atol=SLACK)
     else:
-        unlike = [(flat.shard_K != flat.master_K.to(layout)).sum() for flat in zero.trained]
-        claim(f"{name}: weights unlike their master", 0, sum(unlike))
+        claim(f"{name}: weights unlike their master", 0, unlike_master(fsdp, model, x_BD))
 
 
 def check_elements(
-    name: str,
-    stage: int,
-    passes: CountedCommunication,
-    update: CountedCommunication,
-    P: int,
-    padding: float,
+    name: str, stage: int, passes: list[CountedCommunication], atol: float, dtype: torch.dtype
 ) -> None:
-    reduced = passes.elements("reduce_scatter") / P / PIECES
-    gathered = passes.elements("all_gather") / P / PIECES
-    at_update = update.elements("all_gather") / P
-    per_pass = 2 if stage == 3 else 0
-    per_update = 1 if stage == 2 else 0
-    claim(f"{name}: reduced per pass / P", 1, reduced, atol=padding, question=2)
-    claim(f"{name}: gathered per pass / P", per_pass, gathered, atol=2 * padding, question=2)
-    claim(f"{name}: gathered per update / P", per_update, at_update, atol=padding, question=2)
-    calls = [*passes.log, *update.calls("all_gather")]
+    P = 2 * UNITS * D * HIDDEN
+    gathers = (1, 0) if stage == 2 else (2, 2)
+    for number, counted, gather in zip(("1st", "2nd"), passes, gathers, strict=True):
+        reduced = counted.elements("reduce_scatter") / P
+        gathered = counted.elements("all_gather") / P
+        claim(f"{name}: reduced in the {number} pass / P", 1, reduced, atol=atol, question=2)
+        claim(f"{name}: gathered in the {number} pass / P", gather, gathered, atol=atol, question=2)
+    calls = list(chain(*[counted.log for counted in passes]))
     per_element = sum(call.nbytes for call in calls) / sum(call.elements for call in calls)
-    claim(f"{name}: bytes per element", 2 if "bfloat16" in name else 4, per_element)
+    claim(f"{name}: bytes per element", dtype.itemsize, per_element)
 
 
-def check_order(name: str, passes: WatchedUnits) -> None:
-    claim(f"{name}: units whole at once", 2, max(passes.whole, default=0), question=3)
+def check_order(name: str, passes: list[WatchedUnits]) -> None:
+    whole = list(chain(*[counted.whole for counted in passes]))
+    gathered = list(chain(*[counted.gathered for counted in passes]))
+    claim(f"{name}: units whole at once", 2, max(whole, default=0), question=3)
     forward = list(range(UNITS))
     expected = (forward + forward[::-1]) * PIECES
-    pairs = zip(expected, passes.gathered, strict=False)
-    in_order = sum(unit == gathered for unit, gathered in pairs)
+    in_order = sum(i == j for i, j in zip(expected, gathered, strict=False))
     claim(f"{name}: gathers in the order 0123 3210", len(expected), in_order, question=4)
-    early = passes.whole.count(2) / PIECES  # in forward and in backward, all but the first
+    early = whole.count(2) / PIECES  # in forward and in backward, all but the first
     claim(f"{name}: gathers beside a whole unit", 2 * (UNITS - 1), early, question=4)
 
 
+def unlike_master(fsdp: MiniFSDP, model: nn.Module, x_BD: torch.Tensor) -> int:
+    """Count the weights that a forward uses and that are not the optimizer's, rounded."""
+    used = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+
+            def look(module: nn.Module, inputs: tuple, key: str = f"{name}.weight") -> None:
+                used[key] = module.weight.detach().cpu().clone()
+
+            module.register_forward_pre_hook(look)
+    with torch.no_grad():
+        model(x_BD)
+    masters = full_state_dict(fsdp)
+    return sum((used[key] != masters[key].to(fsdp.compute)).sum().item() for key in masters)
+
+
 # %% [markdown]
-# PyTorch's own `fully_shard` (FSDP2) trains the same model beside ours. It shards each parameter
-# along its first dimension instead of flattening a unit.
+# A checkpoint must not depend on the number of ranks. So n ranks take two steps in stage 3 and save
+# everything; then each rank goes on *alone*, in a group of its own, with all samples.
+
+
+# %%
+def check_checkpoint(x_RBD: torch.Tensor, alone: dict[str, torch.Tensor]) -> None:
+    model = network(RANK, x_RBD.device)
+    fsdp = MiniFSDP(model, units=model)
+    optimizer = ADAM(model.parameters())
+    for _ in range(STEPS - 1):
+        optimizer.zero_grad()
+        loss_of(model, x_RBD[RANK]).backward()
+        clip_grad_norm_(fsdp, CLIP)
+        optimizer.step()
+    saved = full_state_dict(fsdp)
+    saved_optimizer = full_optimizer_state_dict(fsdp, optimizer)
+
+    myself, _ = dist.new_subgroups(1)
+    model = network(7, x_RBD.device)
+    fsdp = MiniFSDP(model, units=model, group=myself)
+    optimizer = ADAM(model.parameters())
+    load_full_state_dict(fsdp, saved)
+    load_full_optimizer_state_dict(fsdp, optimizer, saved_optimizer)
+    loss_of(model, x_RBD.flatten(0, 1)).backward()
+    norm = clip_grad_norm_(fsdp, CLIP)
+    optimizer.step()
+    error = error_of(full_state_dict(fsdp) | {"norm": norm.cpu()}, alone)
+    claim("saved by all, resumed by one rank: error", 0, error, atol=SLACK)
+
+
+# %% [markdown]
+# PyTorch's own `fully_shard` (FSDP2) trains the same model beside ours. Its shards are DTensors,
+# which know of the whole; ours are plain tensors.
 
 
 # %%
@@ -630,7 +1047,7 @@ def check_pytorch(x_RBD: torch.Tensor, alone: dict[str, torch.Tensor]) -> None:
         optimizer.step()
     errors = []
     for name, parameter in model.named_parameters():
-        errors.append((parameter.full_tensor() - alone[name]).abs().max().item())
+        errors.append((parameter.full_tensor().cpu() - alone[name]).abs().max().item())
     claim("PyTorch: error against one process", 0, max(errors), atol=SLACK)
     if WORLD_SIZE == 1:
         blocked("PyTorch: reduced and gathered per pass / P", needs="2 ranks")
@@ -642,11 +1059,12 @@ def check_pytorch(x_RBD: torch.Tensor, alone: dict[str, torch.Tensor]) -> None:
 
 
 # %% [markdown]
-# ## 6. On GPUs: what the allocator says, and what a step takes
+# ## 9. On GPUs: what the allocator says, and what a step takes
 #
 # The same count by CUDA's allocator, for a billion parameters in sixteen units: what is allocated
-# when backward has ended, the peak within a step, and its time. The peak of stage 3 adds two whole
-# units and two whole gradients to the shards. (cuBLAS keeps some 32 MB: hence the slack.)
+# when backward has ended, the peak within a step, and its time. To the shards, the peak of stage 3
+# adds two whole units, the gather of one of them until it is copied into its place, and two whole
+# gradients. (cuBLAS keeps some 32 MB: hence the slack.)
 
 
 # %%
@@ -664,37 +1082,41 @@ def measure_on_gpus(device: torch.device) -> None:
         for _ in range(16):
             model.append(nn.Linear(8192, 8192, bias=False, device=device))
         P = sum(parameter.numel() for parameter in model.parameters())
-        zero = MiniFSDP(model, torch.optim.Adam, [*model], stage, torch.bfloat16)
+        MiniFSDP(model, units=model, stage=stage, compute=torch.bfloat16)
+        optimizer = torch.optim.Adam(model.parameters())
         start = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
         for _ in range(3):
             torch.cuda.reset_peak_memory_stats()
             start.record()
+            optimizer.zero_grad()
             loss_of(model, x_BD).backward()
             held = (torch.cuda.memory_allocated() - before) / P
-            zero.step()
+            optimizer.step()
             end.record()
         end.synchronize()
         peak = (torch.cuda.max_memory_allocated() - before) / P
-        expected = 16 / WORLD_SIZE if stage == 3 else 2 + 14 / WORLD_SIZE
+        expected = SHARDED / WORLD_SIZE + (2 if stage == 2 else 0)
         claim(f"GPU: bytes allocated per parameter, stage {stage}", expected, held, atol=0.3)
         print0(f"{'':13}peak of a step: {peak:.1f} bytes per parameter,", end=" ")
         print0(f"{start.elapsed_time(end):.0f} ms")
-        del model, zero
+        del model, optimizer
 
 
 # %% [markdown]
 # ## What you should have seen
 #
-# 1. Stage 2 holds 5.5 bytes per parameter, 2 + 14/n; stage 3 holds 4, or 16/n. Only stage 3 has no
-#    part that stays: 7 billion parameters are 39 GB per rank in stage 2 and 28 GB in stage 3, and
-#    on 64 ranks 15.5 GB and 1.75 GB.
+# 1. Stage 2 holds 6 bytes per parameter, 2 + 16/n; stage 3 holds 4, or 16/n. Only stage 3 has no
+#    part that stays: 7 billion parameters are 42 GB per rank in stage 2 and 28 GB in stage 3, and
+#    on 64 ranks 15.8 GB and 1.75 GB. (The ZeRO paper counts 2 + 14/n in stage 2: its gradients rest
+#    in bfloat16. Ours, like FSDP2's, have the dtype of the parameter, and no second copy of the
+#    shard rests in bfloat16; so stage 3 is 16/n by either count.)
 # 2. Each micro-batch hands P elements to reduce-scatters. Stage 3 gathers 2P more in each, once
-#    forward and once backward; stage 2 gathers P in the optimizer's step. With one micro-batch per
-#    step that is 2P and 3P, hence the "1.5 times the communication" of stage 3. With k of them it
-#    is (k + 1) P and 3k P, where data parallelism under `no_sync` has 2P, the two halves of one
-#    all-reduce: accumulate as little as you can. (gloo moves more, since its reduce-scatter is an
-#    all-reduce inside.)
+#    forward and once backward; stage 2 gathers P in the first micro-batch after an update. With one
+#    micro-batch per step that is 2P and 3P, hence the "1.5 times the communication" of stage 3.
+#    With k of them it is (k + 1) P and 3k P, where data parallelism under `no_sync` has 2P, the two
+#    halves of one all-reduce: accumulate as little as you can. (gloo moves more, since its
+#    reduce-scatter is an all-reduce inside. The 1.00008 are the columns that say what was used.)
 # 3. Two: the one that computes and the one that is on its way. Whole weights and gradients of two
 #    units come on top of 16P/n; large units hide their communication better and cost more memory.
 # 4. 0 1 2 3 forward and 3 2 1 0 backward. All gathers but the first of each pass, six of eight, are
@@ -702,18 +1124,27 @@ def measure_on_gpus(device: torch.device) -> None:
 #    after forward, just before backward needs it. FSDP2 lets you keep it
 #    (`reshard_after_forward=False` for the last block).
 #
-# PyTorch's `fully_shard` hands over the same and ends at the same weights.
+# PyTorch's `fully_shard` hands over the same and ends at the same weights. What n ranks saved, one
+# rank resumes: nothing in the checkpoint knows how many there were.
 #
 # **Try.** With the wrong neighbor the weights stay right, since a unit that was not prefetched is
 # gathered when it is needed. But backward begins by gathering unit 0, which it needs last, and
-# waits for each of the others; only the claim on their order sees it. When `copy_` replaces `add_`,
-# each micro-batch overwrites the one before: with one micro-batch per step nothing would fail.
+# waits for each of the others; only the claim on their order sees it. With `=`, each micro-batch
+# overwrites the one before; with one micro-batch per step nothing would fail.
 #
-# On real systems: FSDP1 flattened as we do; FSDP2 shards each parameter, so that frozen weights and
-# optimizers that look at matrices fit in. At a thousand ranks, gathering each unit over the whole
-# cluster takes too long; **hybrid sharding** shards within a node and replicates over nodes
-# (exercises/09_hybrid_sharding). `register_forward_pre_hook` runs on `module(x)`: calling
-# `module.forward(x)` or another method finds weights that are not there.
+# On real systems: FSDP1 flattened a unit's parameters into one tensor; FSDP2 shards each one, so
+# that frozen weights fit in, and weight decay can still be chosen by a parameter's dimensions.
+# Gradients travel in bfloat16 here, as the weights do, and are added up in float32; a large job
+# sends them in float32, too (`MixedPrecisionPolicy(reduce_dtype=torch.float32)` in FSDP2). At a
+# thousand ranks, gathering each unit over the whole cluster takes too long; **hybrid sharding**
+# shards within a node and replicates over nodes (exercises/09_hybrid_sharding).
+#
+# Four limits, of which `fully_shard` shares the first two. The hooks run on `module(x)`: in
+# `module.forward(x)` or another method, and outside of its unit, a parameter is this rank's rows
+# (of a DTensor, there). A gradient penalty (`create_graph=True`, then backward through the
+# gradient) fails in stage 3: the second backward finds weights that are freed. A unit without any
+# trained weight stays whole until backward has ended. Last, the reentrant kind of activation
+# checkpointing may wrap whole units only; the other kind (`use_reentrant=False`) any part.
 
 
 # %%
@@ -726,9 +1157,10 @@ def main() -> None:
     alone = on_one_process(x_RBD.flatten(0, 1))
     gc.freeze()  # what there is already need not be searched for tensors
     for stage in (2, 3):
-        for layout in SIZES:
-            check_stage(stage, layout, x_RBD, alone)
+        for dtype in (torch.bfloat16, torch.float32):
+            check_stage(stage, dtype, x_RBD, alone)
     gc.unfreeze()
+    check_checkpoint(x_RBD, alone)
     check_pytorch(x_RBD, alone)
     measure_on_gpus(device)
     finish()

@@ -10,7 +10,8 @@ LESSON = "parallelism/05_zero2_and_zero3.py"
 
 LOW = ("bfloat16", "float32")
 ERROR = {stage: f"stage {stage}, float32: error against one process" for stage in (2, 3)}
-BOTH = set(ERROR.values())
+RESUMED = "saved by all, resumed by one rank: error"
+BOTH = {*ERROR.values(), RESUMED}
 UNLIKE = {stage: f"stage {stage}, bfloat16: weights unlike their master" for stage in (2, 3)}
 
 
@@ -19,75 +20,92 @@ def of(stage: int, what: str) -> set[str]:
 
 
 HELD = {stage: of(stage, "bytes held per parameter") for stage in (2, 3)}
-PASS, UPDATE = of(3, "gathered per pass / P"), of(2, "gathered per update / P")
-EARLY, WHOLE = of(3, "gathers beside a whole unit"), of(3, "units whole at once")
+FIRST = {stage: of(stage, "gathered in the 1st pass / P") for stage in (2, 3)}
+SECOND = {stage: of(stage, "gathered in the 2nd pass / P") for stage in (2, 3)}
+EARLY = of(3, "gathers beside a whole unit")
+WHOLE = of(3, "units whole at once")
 ORDER = of(3, "gathers in the order 0123 3210")
 
 BREAKS = {
-    "no broadcast": ("dist.broadcast(parameter.data, 0)", "pass", BOTH),
-    "no average": ("alpha=1 / dist.get_world_size()", "alpha=1", BOTH),
+    "no broadcast": ("dist.broadcast(dense, group=group, group_src=0)", "pass", BOTH),
+    "no average": ("self.table_nK.div_(dist.get_world_size(shards.group))", "pass", BOTH),
     "a shard off by one": (
-        "shard_K = self.full_N.view(n, -1)[dist.get_rank()]",
-        "shard_K = self.full_N.view(n, -1)[dist.get_rank() - 1]",
-        BOTH | {UNLIKE[2]},
+        "whole[self.mine * rows : (self.mine + 1) * rows]",
+        "whole[(1 - self.mine) * rows : (2 - self.mine) * rows]",
+        BOTH,
     ),
-    "each rank its own norm": ("            dist.all_reduce(square)\n", "", BOTH),
+    "each rank its own norm": (
+        "    dist.all_reduce(square, group=fsdp.group)\n",
+        "",
+        set(ERROR.values()),
+    ),
     "masters in low precision": (
-        "if trained and compute != whole.dtype:",
-        "if False:",
+        "            parameter.grad = None\n",
+        "            parameter.data = parameter.data.to(dtype)\n",
         {f"stage {s}, bfloat16: bytes held per parameter" for s in (2, 3)},
     ),
     "gradients stay whole": (
-        "for flat, work, sum_K, _ in self.pending:",
-        "for flat, work, sum_K, flat.kept in self.pending:",
+        "        self.work.wait()\n        columns = self.mean_1K",
+        "        next(iter(self.rows)).kept = self.table_nK\n"
+        "        self.work.wait()\n        columns = self.mean_1K",
         HELD[2] | HELD[3],
     ),
-    "weights never see an update in bfloat16": (
-        "            flat.shard_K.copy_(flat.master_K)\n",
-        "",
-        set(UNLIKE.values()),
-    ),
     "each micro-batch overwrites the one before": (
-        "flat.gradient_K.add_(sum_K, alpha=1 / dist.get_world_size())",
-        "flat.gradient_K.copy_(sum_K / dist.get_world_size())",
-        BOTH,
+        "parameter.grad += mean",
+        "parameter.grad = mean",
+        set(ERROR.values()),
     ),
-    "stage 2 gathers nothing": (
-        "dist.all_gather_into_tensor(flat.full_N, flat.shard_K.data)",
-        "pass",
-        UPDATE | {ERROR[2]},
+    "stage 2 gathers once and for all": (
+        "if self.gathered_nK is not None or self.versions == self.versions_now():",
+        "if self.gathered_nK is not None or self.versions:",
+        FIRST[2] | {ERROR[2], UNLIKE[2]},
+    ),
+    "stage 2 gathers in each pass": (
+        "        self.versions = self.versions_now()\n",
+        "        self.versions = [1]\n",
+        FIRST[2] | SECOND[2],
     ),
     "stage 3 keeps whole weights": (
-        "self.full_N.untyped_storage().resize_(0)",
-        "pass",
-        HELD[3] | PASS | WHOLE | EARLY | ORDER | {ERROR[3]},
+        "        if self.stage == 3:\n            self.versions = []\n",
+        "        if False:\n            self.versions = []\n",
+        HELD[3] | FIRST[3] | SECOND[3] | WHOLE | EARLY | ORDER,
     ),
-    "stage 3 frees after backward only": (
-        "            for flat in self.flats[unit]:\n                flat.free()\n"
-        "            outputs = [t for",
-        "            outputs = [t for",
-        PASS | WHOLE | EARLY | ORDER,
+    "stage 3 frees after the root's forward only": (
+        "        self.units.free(self.units.shards[unit])\n",
+        "",
+        WHOLE | EARLY,
     ),
-    "stage 3 frees after forward only": (
-        "        if flat.users == 0:\n            flat.free()\n",
+    "stage 3 frees after backward's end only": (
+        "        if shards.users <= 0:\n            self.units.free([shards])\n",
         "",
         WHOLE | EARLY,
     ),
     "stage 3 prefetches everything": (
-        "            for flat in self.flats[following]:\n",
-        "            for flat in chain(*self.flats.values()):\n",
-        WHOLE | EARLY | PASS | ORDER,
+        "            for shards in self.shards[following]:\n",
+        "            for shards in chain(*self.shards.values()):\n",
+        WHOLE | EARLY | FIRST[3] | SECOND[3] | ORDER,
     ),
-    "stage 3 prefetches nothing in forward": ("self.next.get(unit))", "None)", EARLY),
+    "stage 3 prefetches nothing in forward": (
+        "following = self.units.next.get(unit)",
+        "following = None",
+        EARLY,
+    ),
     "stage 3 prefetches nothing in backward": (
-        "self.use(unit, self.previous[unit])",
-        "self.use(unit, None)",
+        "self.units.use(unit, self.units.previous.get(unit))",
+        "self.units.use(unit, None)",
         EARLY,
     ),
     "stage 3 prefetches the wrong neighbor": (
-        "self.use(unit, self.previous[unit])",
-        "self.use(unit, self.next.get(unit))",
+        "self.units.use(unit, self.units.previous.get(unit))",
+        "self.units.use(unit, self.units.next.get(unit))",
         ORDER,
+    ),
+    "moments are left behind": (
+        "            if torch.is_tensor(value) and value.shape == shape:\n"
+        "                mine[index][key] = rows_of(fsdp, parameter, value).clone()\n",
+        "            if torch.is_tensor(value) and value.shape == shape:\n"
+        "                mine[index][key] = rows_of(fsdp, parameter, value) * 0\n",
+        {RESUMED},
     ),
 }
 
