@@ -1,7 +1,9 @@
 """What graders stand on: every way for an answer to go wrong is told truly, in time, and leaves
 nothing; nothing that an answer sends goes unseen."""
 
+import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -12,10 +14,12 @@ import torch.distributed._functional_collectives as funcol
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from course.grading import Wrong, expect, grade, same
+from course.grading import Event, Wrong, expect, grade, same
+from course.plain import NotPlain, flatten, rebuild
 
 HEAD = "import os, sys, time, subprocess, ctypes, torch, torch.distributed as dist\nR = None\n"
 RING = "y = x.clone(); w = dist.isend(x, 1 - r); dist.recv(y, 1 - r); w.wait(); return y"
+MARK = f"1000{os.getpid()}"  # seconds that no other run of these tests sleeps
 
 
 def call(answer, wire) -> object:
@@ -75,6 +79,22 @@ WAYS = {
             "its last call: recv, 12 B, from rank 0",
         ],
     ),
+    "a library has not written it": (
+        "torch.nn.Module()(x)",
+        ['rank 0: NotImplementedError: Module [Module] is missing the required "forward" function'],
+    ),
+    "waits for what it began": (
+        "dist.irecv(x, 1 - r).wait()",
+        ["rank 0 waits at answer.py:5, in f; its last call: recv, 12 B, from rank 1"],
+    ),
+    "raises what no grader expects": (
+        "raise KeyboardInterrupt('now')",
+        ["rank 0: KeyboardInterrupt: now\n  answer.py, line 5, in f: raise KeyboardInterrupt"],
+    ),
+    "returns what holds itself": (
+        "x = []; x.append(x); return x",
+        ["rank 0: returned a value that holds itself, or is nested too deeply"],
+    ),
     "tells what it printed": ("print('here', r); raise KeyError(r)", ["\n  printed: here "]),
 }
 
@@ -89,6 +109,19 @@ def test_what_went_wrong_is_told(way: str, tmp_path: Path) -> None:
         assert word in message, message
 
 
+def test_a_deadlock_in_a_given_helper_is_told_with_its_caller(tmp_path: Path) -> None:
+    helper = "def exchange(x, r):\n    dist.recv(x, 1 - r)\n"
+    message = told(tmp_path, "exchange(x, r)", helper)
+    assert (
+        "      dist.recv(x, 1 - r)\n    called from answer.py:7, in f\n      exchange(x, r)\n"
+    ) in message, message
+
+
+def test_a_hang_quotes_the_file_as_it_is_now(tmp_path: Path) -> None:
+    assert "while 1: pass" in told(tmp_path, "while 1: pass")
+    assert "while 2: pass" in told(tmp_path, "while 2: pass")
+
+
 def test_a_file_that_cannot_be_read_is_told_with_its_line(tmp_path: Path) -> None:
     assert "SyntaxError: invalid syntax\n  answer.py, line 3: a b" in told(tmp_path, "pass", "a b")
 
@@ -100,11 +133,11 @@ def test_a_file_that_loops_on_import_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize("end", ["return x", "os._exit(1)", "os.kill(os.getpid(), 9)", "1 / 0"])
 def test_children_do_not_outlive_the_answer(end: str, tmp_path: Path) -> None:
     starts = [
-        'subprocess.Popen(["sleep", "86401"])',
-        'subprocess.Popen(["sleep", "86401"], start_new_session=True)',
-        'subprocess.Popen(["sh", "-c", "sleep 86401 & setsid sleep 86401 &"])',
+        'subprocess.Popen(["sleep", MARK])',
+        'subprocess.Popen(["sleep", MARK], start_new_session=True)',
+        'subprocess.Popen(["sh", "-c", "sleep " + MARK + " & setsid sleep " + MARK + " &"])',
     ]
-    body = "; ".join(starts) + f"; time.sleep(0.2); {end}"
+    body = f"MARK = {MARK!r}; " + "; ".join(starts) + f"; time.sleep(0.2); {end}"
     (path := tmp_path / "answer.py").write_text(f"{HEAD}\ndef f(x, r):\n    {body}\n")
     if end == "return x":
         grade(path, call, 2)
@@ -112,7 +145,7 @@ def test_children_do_not_outlive_the_answer(end: str, tmp_path: Path) -> None:
         with pytest.raises(Wrong):
             grade(path, call, 2)
     for _ in range(40):
-        left = [p for p in psutil.process_iter(["cmdline"]) if "86401" in (p.info["cmdline"] or [])]
+        left = [p for p in psutil.process_iter(["cmdline"]) if MARK in (p.info["cmdline"] or [])]
         if not left:
             return
         time.sleep(0.05)
@@ -150,12 +183,49 @@ def says_sending_is_wrong(answer, wire) -> None:
         "torch.ops._c10d_functional.all_reduce(x, 'sum', dist.group.WORLD.group_name)",
         "m = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))\n"
         "    m(x).sum().backward()",
+        "import threading\n    t = threading.Thread(target=dist.all_reduce, args=(x,))\n"
+        "    t.start(); t.join()",
+        "from concurrent.futures import ThreadPoolExecutor as P\n"
+        "    P().submit(dist.all_reduce, x).result()",
     ],
 )
 def test_no_collective_goes_unseen(body: str, tmp_path: Path) -> None:
     (path := tmp_path / "answer.py").write_text(f"{HEAD}\ndef f(x, r):\n    {body}\n")
     with pytest.raises(Wrong, match=r"the answer calls (.*, )?all_reduce(, .*)?; use send, recv"):
         grade(path, says_sending_is_wrong, 2)
+
+
+BELOW = {  # calls that pass no dispatcher: what the grader is told, and by whom
+    "the group's own backend": (
+        "dist.group.WORLD._get_backend(x.device).allreduce([x]).wait()",
+        "the process group made 1 calls, and torch's dispatcher passed no more than 0 of them",
+    ),
+    "modes switched off": (
+        "from torch.utils._python_dispatch import _disable_current_modes as off\n"
+        "    with off(): dist.all_reduce(x); dist.all_reduce(x)",
+        "the process group made 2 calls, and torch's dispatcher passed no more than 0 of them",
+    ),
+    "sockets": (
+        "import socket\n    a = socket.create_server(('127.0.0.1', 0))\n"
+        "    b = socket.create_connection(a.getsockname()); c = a.accept()[0]\n"
+        "    for _ in range(10): b.sendall(b'x' * 10_000); c.recv(10**6, socket.MSG_WAITALL * 0)\n"
+        "    globals()['kept'] = a, b, c",
+        "its sockets carried ",
+    ),
+    "the store": (
+        "dist.distributed_c10d._get_default_store().set(f'mine{r}', 'abc')",
+        "the answer calls store; use send, recv",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", BELOW)
+def test_what_goes_past_the_wire_is_missed(how: str, tmp_path: Path) -> None:
+    body, words = BELOW[how]
+    (path := tmp_path / "answer.py").write_text(f"{HEAD}\ndef f(x, r):\n    {body}\n")
+    with pytest.raises(Wrong) as wrong:
+        grade(path, says_sending_is_wrong, 2)
+    assert words in str(wrong.value)
 
 
 def everything(answer, wire) -> list[tuple]:
@@ -235,15 +305,127 @@ def test_values_that_differ_are_shown_with_their_place() -> None:
     due = torch.tensor([1.0, 2.0])
     same(due.clone(), due, "x")
     same(due + 1e-3, due, "x", atol=2e-3)
+    same(due / 0, due / 0, "infinities")
     for got, words in [
-        (due + torch.tensor([0.0, 1.0]), "x: element 1: expected 2, got 3"),
+        (due + torch.tensor([0.0, 1.0]), "x: element 1: expected 2, got 3; 1 of 2 elements are wr"),
+        (due + torch.tensor([1.0, 3.0]), "x: element 1: expected 2, got 5; 2 of 2 elements are wr"),
         (due * float("nan"), "x: element 0: expected 1, got nan"),
+        (due / 0, "x: element 0: expected 1, got inf"),
         (due.double(), r"x: expected \(2,\) float32, got \(2,\) float64"),
         (due[:1], r"x: expected \(2,\) float32, got \(1,\) float32"),
         (None, "x: expected a tensor, got None"),
     ]:
         with pytest.raises(Wrong, match=words):
             same(got, due, "x")
-    expect(3, 3, "bytes")
-    with pytest.raises(Wrong, match="bytes: expected 4,000, got 3,000"):
-        expect(3000, 4000, "bytes")
+
+
+def test_whole_numbers_are_compared_exactly_and_named_by_row_and_column() -> None:
+    due = torch.tensor([[1, 2], [3, 2**53]])
+    same(due.clone(), due, "x")
+    with pytest.raises(Wrong, match=rf"x: element \[1, 1\]: expected {2**53}, got {2**53 + 1}"):
+        same(due + torch.tensor([[0, 0], [0, 1]]), due, "x")
+
+
+def test_a_known_confusion_is_named() -> None:
+    due = torch.tensor([2.0, 4.0])
+    known = {"this is the own value": due / 7, "this is the mean": due / 2}
+    with pytest.raises(Wrong, match="x: this is the mean: element 1: expected 4, got 2"):
+        same(due / 2, due, "x", instead=known)
+    with pytest.raises(Wrong, match="x: element 1: expected 4, got 5"):
+        same(due + 1 / due.flip(0) * 4 - 1, due, "x", instead=known)
+
+
+@pytest.mark.parametrize(
+    ("due", "got", "words"),
+    [
+        (4000, 3000, "bytes: expected 4,000, got 3,000"),
+        (23, torch.ones(2), r"bytes: expected int 23, got a tensor of shape \(2,\)"),
+        (1, True, "bytes: expected int 1, got bool True"),
+        (3, 3.0, "bytes: expected int 3, got float 3.0"),
+        (3, None, "bytes: expected int 3, got None"),
+        ((1, 2), [1, 2], r"bytes: expected tuple \(1, 2\), got list \[1, 2\]"),
+        ([1, 2], [1, True], r"bytes: expected \[1, 2\], got \[1, True\]"),
+        ({"a": 1}, {"a": 1.0}, "bytes: expected {'a': 1}, got {'a': 1.0}"),
+        (torch.float32, torch.float64, "bytes: expected torch.float32, got torch.float64"),
+    ],
+)
+def test_expect_minds_the_type(due: object, got: object, words: str) -> None:
+    expect(due, due, "bytes")
+    with pytest.raises(Wrong, match=words):
+        expect(got, due, "bytes")
+
+
+def test_an_int_will_do_where_a_float_is_due_and_a_size_is_a_tuple() -> None:
+    expect(3, 3.0, "seconds")
+    expect(torch.Size([2, 3]), (2, 3), "shape")
+    expect([], [], "nothing")
+
+
+@dataclass
+class Mine:
+    """A grader's own."""
+
+    shape: tuple
+    parts: list
+
+
+VALUES = [
+    None,
+    True,
+    3,
+    2.5,
+    "ü",
+    b"x",
+    1 + 2j,
+    [1, (2, {3}), {"a": frozenset("b"), 4: None}],
+    torch.float16,
+    torch.device("cpu"),
+    torch.Size([2, 3]),
+    Event("send", 4, 1, (0, 1)),
+    Mine((1, 2), [Event("note", text="x")]),
+]
+TENSORS = [
+    torch.arange(6).reshape(2, 3).t()[1:],
+    torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+    torch.tensor(7),
+    torch.empty(0, 3),
+    torch.tensor([True, False]),
+    torch.tensor([1 + 2j]).conj(),
+    torch.ones(2, requires_grad=True),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda v: type(v).__name__)
+def test_plain_values_come_back_as_they_were(value: object) -> None:
+    modules = [Event.__module__, __name__]
+    back = rebuild(flatten(value, modules), modules)
+    assert (back, type(back)) == (value, type(value))
+
+
+@pytest.mark.parametrize("value", TENSORS, ids=lambda t: f"{t.dtype} {tuple(t.shape)}")
+def test_tensors_come_back_as_they_were_without_what_they_were_a_view_of(
+    value: torch.Tensor,
+) -> None:
+    back = rebuild(flatten(value))
+    assert torch.equal(back, value)
+    assert (back.dtype, back.requires_grad) == (value.dtype, value.requires_grad)
+    assert back.untyped_storage().nbytes() == value.nbytes
+
+
+class Bag(list):
+    """An answer's own list."""
+
+
+@pytest.mark.parametrize(
+    "value", [Bag(), lambda: 1, object(), iter([]), Mine((), []), torch.ones(2).to_sparse()]
+)
+def test_nothing_else_is_plain(value: object) -> None:
+    with pytest.raises(NotPlain, match="cannot leave the rank"):
+        flatten([value], [Event.__module__])
+
+
+def test_no_class_but_the_graders_own_can_be_named() -> None:
+    modules = [Event.__module__, __name__]
+    for module, name in [("os", "system"), (__name__, "HEAD"), (__name__, "Bag")]:
+        with pytest.raises(TypeError):
+            rebuild({"is": "object", "module": module, "class": name, "of": {}}, modules)

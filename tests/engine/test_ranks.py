@@ -8,6 +8,9 @@ import subprocess
 import sys
 import threading
 import time
+import types
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -17,6 +20,7 @@ import torch.distributed as dist
 
 from course.ranks import (
     GRACE,
+    LOOPBACK,
     OUTPUT_LIMIT,
     Frame,
     Outcome,
@@ -59,13 +63,109 @@ def test_large_results_and_tensors_come_back() -> None:
     assert torch.equal(got[1], torch.arange(1e6) + 1)
 
 
-def test_a_warm_run_is_much_quicker_than_torchrun() -> None:
+def test_the_server_with_torch_in_it_stays_from_run_to_run() -> None:
+    assert len({pid for _ in range(2) for pid in run(os.getppid, 2)}) == 1
+
+
+def test_ranks_meet_on_the_loopback_whatever_the_hosts_name_says() -> None:
+    assert run(lambda: os.environ["GLOO_SOCKET_IFNAME"], 2) == [LOOPBACK] * 2
+
+
+def test_threads_take_turns(tmp_path: Path) -> None:
+    def several() -> None:
+        for _ in range(3):
+            assert run(total, 2, 10) == [21.0] * 2
+
+    with ThreadPoolExecutor(2) as pool:
+        for ended in [pool.submit(several) for _ in range(2)]:
+            ended.result()
+
+
+def stopped_in_its_word() -> torch.Tensor:
+    """Rank 1 stops itself while it hands over what it returns."""
+    if dist.get_rank() == 1:
+
+        class Stops:
+            def __reduce__(self) -> tuple:
+                os.kill(os.getpid(), signal.SIGSTOP)
+                return list, ()
+
+        return torch.zeros(10**6), Stops()
+    return torch.zeros(1)
+
+
+def test_a_rank_that_stops_in_the_middle_of_its_word_holds_nobody_up() -> None:
     started = time.monotonic()
-    run(total, 2, 1)
-    warm = time.monotonic() - started
-    started = time.monotonic()
-    subprocess.run([sys.executable, "-c", "import torch"], check=True)
-    assert warm < time.monotonic() - started  # importing torch once is a part of what torchrun does
+    outcomes = attempt(stopped_in_its_word, 2, deadline=2)
+    assert [o.kind for o in outcomes] == ["returned", "hung"]
+    assert time.monotonic() - started < 60
+
+
+def test_a_rank_that_ends_while_it_is_asked_for_its_stack_is_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def kill(pid: int, number: int, kill: Callable = os.kill) -> None:
+        if number == signal.SIGUSR1:
+            raise ProcessLookupError  # as if it had gone just now
+        kill(pid, number)
+
+    monkeypatch.setattr("course.ranks.os.kill", kill)
+    monkeypatch.setattr("course.ranks.STACK_WAIT", 0.1)
+    (outcome,) = attempt(time.sleep, 1, 1000, deadline=1, group=False)
+    assert (outcome.kind, outcome.text) == ("hung", "gave no stack")
+
+
+def test_what_cannot_be_read_is_told_and_raises_nothing() -> None:
+    def odd() -> object:
+        exec("class Mine: pass", names := {"__name__": "nowhere"})
+        sys.modules["nowhere"] = types.SimpleNamespace(**names)
+        return names["Mine"]()
+
+    (outcome,) = attempt(odd, 1, group=False)
+    assert outcome.kind == "raised"
+    assert "returned what cannot be unpickled here" in outcome.text
+
+
+@pytest.mark.parametrize("value", [print, torch.ones(1), 1 + 1j])
+def test_who_is_not_trusted_may_name_nothing(value: object) -> None:
+    (outcome,) = attempt(lambda: value, 1, group=False, trusted=False)
+    assert (outcome.kind, outcome.text) == ("raised", "sent what is no word")
+    (outcome,) = attempt(lambda: [1, {"a": b"b"}], 1, group=False, trusted=False)
+    assert (outcome.kind, outcome.value) == ("returned", [1, {"a": b"b"}])
+
+
+IMPORT = """
+import ctypes, os, sys
+{change}
+import {what}
+print("imported")
+"""
+PLATFORMS = {
+    "macOS, without prctl": (
+        "sys.platform = 'darwin'; ctypes.CDLL = None",
+        "course.judge, course.grading, course.rank_server",
+        "imported",
+    ),
+    "Windows": (
+        "os.name = 'nt'",
+        "course.ranks",
+        "Ranks are forked processes, which Windows has not: use WSL2",
+    ),
+}
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_elsewhere_it_can_be_imported_or_says_why_not(platform: str) -> None:
+    change, what, words = PLATFORMS[platform]
+    # torch is imported first: it is the course that is to be seen on another platform
+    source = "import torch, torch.distributed.tensor, psutil, pytest, cloudpickle, tempfile\n"
+    source += IMPORT.format(change=change, what=what)
+    ran = subprocess.run(
+        [sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=200
+    )
+    said = ran.stdout + ran.stderr
+    assert words in said
+    assert "Traceback" not in said
 
 
 def mourn(how: str, notes: str) -> None:
@@ -175,7 +275,7 @@ def test_when_the_parent_is_killed_no_rank_and_no_server_survives(tmp_path: Path
     script = tmp_path / "orphans.py"
     script.write_text(ORPHANS.replace("sys.argv[1]", repr(str(tmp_path))))
     parent = subprocess.Popen([sys.executable, script], env=os.environ | {"PYTHONPATH": str(ROOT)})
-    notes, stop = [tmp_path / "0", tmp_path / "1"], time.monotonic() + 60
+    notes, stop = [tmp_path / "0", tmp_path / "1"], time.monotonic() + 240
     while not all(n.exists() and n.read_text() for n in notes) and time.monotonic() < stop:
         time.sleep(0.05)
     ids = {int(i) for note in notes for i in note.read_text().split()}
