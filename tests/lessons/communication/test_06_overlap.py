@@ -1,7 +1,6 @@
 """Overlap: spans against counting, order and values at any world size, breaks, nothing left."""
 
 import functools
-import signal
 import subprocess
 import sys
 
@@ -222,14 +221,14 @@ def test_whoever_is_not_root_has_a_slow_network_too() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["SIGINT", "SIGTERM", "SIGKILL"])
-def test_a_signal_leaves_nothing(end: str) -> None:
+def test_torchrun_killed_leaves_nothing() -> None:
+    """Other ends: test_07_hierarchical_collectives.py; they share the passage that makes nodes."""
     was = machine()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node=2", str(ROOT / LESSON)]
     torchrun = subprocess.Popen(command, env=MARKED, stdout=subprocess.DEVNULL, process_group=0)
     once_there(torchrun, 5)  # two ranks, and a launcher with two ranks in two nodes
-    torchrun.send_signal(getattr(signal, end))
+    torchrun.kill()
     assert torchrun.wait(40) != 0
     assert gone()
     assert machine() == was
