@@ -29,11 +29,13 @@ test: .venv/all
 test-all: .venv/all
 	@$(call run_tests,slow)
 
-# First what no clock decides, on two processes. Then, alone on the machine, what a clock decides:
-# this is repeated when it fails, unless something failed that no clock decides (pyproject.toml).
+# First what no clock decides, on WORKERS processes: three keep two cores busy, since tests also
+# wait. Then, alone on the machine, what a clock decides: this is repeated when it fails, unless
+# something failed that no clock decides (pyproject.toml).
 PYTEST := $(BIN)/python -m pytest --durations=10
+WORKERS ?= 3
 define run_tests
-$(PYTEST) -m "$(1) and not clock" -n 2 --dist worksteal; exact=$$?; \
+$(PYTEST) -m "$(1) and not clock" -n $(WORKERS) --dist worksteal; exact=$$?; \
 test $$exact -le 1 || exit $$exact; \
 $(PYTEST) -m "$(1) and clock" --reruns 2 && exit $$exact
 endef
