@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import time
+from pathlib import Path
 from statistics import median, quantiles
 
 import torch
@@ -52,11 +53,19 @@ def draw(rows: list[dict], path: str) -> None:
     figure.savefig(path, dpi=150)
 
 
+def merged(new: list[dict], kept: Path) -> list[dict]:
+    """The rows kept from before, with the new ones in their places, or behind them."""
+    old = json.loads(kept.read_text())["rows"] if kept.exists() else []
+    rows = {row["name"]: row for row in old}
+    rows |= {row["name"]: row for row in new}
+    return list(rows.values())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--keep", action="store_true", help="write to results/bench")
     parser.add_argument("--repeats", type=int, default=10, help="measurements of each (10)")
-    names = [path.stem.removeprefix("bench_") for path in sorted(ROOT.glob("benchmarks/NAME.py"))]
+    names = [path.stem for path in sorted(ROOT.glob("benchmarks/[a-z]*.py"))]
     parser.add_argument("--only", choices=names, help="this one alone; keep the others' results")
     options = parser.parse_args()
     folder = ROOT / ("results/bench" if options.keep else "build/bench")
@@ -75,9 +84,7 @@ def main() -> None:
         if hasattr(bench, "figure"):
             bench.figure(str(folder / f"{name}.png"))
     if options.only:
-        new = {row["name"]: row for row in rows}
-        old = json.loads((folder / "bench.json").read_text())["rows"]
-        rows = [new.get(row["name"], row) for row in old]
+        rows = merged(rows, folder / "bench.json")
     (folder / "bench.json").write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
     draw(rows, str(folder / "bench.png"))
     print(f"\nbench.json and figures: {folder.relative_to(ROOT)}")

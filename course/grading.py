@@ -12,132 +12,34 @@
             same(y, torch.full((5,), float((rank - 1) % 3)), f"rank {rank}: what came")
             expect(sent, 20, f"rank {rank}: bytes sent")
 
-The answer's file is imported on the ranks alone, so whatever it does, the grader ends in time.
+The answer's file is imported on the ranks alone, and only plain data comes back from them
+(course/plain.py): whatever it does, the grader ends in time and runs none of its code.
 """
 
 import contextlib
 import importlib.util
 import linecache
-import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from unittest.mock import patch
 
 import cloudpickle
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.testing import assert_close
 
+from course.plain import NotPlain, flatten, rebuild
 from course.ranks import Outcome, attempt
+from course.wire import WIRE, Event, Wire, Wrong, at_the_store, forbidden, in_threads
 
+__all__ = ["Event", "Wire", "Wrong", "expect", "grade", "same"]
 __tracebackhide__ = True  # pytest shows the grader's lines, not these
 
-TELLS, WIRE = "What the learner is told: ", "[wire] "
-
-
-class Wrong(AssertionError):
-    """What is wrong with an answer, in words for the learner."""
-
+TELLS = "What the learner is told: "
 
 # On every rank
-
-OPS = "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier", "send"
-OPS += "recv", "reduce", "gather", "scatter"  # c10d's "_allgather_base_" is an all_gather
-
-
-@dataclass
-class Event:
-    """One call, or a grader's note, in the order in which this rank made them."""
-
-    op: str  # send, recv, all_reduce, all_gather, ..., or note
-    nbytes: int = 0  # of the larger of what goes in and what comes out
-    peer: int | None = None  # of a send or recv (None: from anyone): the rank in the whole world
-    ranks: tuple[int, ...] = ()  # the group's, in the whole world
-    text: str = ""  # a note's
-
-
-class Wire(TorchDispatchMode):
-    """Sees every communication of this rank, those of DDP and FSDP too: they all pass torch's
-    dispatcher. `events` holds them in order.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.events: list[Event] = []
-        self.refused = ""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if DTensor in types:
-            return NotImplemented  # let it come apart first; its collectives then pass here
-        name = func._schema.name.partition("::")[2]
-        if func.namespace.lstrip("_").startswith("c10d"):
-            self._saw(func, name, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
-
-    def _saw(self, func, name: str, args: tuple, kwargs: dict) -> None:
-        op = next((op for op in OPS if op.replace("_", "") in name.replace("_", "")), None)
-        if op is None:
-            return  # it waits, or wraps a result: nothing is sent
-        sizes = [sum(t.nbytes for t in tree_leaves(a) if isinstance(t, torch.Tensor)) for a in args]
-        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-        if "group_name" in given:
-            group = given["group_name"]
-            if isinstance(group, str):
-                group = dist.distributed_c10d._resolve_process_group(group)
-        else:
-            group = dist.ProcessGroup.unbox(given["process_group"])
-        ranks = tuple(dist.get_process_group_ranks(group))
-        peer = given.get("dst", given.get("src"))
-        event = Event(op, max(sizes, default=0), ranks=ranks)
-        event.peer = None if peer is None else ranks[peer]
-        self.events.append(event)
-        whom = f"among {list(ranks)}"
-        if op in ("send", "recv"):
-            way = "to" if op == "send" else "from"
-            whom = f"{way} rank {'?' if peer is None else event.peer}"
-        os.write(1, f"\n{WIRE}{event.op}, {event.nbytes:,} B, {whom}\n".encode())
-
-    def note(self, text: str) -> None:
-        """Put a mark of the grader's among the events."""
-        self.events.append(Event("note", text=text))
-
-    def calls(self, *ops: str) -> list[Event]:
-        """The communications, all or those named, in order."""
-        return [e for e in self.events if e.op != "note" and (not ops or e.op in ops)]
-
-    def sent(self) -> int:
-        """Bytes that this rank gave to `send`."""
-        return sum(e.nbytes for e in self.calls("send"))
-
-    def only(self, *allowed: str) -> None:
-        """Refuse an answer that communicated by anything else."""
-        if other := {e.op for e in self.calls()} - set(allowed):
-            rest = f"use {', '.join(allowed)}" if allowed else "nothing is to be sent here"
-            raise Wrong(f"the answer calls {', '.join(sorted(other))}; {rest}")
-
-
-@contextlib.contextmanager
-def forbidden(wire: Wire, names: tuple[str, ...]) -> Iterator[None]:
-    """Within, calling any of `names` ("torch.utils.data.DistributedSampler.__init__") is refused,
-    even where the answer swallows the error.
-    """
-    with contextlib.ExitStack() as stack:
-        for name in names:
-            short = name.removesuffix(".__init__").rpartition(".")[2]
-
-            def refuse(*args: object, _short: str = short, **kwargs: object) -> None:
-                wire.refused = f"the answer uses {_short}, which it is to do without"
-                raise Wrong(wire.refused)
-
-            stack.enter_context(patch(name, refuse))
-        yield
 
 
 def load(path: Path) -> ModuleType:
@@ -149,24 +51,43 @@ def load(path: Path) -> ModuleType:
 
 
 def _on_a_rank(path: Path, task: Callable, forbid: tuple[str, ...], args: tuple) -> object:
+    """What the task returned, as plain data. Raises Wrong, in words, whatever else happened."""
     try:
-        with Wire() as wire, forbidden(wire, forbid):
+        with contextlib.ExitStack() as beneath:
+            wire = beneath.enter_context(Wire())
+            beneath.enter_context(in_threads(wire))
+            beneath.enter_context(at_the_store(wire, str(path)))
+            beneath.enter_context(forbidden(wire, forbid))
             value = task(load(path), wire, *args)
-        if wire.refused:
-            raise Wrong(wire.refused)
-    except Wrong as wrong:
+        if wire.refused or wire.hidden():
+            raise Wrong(wire.refused or wire.hidden())
+        return flatten(value, own_modules(task))
+    except (Wrong, NotPlain) as wrong:
         raise Wrong(f"{TELLS}{wrong}") from None
-    except NotImplementedError as error:
-        hole = _lines(error, path)[-1].partition(": ")[0]
-        raise Wrong(f"{TELLS}not written yet: {hole}") from None
-    except Exception as error:
-        where = "".join(f"\n  {line}" for line in _lines(error, path))
+    except SystemExit:
+        raise
+    except BaseException as error:
+        lines = _lines(error, path)
+        if isinstance(error, NotImplementedError) and _is_a_hole(error, path):
+            raise Wrong(f"{TELLS}not written yet: {lines[-1].partition(': ')[0]}") from None
+        where = "".join(f"\n  {line}" for line in lines)
         said = traceback.format_exception_only(error)[-1].strip()
         raise Wrong(f"{TELLS}{said}{where}") from None
-    return value
 
 
-def _lines(error: Exception, path: Path) -> list[str]:
+def own_modules(task: Callable) -> tuple[str, str]:
+    """The modules whose dataclasses may leave a rank: the grader's, and the wire's Event."""
+    return task.__module__, Event.__module__
+
+
+def _is_a_hole(error: NotImplementedError, path: Path) -> bool:
+    """Whether the answer itself raised it, as an empty hole does, and not a library."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    line = linecache.getline(str(path), last.lineno).strip()
+    return last.filename == str(path) and line.startswith("raise NotImplementedError")
+
+
+def _lines(error: BaseException, path: Path) -> list[str]:
     """The answer's own lines on the way to the error, outermost first."""
     found = []
     for frame in traceback.extract_tb(error.__traceback__):
@@ -193,10 +114,15 @@ def grade(
     """Call `task(module, wire, *args)` on every rank, where `module` is the answer's file and
     `wire` has seen what it sent. Return what the ranks returned, in order.
 
-    Raises Wrong, in words for the learner, if a rank raises, exits, dies, floods its output, or has
-    not come back when `deadline` seconds are over: then with who waits for whom, and where.
+    What `task` returns leaves the rank as plain data: tensors, arrays, numbers, strings, lists,
+    tuples, dicts and sets of these, Events, and dataclasses that the grader defines.
+
+    Raises Wrong, in words for the learner, if a rank raises, exits, dies, floods its output, hides
+    a call from the wire, returns what cannot leave it, or has not come back when `deadline` seconds
+    are over: then with who waits for whom, and where.
     """
-    cloudpickle.register_pickle_by_value(sys.modules[task.__module__])  # ranks cannot import it
+    grader = sys.modules[task.__module__]
+    cloudpickle.register_pickle_by_value(grader)  # ranks cannot import it
     outcomes = attempt(
         _on_a_rank,
         world_size,
@@ -206,37 +132,71 @@ def grade(
         args,
         deadline=deadline,
         group=group,
-        stay=True,
+        stay=True,  # who waits for one that is done is told so, and not of a closed connection
+        own=[answer.parent, Path(grader.__file__).parent],
+        trusted=False,
     )
     if all(o.kind == "returned" for o in outcomes):
-        return [o.value for o in outcomes]
+        return _rebuilt(outcomes, own_modules(task))
     raise Wrong(_told(outcomes, answer, deadline))
+
+
+def _rebuilt(outcomes: list[Outcome], modules: tuple[str, ...]) -> list:
+    values = []
+    for o in outcomes:
+        try:
+            values.append(rebuild(o.value, modules))
+        except Exception as error:  # only an answer that forges its rank's word comes here
+            raise Wrong(f"rank {o.rank} sent what cannot be read: {error!r}") from None
+    return values
 
 
 def _told(outcomes: list[Outcome], answer: Path, deadline: float) -> str:
     """Why the ranks failed: the first cause, or if there is none, who waits for whom."""
+    linecache.checkcache(str(answer))  # it may have been saved since we last looked
     causes = [o for o in outcomes if o.kind not in ("returned", "hung")]
     if causes:
         first = min(causes, key=lambda o: o.when)  # 0 for a rank that died: errors follow it
-        said = _cause(first)
-        first = next(o for o in causes if _cause(o) == said)  # of several, always the same rank
+        said = _cause(first, answer)
+        first = next(o for o in causes if _cause(o, answer) == said)  # always the same rank
         same_everywhere = said.startswith("not written yet")
         return (said if same_everywhere else f"rank {first.rank}: {said}") + _printed(first)
     lines = [f"after {deadline:g} s not every rank has come back:"]
     for o in outcomes:
         last = re.findall(rf"{re.escape(WIRE)}(.*)", o.output)
         said = f"; its last call: {last[-1]}" if last and o.kind == "hung" else ""
-        text = o.text.replace(f"{answer.parent}{os.sep}", "")
-        lines.append(f"  rank {o.rank} {text if o.kind == 'hung' else 'came back'}{said}")
-        if at := re.search(rf"{re.escape(answer.name)}:(\d+)", text):
-            lines.append(f"      {linecache.getline(str(answer), int(at[1])).strip()}")
+        lines.append(
+            f"  rank {o.rank} {_text(o, answer) if o.kind == 'hung' else 'came back'}{said}"
+        )
+        lines += _quoted(o, answer)
     return "\n".join(lines)
 
 
-def _cause(o: Outcome) -> str:
+def _cause(o: Outcome, answer: Path) -> str:
     if o.kind == "raised":
         return o.text.partition(TELLS)[2] or o.text
-    return f"{o.kind} {o.text}"
+    if o.kind == "flooded":
+        return f"{o.text}; is there a loop that prints?"
+    said = o.text if o.text.startswith("called") else f"{o.kind} {_text(o, answer)}"
+    return "\n".join([said, *_quoted(o, answer)])
+
+
+def _text(o: Outcome, answer: Path) -> str:
+    """The outcome's text, the answer's file without its folder."""
+    return o.text.replace(str(answer), answer.name)
+
+
+def _quoted(o: Outcome, answer: Path) -> list[str]:
+    """The answer's lines on the way to where the rank is, innermost first."""
+    lines = []
+    for frame in [frame for frame in o.frames if frame.file == str(answer)][:QUOTED]:
+        if lines:
+            lines.append(f"    called from {answer.name}:{frame.line}, in {frame.function}")
+        lines.append(f"      {linecache.getline(str(answer), frame.line).strip()}")
+    return lines
+
+
+QUOTED = 4  # lines of the answer that are shown of a rank that hangs
 
 
 def _printed(o: Outcome) -> str:
@@ -245,23 +205,99 @@ def _printed(o: Outcome) -> str:
 
 
 def expect(got: object, due: object, what: str) -> None:
-    """Refuse the answer unless got == due."""
-    if got != due:
-        show = [f"{v:,}" if isinstance(v, int) else str(v) for v in (due, got)]
-        raise Wrong(f"{what}: expected {show[0]}, got {show[1]}")
+    """Refuse the answer unless `got` equals `due` and is of its type.
+
+    True is not 1, and 3.0 is not 3; but an int will do where a float is due.
+    """
+    if _equal(got, due):
+        return
+    if _kind(got) == _kind(due):
+        raise Wrong(f"{what}: expected {_shown(due)}, got {_shown(got)}")
+    raise Wrong(f"{what}: expected {_named(due)}, got {_named(got)}")
 
 
-def same(got: object, due: torch.Tensor, what: str, atol: float = 0.0) -> None:
-    """Refuse the answer unless `got` is a tensor like `due`, no element further off than `atol`."""
+NUMBERS = (bool, int, float)
+SHOWN = 300  # characters of a value
+
+
+def _equal(got: object, due: object) -> bool:
+    if isinstance(due, torch.Tensor) and isinstance(got, torch.Tensor):
+        return got.dtype == due.dtype and torch.equal(got, due)
+    if _kind(got) != _kind(due):
+        return isinstance(due, float) and type(got) is int and got == due
+    if isinstance(due, list | tuple):
+        return len(got) == len(due) and all(map(_equal, got, due))
+    if isinstance(due, dict):
+        return got.keys() == due.keys() and all(_equal(got[key], due[key]) for key in due)
+    return bool(got == due)
+
+
+def _kind(value: object) -> type:
+    """The type that counts in a comparison: a Size is a tuple, a Counter is a dict."""
+    for kind in (list, tuple, dict, str):
+        if isinstance(value, kind):
+            return kind
+    return type(value)
+
+
+def _named(value: object) -> str:
+    """A value with its type."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if value is None:
+        return "None"
+    return f"{_kind(value).__name__} {_shown(value)}"
+
+
+def _shown(value: object) -> str:
+    return f"{value:,}" if type(value) is int else str(value)[:SHOWN]
+
+
+def same(
+    got: object,
+    due: torch.Tensor,
+    what: str,
+    atol: float = 0.0,
+    instead: dict[str, torch.Tensor] | None = None,
+) -> None:
+    """Refuse the answer unless `got` is a tensor like `due`, no element further off than `atol`.
+
+    `instead` names known confusions ({"this is the mean": due / n}): if `got` is one of them, as
+    exactly, the message says so.
+    """
     if not isinstance(got, torch.Tensor):
-        raise Wrong(f"{what}: expected a tensor, got {got!r}"[:300])
+        raise Wrong(f"{what}: expected a tensor, got {got!r}"[:SHOWN])
     if (got.shape, got.dtype) != (due.shape, due.dtype):
         kinds = [f"{tuple(t.shape)} {str(t.dtype)[6:]}" for t in (due, got)]
         raise Wrong(f"{what}: expected {kinds[0]}, got {kinds[1]}")
-    off = (got.detach().double() - due.detach().double()).abs()
-    if not bool((off <= atol).all()):
-        worst = int((off.nan_to_num(float("inf"))).argmax())
-        pair = [t.detach().flatten()[worst].item() for t in (due, got)]
-        show = [f"{v:.9g}" if isinstance(v, float) else str(v) for v in pair]
-        beyond = f" (at most {atol:.3g} off)" if atol else ""
-        raise Wrong(f"{what}: element {worst}: expected {show[0]}{beyond}, got {show[1]}")
+    if _close(got, due, atol):
+        return
+    names = [name for name, other in (instead or {}).items() if _close(got, other, atol)]
+    said = f"{what}: {names[0]}" if names else what
+    raise Wrong(f"{said}: {_worst(got.detach(), due.detach(), atol)}")
+
+
+def _close(got: torch.Tensor, due: torch.Tensor, atol: float) -> bool:
+    try:
+        assert_close(got, due, rtol=0, atol=atol, check_stride=False)
+    except AssertionError:
+        return False
+    return True
+
+
+def _worst(got: torch.Tensor, due: torch.Tensor, atol: float) -> str:
+    """The element that is furthest off, or the first of several, and how many are wrong."""
+    wrong = ~torch.isclose(got, due, rtol=0, atol=atol)
+    if got.is_complex() or got.is_floating_point():
+        off = (got - due).abs().double().nan_to_num(torch.inf)
+    else:  # exact beyond 2**53, where a double is not
+        off = (got != due).double()
+    worst = int((off * wrong).nan_to_num(torch.inf).argmax())
+    pair = [t.flatten()[worst].item() for t in (due, got)]
+    show = [f"{v:.9g}" if isinstance(v, float) else str(v) for v in pair]
+    beyond = f" (at most {atol:.3g} off)" if atol else ""
+    place = [int(i) for i in torch.unravel_index(torch.tensor(worst), got.shape)]
+    at = place if len(place) > 1 else worst
+    many = f"; {int(wrong.sum()):,} of {wrong.numel():,} elements are wrong"
+    told = f"element {at}: expected {show[0]}{beyond}, got {show[1]}"
+    return told + (many if wrong.numel() > 1 else "")

@@ -7,6 +7,7 @@ own. The answer itself is imported on ranks alone, never here.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -15,9 +16,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest.mock import patch
 
+import psutil
 import pytest
 
 from course.book import Exercise, Report
+from course.subreaper import adopt_orphans
 
 
 class Listener:
@@ -64,9 +67,16 @@ class Listener:
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            message = f"the grader itself failed:\n{report.longreprtext}"
-            self.report.failed = self.report.message = message
-            self.tell({"check": "the grader", "verdict": "failed", "message": message})
+            self.grader_failed(report.longreprtext)
+
+    def pytest_internalerror(self, excrepr: object) -> None:
+        self.grader_failed(str(excrepr))
+
+    def grader_failed(self, why: str) -> None:
+        """Put down that no verdict on the answer could be reached."""
+        message = f"the grader itself failed:\n{why}"
+        self.report.failed = self.report.message = message
+        self.tell({"check": "the grader", "verdict": "failed", "message": message})
 
 
 def judge(
@@ -78,19 +88,22 @@ def judge(
 ) -> Report:
     """Run the grader, or its check `only` (a test function's name), on `answer`.
 
-    `tell` is given each check as it ends: its title, verdict and message. Raises RuntimeError if
-    pytest could not run the grader, KeyboardInterrupt at Ctrl-C.
+    `tell` is given each check as it ends: its title, verdict and message. If pytest itself fails,
+    in whatever way, that is told as a failed check of "the grader". Raises KeyboardInterrupt at
+    Ctrl-C. Neither plugins and options of the learner's environment nor a conftest.py count.
     """
     report = Report(seed=random.randrange(10**6) if seed is None else seed)
     node = f"{exercise.grader}::{only}" if only else str(exercise.grader)
-    argv = [node, "-x", "--import-mode=importlib", f"--rootdir={exercise.folder}"]
+    argv = [node, "-x", "--noconftest", "--import-mode=importlib", f"--rootdir={exercise.folder}"]
     argv += ["-c", os.devnull, "-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:logging"]
-    with patch.dict(os.environ, {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}):
-        ended = pytest.main(argv, plugins=[Listener(answer.resolve(), report, tell)])
+    alone = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "", "PYTEST_PLUGINS": ""}
+    listener = Listener(answer.resolve(), report, tell)
+    with patch.dict(os.environ, alone):
+        ended = pytest.main(argv, plugins=[listener])
     if ended == pytest.ExitCode.INTERRUPTED and not report.failed:
         raise KeyboardInterrupt
     if ended not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not report.failed:
-        raise RuntimeError(f"pytest could not run {node}: {ended!r}")
+        listener.grader_failed(f"pytest ended with {ended!r} on {node}")
     return report
 
 
@@ -106,10 +119,15 @@ def main() -> int:
         print(json.dumps(check), flush=True)
 
     exercise = Exercise(options.folder.resolve())
+    adopt_orphans()  # of ranks' server too, should an answer kill it
     try:
         report = judge(exercise, options.answer, options.only, options.seed, tell)
     except KeyboardInterrupt:
         return 130
+    finally:
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
     return 0 if report.accepted else 1
 
 

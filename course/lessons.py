@@ -32,6 +32,10 @@ def flags_of(path: str) -> list[str]:
     raise AssertionError(f"{path} never calls command_line()")
 
 
+class DecidedByNoClock(AssertionError):
+    """Something differs from what is expected that no clock decides: no second try for it."""
+
+
 @dataclass
 class Played:
     """How a lesson ended: rank 0's exit status (or what became of the ranks), ledger and output."""
@@ -42,8 +46,36 @@ class Played:
 
     @property
     def failed(self) -> set[str]:
-        """The texts of the claims that FAILED."""
-        return {row["claim"] for row in self.ledger if row["verdict"] == "FAIL"}
+        """The claims that FAILED, those apart that a clock decides.
+
+        Raises DecidedByNoClock if the lesson did not come to its end: then none FAILED, either.
+        """
+        return {row["claim"] for row in self._failed() if not row["timed"]}
+
+    @property
+    def failed_by_clock(self) -> set[str]:
+        """The claims that FAILED and that a clock decides: a busy machine may be the cause."""
+        return {row["claim"] for row in self._failed() if row["timed"]}
+
+    def _failed(self) -> list[dict]:
+        if not isinstance(self.code, int) or not self.ledger:
+            raise DecidedByNoClock(f"no ledger; ended with {self.code}\n{self.output[-3000:]}")
+        return [row for row in self.ledger if row["verdict"] == "FAIL"]
+
+    def expect(self, failed: set[str]) -> None:
+        """Check that these claims FAILED and no other, apart from those that a clock decides.
+
+        Raises DecidedByNoClock if not, or if the exit status does not tell.
+        """
+        if self.failed != failed:
+            raise DecidedByNoClock(
+                f"FAIL: {sorted(self.failed)}\nexpected: {sorted(failed)}\n{self.output[-3000:]}"
+            )
+        due = int(bool(self.failed or self.failed_by_clock))
+        if self.code != due:
+            raise DecidedByNoClock(
+                f"exit status {self.code}, expected {due}\n{self.output[-3000:]}"
+            )
 
 
 def changed(path: str, *changes: tuple[str, str]) -> str:

@@ -13,7 +13,8 @@ Ranks are forked from a server that has torch loaded and no threads running, so 
 of a second where torchrun takes three to five. Every rank is a new process, has one thread, its own
 session and its own output file; the parent holds the store open on a port the kernel chose. When a
 deadline passes, every rank is asked for its stack, all are killed, and the error names who waits
-where. Tests and the exercises' graders share this file.
+where. Files have no name and go with the processes that hold them. Tests and the exercises' graders
+share this file.
 """
 
 import contextlib
@@ -29,30 +30,50 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing import connection, forkserver, get_context
+from multiprocessing import connection, forkserver, get_context, reduction
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import IO
 
 import cloudpickle
 import psutil
 import torch
 import torch.distributed as dist
 
+from course.plain import read
+
+if os.name != "posix":
+    sys.exit("Ranks are forked processes, which Windows has not: use WSL2, where all of this runs.")
+
 GRACE = 1.5  # seconds that the others get to end by themselves once one rank has failed
 OUTPUT_LIMIT = 20_000_000  # bytes one rank may print
+WORD_LIMIT = 1_000_000_000  # bytes one rank may return
+STACK_WAIT = 3.0  # seconds that hung ranks get to write their stacks down
 PRELOAD = ["torch.distributed." + name for name in ("fsdp", "tensor.parallel", "pipelining")]
 PRELOAD += ["torch.distributed.checkpoint", "torch._dynamo", "sklearn.datasets", "cloudpickle"]
 PRELOAD += ["pytest"]  # it may be the main program, which every rank loads again
-PRELOAD += ["course.subreaper"]
+PRELOAD += ["course.rank_server", "course.grading"]
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
-LIBRARY = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), __file__, "<")
-LIBRARY += (str(Path(__file__).with_name("grading.py")),)  # neither sent to ranks nor named
-
+COURSE = Path(__file__).resolve().parent
 server = get_context("forkserver")
 server.set_forkserver_preload(PRELOAD)
-alive: set[int] = set()  # the numbers of all ranks that run just now
+one_at_a_time = threading.Lock()  # when the ranks have ended, all that the server has is a stray
+
+
+@dataclass
+class Frame:
+    """One line of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}, in {self.function}"
 
 
 @dataclass
@@ -63,7 +84,8 @@ class Outcome:
     kind: str = "running"  # returned, raised, exited, killed, hung or flooded
     value: object = None  # what the function returned
     text: str = ""  # the traceback, the exit status, the signal, or where the rank hangs
-    stack: str = ""  # every thread of a rank that hangs, with file and line
+    stack: str = ""  # every thread of a rank that hangs or crashed, with file and line
+    frames: list[Frame] = field(default_factory=list)  # those of the caller's own, innermost first
     output: str = ""  # what the rank printed
     when: float = 0  # of a raise or exit, on the clock all ranks share; 0 if killed
 
@@ -93,7 +115,7 @@ def run(
 
     `deadline` is in seconds, from the start of the ranks. With `group`, a gloo process group is
     there; its own timeout lies far beyond the deadline. Raises RanksFailed if any rank raises,
-    exits, is killed, hangs, or prints more than OUTPUT_LIMIT bytes.
+    exits, is killed, hangs, prints more than OUTPUT_LIMIT or returns more than WORD_LIMIT bytes.
     """
     outcomes = attempt(function, world_size, *args, deadline=deadline, group=group)
     if any(o.kind != "returned" for o in outcomes):
@@ -108,165 +130,353 @@ def attempt(
     deadline: float = 30,
     group: bool = True,
     stay: bool = False,
+    own: Iterable[Path] = (),
+    trusted: bool = True,
 ) -> list[Outcome]:
-    """Like `run`, but return every rank's Outcome and raise nothing. With `stay`, a rank that is
-    done keeps its connections until all are: who still waits for it hangs, and gets no error.
+    """Like `run`, but return every rank's Outcome and raise nothing.
+
+    With `stay`, a rank that is done keeps its connections until all are: who still waits for it
+    hangs, and gets no error. A hang is told by lines of files under the first of the folders `own`
+    that has any; if none is given, under that of the function's file or of the repository. What a
+    rank returns that is not `trusted` must be built-in types alone (course/plain.py); else it may
+    be whatever can be pickled, and unpickling may run code here. Threads take turns.
     """
     module = sys.modules[function.__module__]
-    if not getattr(module, "__file__", __file__).startswith(LIBRARY):
+    file = Path(getattr(module, "__file__", None) or __file__)
+    if not (is_library(str(file)) or file.resolve().is_relative_to(COURSE)):
         cloudpickle.register_pickle_by_value(module)  # ranks need not import what a test imports
     work = cloudpickle.dumps((function, args))
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        ranks = []
-        outcomes = [Outcome(rank) for rank in range(world_size)]
+    own = [*own] or [file.parent, COURSE.parent]
+    with one_at_a_time, contextlib.ExitStack() as files:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        ranks = [Rank(Outcome(rank), files) for rank in range(world_size)]
         try:
-            for rank in range(world_size):
-                inbox, outbox = server.Pipe(duplex=False)
-                place = (rank, world_size, store.port, folder, deadline, group, stay)
-                process = server.Process(target=_be_rank, args=(place, work, outbox), daemon=False)
-                process.start()
-                alive.add(process.pid)
-                outbox.close()
-                ranks.append((process, inbox))
-            _watch(ranks, outcomes, folder, deadline)
+            for rank in ranks:
+                place = (rank.outcome.rank, world_size, store.port, deadline, group, stay)
+                rank.start(place, work)
+            _watch(ranks, deadline, trusted, own)
         finally:
-            for process, _ in ranks:
-                _end(process)
-            _end_what_ranks_started()
-        for o in outcomes:
-            o.output = _read(folder, f"{o.rank}.out")
-    return outcomes
+            _end(ranks)
+        for rank in ranks:
+            rank.outcome.output = _read(rank.output, OUTPUT_LIMIT)
+    return [rank.outcome for rank in ranks]
 
 
 # The parent's side
 
 
-def _watch(ranks: list, outcomes: list[Outcome], folder: str, deadline: float) -> None:
+class Handed:
+    """A descriptor that a new process is given; it arrives as a number."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def __reduce__(self) -> tuple:
+        return _arrived, (reduction.DupFd(self.descriptor),)
+
+
+def _arrived(duplicate: object) -> int:
+    descriptor = duplicate.detach()
+    os.set_inheritable(descriptor, False)
+    return descriptor
+
+
+class Rank:
+    """One rank as its parent sees it: a process, three files without a name, and a bell."""
+
+    def __init__(self, outcome: Outcome, files: contextlib.ExitStack) -> None:
+        self.outcome = outcome
+        self.process: BaseProcess | None = None
+        self.output: IO[bytes] = files.enter_context(tempfile.TemporaryFile())
+        self.stack: IO[bytes] = files.enter_context(tempfile.TemporaryFile())
+        self.word: IO[bytes] = files.enter_context(tempfile.TemporaryFile())  # what it returned
+        self.bell, self.rope = os.pipe()  # the rank rings once its word is written
+        os.set_blocking(self.bell, False)
+        files.callback(os.close, self.bell)
+        files.callback(os.close, self.rope)
+
+    def start(self, place: tuple, work: bytes) -> None:
+        _wake_server()
+        descriptors = [self.output.fileno(), self.stack.fileno(), self.word.fileno(), self.rope]
+        handed = [Handed(descriptor) for descriptor in descriptors]
+        self.process = server.Process(target=_be_rank, args=(place, work, handed), daemon=False)
+        self.process.start()
+
+    def hear(self, trusted: bool) -> bool:
+        """Take down the rank's word, if it has rung; never waits for it."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.bell, 1)
+            size = os.fstat(self.word.fileno()).st_size
+            if size > WORD_LIMIT:
+                self.outcome.kind = "raised"
+                self.outcome.text = f"returned more than {WORD_LIMIT:,} bytes"
+                return True
+            word = os.pread(self.word.fileno(), size, 0)
+            heard = _read_trusting(word) if trusted else _read_with_care(word)
+            o = self.outcome
+            o.kind, o.value, o.text, o.when = heard or ("raised", None, "sent what is no word", 0)
+        return self.outcome.kind != "running"
+
+
+def _read_trusting(word: bytes) -> tuple:
+    """(kind, value, text, when), of any type that can be loaded here."""
+    try:
+        return pickle.loads(word)
+    except Exception as error:  # a class that only the rank knows, perhaps
+        return "raised", None, f"returned what cannot be unpickled here: {error!r}", 0
+
+
+def _read_with_care(word: bytes) -> tuple | None:
+    """(kind, value, text, when), of built-in types alone; None if it is anything else."""
+    try:
+        kind, value, text, when = read(word)
+    except Exception:  # an answer may have written whatever it likes
+        return None
+    types = (str, str, float)
+    if (type(kind), type(text), type(when)) != types or kind not in (
+        "returned",
+        "raised",
+        "exited",
+    ):
+        return None
+    return kind, value, text, when
+
+
+def _watch(ranks: list[Rank], deadline: float, trusted: bool, own: list[Path]) -> None:
     """Fill in the outcomes as they come; give up at the deadline, or GRACE after a failure."""
     stop = time.monotonic() + deadline
-    while running := [o for o in outcomes if o.kind == "running"]:
-        connection.wait([ranks[o.rank][1] for o in running], timeout=0.05)
-        for o in running:
-            process, inbox = ranks[o.rank]
-            ended = process.exitcode is not None  # look first: its last words may still come
-            if not _receive(o, inbox) and ended:
-                code = process.exitcode
-                o.kind = "killed" if code < 0 else "exited"
-                how = f"by {signal.Signals(-code).name}" if code < 0 else f"with status {code}"
-                o.text = f"{how}, before the function returned"
-            elif _size(folder, f"{o.rank}.out") > OUTPUT_LIMIT:
+    while running := [rank for rank in ranks if rank.outcome.kind == "running"]:
+        signs = [rank.bell for rank in running] + [rank.process.sentinel for rank in running]
+        connection.wait(signs, timeout=0.05)
+        for rank in running:
+            o = rank.outcome
+            ended = rank.process.exitcode is not None  # look first: its last words may still come
+            if not rank.hear(trusted) and ended:
+                _died(rank, own)
+            elif os.fstat(rank.output.fileno()).st_size > OUTPUT_LIMIT:
                 o.kind = "flooded"
-                o.text = f"printed over {OUTPUT_LIMIT:,} bytes"
-        if any(o.kind not in ("running", "returned") for o in outcomes):
+                o.text = f"printed more than {OUTPUT_LIMIT:,} bytes"
+        if any(rank.outcome.kind not in ("running", "returned") for rank in ranks):
             stop = min(stop, time.monotonic() + GRACE)
         if time.monotonic() > stop:
             break
-    hung = [o for o in outcomes if o.kind == "running"]
-    for o in hung:
-        os.kill(ranks[o.rank][0].pid, signal.SIGUSR1)  # faulthandler answers, even inside C++
-    time.sleep(0.3 if hung else 0)
-    for o in hung:
+    _ask_for_stacks([rank for rank in ranks if rank.outcome.kind == "running"], own)
+
+
+def _died(rank: Rank, own: list[Path]) -> None:
+    """Say how the rank went without a word, and where if it crashed."""
+    o = rank.outcome
+    code = rank.process.exitcode
+    o.kind = "killed" if code < 0 else "exited"
+    how = f"by {signal.Signals(-code).name}" if code < 0 else f"with status {code}"
+    o.text = f"{how}, before the function returned"
+    stack = _read(rank.stack)
+    if "Fatal Python error" in stack:
+        o.stack = stack
+        frames = frames_of(stack, crashed=True)
+        o.frames = own_frames(frames, own)
+        if frames:
+            o.text = f"{how} at {(o.frames or frames)[0]}"
+
+
+def _ask_for_stacks(hung: list[Rank], own: list[Path]) -> None:
+    """Tell where each hung rank is: faulthandler answers, even from inside C++."""
+    if not hung:
+        return
+    working = _at_work(hung)
+    for rank in hung:
+        with contextlib.suppress(ProcessLookupError):  # it has ended just now
+            os.kill(rank.process.pid, signal.SIGUSR1)
+    stop = time.monotonic() + STACK_WAIT
+    for rank in hung:
+        o = rank.outcome
         o.kind = "hung"
-        o.stack = _read(folder, f"{o.rank}.stack")
-        o.text = where(o.stack)
+        while not (told := _read(rank.stack)).endswith(("in <module>\n", "...\n")):
+            if time.monotonic() > stop:
+                break
+            time.sleep(0.02)
+        o.stack = told
+        frames = frames_of(told)
+        o.frames = own_frames(frames, own)
+        o.text = where(frames, o.frames, rank in working)
 
 
-def _receive(o: Outcome, inbox: connection.Connection) -> bool:
-    try:
-        if inbox.poll():
-            o.kind, o.value, o.text, o.when = pickle.loads(inbox.recv_bytes())
-    except EOFError:
-        pass  # it left without a word; its exit status follows
-    return o.kind != "running"
+def _at_work(ranks: list[Rank]) -> list[Rank]:
+    """Those whose main thread is on a core or waits for one; the others wait for something else."""
+    seen = [0 for _ in ranks]
+    for _ in range(5):
+        for i, rank in enumerate(ranks):
+            with contextlib.suppress(psutil.Error):
+                seen[i] += psutil.Process(rank.process.pid).status() == psutil.STATUS_RUNNING
+        time.sleep(0.02)
+    return [rank for rank, times in zip(ranks, seen, strict=True) if times >= 3]
 
 
-def _end(process) -> None:
-    """Kill a rank and whatever it started; leave no zombie."""
-    for kill in (os.killpg, os.kill):  # its group, and itself if it had not made one yet
+def _end(ranks: list[Rank]) -> None:
+    """Kill the ranks and whatever they started; leave no zombie."""
+    _wake_server()
+    for rank in ranks:
+        process = rank.process
+        if process is None or process.pid is None:
+            continue
+        for kill in (os.killpg, os.kill):  # its group, and itself if it had not made one yet
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                kill(process.pid, signal.SIGKILL)
+    for rank in ranks:
+        if rank.process is not None and rank.process.pid is not None:
+            rank.process.join()
+            rank.process.close()
+    _end_strays()
+
+
+def _end_strays(patience: float = 5) -> None:
+    """Kill what dead ranks had started: the server has inherited it (course/rank_server.py)."""
+    stop = time.monotonic() + patience
+    while time.monotonic() < stop:  # one may start another while we look
+        with contextlib.suppress(psutil.NoSuchProcess):  # an answer has killed the server
+            strays = psutil.Process(_server()[0]).children(recursive=True)
+            alive = [stray for stray in strays if _lives(stray)]
+            for stray in alive:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    stray.kill()
+            if alive:
+                time.sleep(0.01)
+                continue
+        return
+
+
+def _lives(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _server() -> tuple[int | None, int | None]:
+    """The server's process number (in its parent) and the pipe that keeps it up.
+
+    The names are private to multiprocessing, which offers no others; from Python 3.11 to 3.14 they
+    are the same.
+    """
+    known = forkserver._forkserver
+    return known._forkserver_pid, known._forkserver_alive_fd
+
+
+def _wake_server() -> None:
+    """Let the server go on, should an answer have stopped it: nothing starts or ends without it."""
+    pid, _ = _server()
+    if pid is not None:
         with contextlib.suppress(ProcessLookupError):
-            kill(process.pid, signal.SIGKILL)
-    process.join()
-    alive.discard(process.pid)
-    process.close()
+            os.kill(pid, signal.SIGCONT)
 
 
-def _end_what_ranks_started() -> None:
-    """Kill what dead ranks had started: the server has inherited it (course/subreaper.py)."""
-    for child in psutil.Process(forkserver._forkserver._forkserver_pid).children():
-        if child.pid not in alive:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                for process in [child, *child.children(recursive=True)]:
-                    process.kill()
+def _read(file: IO[bytes], limit: int = OUTPUT_LIMIT) -> str:
+    """The file from its start, without moving the place where the rank writes."""
+    return os.pread(file.fileno(), limit, 0).decode(errors="replace")
 
 
-def _size(folder: str, name: str) -> int:
-    path = Path(folder, name)
-    return path.stat().st_size if path.exists() else 0
+# Stacks
 
 
-def _read(folder: str, name: str) -> str:
-    path = Path(folder, name)
-    if not path.exists():
-        return ""
-    with path.open(errors="replace") as file:
-        return file.read(OUTPUT_LIMIT)
+def frames_of(stack: str, crashed: bool = False) -> list[Frame]:
+    """The main thread's frames in a faulthandler dump, innermost first.
 
-
-def where(stack: str) -> str:
-    """Condense a faulthandler dump to: waits in FUNCTION, called from FILE:LINE, in FUNCTION."""
+    If it has `crashed`, those of the thread that did, if that has any.
+    """
     main, _, dump = stack.partition("\n")
     threads = re.split(r"\n(?=(?:Current thread|Thread) 0x)", "\n" + dump)
-    mine = next((t for t in threads if main and main in t.partition("\n")[0]), dump)
-    frames = re.findall(r'File "(.+)", line (\d+) in (.+)', mine)
+    mine = [t for t in threads if main and main in t.partition("\n")[0]] or [dump]
+    if crashed:
+        mine = [t for t in threads if t.startswith("Current thread") and "File " in t] + mine
+    found = re.findall(r'File "(.+)", line (\d+) in (.+)', mine[0])
+    return [Frame(_unescaped(file), int(line), function) for file, line, function in found]
+
+
+def _unescaped(path: str) -> str:
+    """A path as it is; faulthandler escapes what is not ASCII."""
+    code = r"\\x([0-9a-f]{2})|\\u([0-9a-f]{4})|\\U([0-9a-f]{8})"
+    return re.sub(code, lambda found: chr(int(found[1] or found[2] or found[3], 16)), path)
+
+
+def is_library(file: str) -> bool:
+    """Whether a file is the standard library's or an installed package's, wherever that lies."""
+    parts = Path(file).parts
+    if file.startswith("<") or "site-packages" in parts or "dist-packages" in parts:
+        return True
+    return Path(file).is_relative_to(sysconfig.get_path("stdlib"))
+
+
+def own_frames(frames: list[Frame], own: Iterable[Path]) -> list[Frame]:
+    """Those of files under the first folder that has any."""
+    for folder in own:
+        found = []
+        for frame in frames:
+            file = Path(frame.file)
+            if file.is_relative_to(folder) and not is_library(frame.file) and file.parent != COURSE:
+                found.append(frame)
+        if found:
+            return found
+    return []
+
+
+def where(frames: list[Frame], own: list[Frame], works: bool = False) -> str:
+    """Condense a stack: waits in FUNCTION, called from FILE:LINE, in FUNCTION."""
+    does = "busy" if works else "waits"
     if not frames:
         return "gave no stack"
-    own = next((f for f in frames if not f[0].startswith(LIBRARY)), frames[-1])
-    at = f"{own[0]}:{own[1]}, in {own[2]}"
-    return f"busy at {at}" if own == frames[0] else f"waits in {frames[0][2]}, called from {at}"
+    if not own:
+        return f"{does} in {frames[0].function}, at {frames[0].file}:{frames[0].line}"
+    if own[0] == frames[0]:
+        return f"{does} at {own[0]}"
+    called = [f.function for f in frames[: frames.index(own[0])]]
+    names = [name for name in called if not name.startswith(("_", "<"))] or called
+    return f"{does} in {names[0]}, called from {own[0]}"
 
 
 # The rank's side
 
 
-def _be_rank(place: tuple, work: bytes, outbox: connection.Connection) -> None:
+def _be_rank(place: tuple, work: bytes, handed: list[int]) -> None:
     """Become one rank: own session, own output, one thread; send (kind, value, text); leave."""
-    rank, world_size, port, folder, deadline, group, stay = place
+    rank, world_size, port, deadline, group, stay = place
+    output, stack, word, rope = handed
     if sys.platform == "linux":  # PR_SET_PDEATHSIG: the server goes with the parent, we with it
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    os.close(forkserver._forkserver._forkserver_alive_fd)  # held open, it would keep the server up
+    os.close(_server()[1])  # held open, it would keep the server up
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the parent may ignore it
-    os.dup2(os.open(f"{folder}/{rank}.out", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 1)
-    os.dup2(1, 2)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.stdin = open(0)
     sys.stdout = open(1, "w", 1)
     sys.stderr = open(2, "w", 1)
-    stack = open(f"{folder}/{rank}.stack", "w")
-    print(f"0x{threading.get_ident():016x}", file=stack, flush=True)
+    os.write(stack, f"0x{threading.get_ident():016x}\n".encode())
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+    faulthandler.enable(file=stack)
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
     os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    os.environ |= {"GLOO_SOCKET_IFNAME": LOOPBACK}  # whatever the host's name resolves to today
     try:
         function, args = pickle.loads(work)
         if group:
             dist.init_process_group("gloo", timeout=timedelta(seconds=2 * deadline + 60))
             _meet(world_size)
-        word = "returned", function(*args), ""
+        told = "returned", function(*args), ""
         if dist.is_initialized() and not stay:
             dist.destroy_process_group()
-        word = pickle.dumps((*word, time.monotonic()))
+        said = pickle.dumps((*told, time.monotonic()))
     except SystemExit as error:
-        word = pickle.dumps(("exited", None, f"called sys.exit({error.code!r})", time.monotonic()))
+        said = pickle.dumps(("exited", None, f"called sys.exit({error.code!r})", time.monotonic()))
     except BaseException as error:
         trace = error.__traceback__.tb_next or error.__traceback__  # less this very frame
         text = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
-        word = pickle.dumps(("raised", None, text, time.monotonic()))
-    outbox.send_bytes(word)
+        said = pickle.dumps(("raised", None, text, time.monotonic()))
+    with open(word, "wb", closefd=False) as file:
+        file.write(said)
+    os.write(rope, b"!")
     sys.stdout.flush()
     while stay:
         time.sleep(1)  # until the parent ends us

@@ -1,4 +1,4 @@
-"""Write the plumbing and the shared passages into every lesson again: `make plumbing`."""
+"""The plumbing and the shared passages, in every lesson as here: `course write plumbing`."""
 
 import ast
 
@@ -15,15 +15,18 @@ def plumbing_of(path: str) -> str:
 
 def definitions(source: str) -> dict[str, str]:
     """The text of each class and function at the top of a file."""
+    lines = source.split("\n")
     found = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found[node.name] = ast.get_source_segment(source, node)
+            text = lines[node.lineno - 1 : node.end_lineno]
+            text[-1] = text[-1].encode()[: node.end_col_offset].decode()  # less a comment there
+            found[node.name] = "\n".join(text)
     return found
 
 
 def written(lesson: str) -> str:
-    """The lesson with plumbing and passages as tests/helpers has them."""
+    """The lesson with plumbing and passages as course/ has them."""
     source = (ROOT / lesson).read_text().removesuffix(plumbing_of(lesson))
     passages = definitions((ROOT / "course/passages.py").read_text())
     for name, text in definitions(source).items():
@@ -31,8 +34,9 @@ def written(lesson: str) -> str:
     return source + plumbing_of("course/plumbing.py")
 
 
-if __name__ == "__main__":
-    for lesson in LESSONS:
-        if (ROOT / lesson).read_text() != written(lesson):
-            (ROOT / lesson).write_text(written(lesson))
-            print("rewritten:", lesson)
+def write() -> list[str]:
+    """Write them into every lesson anew; return the paths of the lessons that changed."""
+    changed = [lesson for lesson in LESSONS if (ROOT / lesson).read_text() != written(lesson)]
+    for lesson in changed:
+        (ROOT / lesson).write_text(written(lesson))
+    return changed

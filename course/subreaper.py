@@ -1,14 +1,15 @@
-"""Imported by the server that ranks are forked from: what a dead rank leaves becomes its child.
-
-Without it, a process that a rank had started in a session of its own would go to init, and nobody
-could tell whose it was.
-"""
+"""Inherit what descendants leave when they die, so that it can be found and ended."""
 
 import ctypes
 import sys
-import warnings
 
 PR_SET_CHILD_SUBREAPER = 36
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    warnings.filterwarnings("ignore", "forkserver: waitpid returned")
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every process whose own parent, a descendant of ours, dies.
+
+    Without it they would go to init, and nobody could tell whose they were. Linux alone has it.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)

@@ -1,18 +1,20 @@
 """Write the tables of the READMEs, and each lesson's seconds, from what was measured.
 
 What stands between `<!-- NAME -->` and `<!-- /NAME -->` is made here from course/lessons.toml, the
-lessons and results/ (`make results`); nobody types a figure.
+lessons and results/ (`make results`, `course write tables`); nobody types a figure.
 """
 
 import ast
 import json
 import re
+from collections import Counter
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 from statistics import median
 
 from course import plumbing
+from course.book import Exercise
 from course.book import exercises as book
 from course.lessons import ABOUT, FOLDERS, LESSONS, ROOT
 
@@ -83,10 +85,32 @@ def exercises() -> str:
     """Each exercise, the lines of its hole, and how many mistakes its grader is known to tell."""
     rows = ["| Exercise | Lines to write | Wrong answers told apart |", "|---|--:|--:|"]
     for one in book():
-        wrong = len([*(ROOT / "tests/wrong_answers" / one.name).glob("*.py"), *one.mistakes()])
         link = f"[{one.number:02d}]({one.name}) {one.title}"
-        rows.append(f"| {link} | {sum(one.holes)} | {wrong} |")
+        rows.append(f"| {link} | {sum(one.holes)} | {mistakes_known(one)} |")
     return "\n".join(rows)
+
+
+def mistakes_known(exercise: Exercise) -> int:
+    """How many wrong answers the tests give to an exercise's grader."""
+    whole_files = [*(ROOT / "tests/wrong_answers" / exercise.name).glob("*.py")]
+    return len(whole_files) + len(exercise.mistakes())
+
+
+def counts() -> str:
+    """One sentence of figures: what there is, and how much of it held when it was measured."""
+    verdicts = Counter()
+    for lesson in LESSONS:
+        verdicts.update(row["verdict"] for row in ledger_of(lesson)["ledger"])
+    every = book()
+    known = sum(mistakes_known(one) for one in every)
+    claims = f"{verdicts['PASS']} claims PASS, {verdicts['FAIL']} FAIL"
+    waiting = f"{verdicts['BLOCKED']} are BLOCKED, for want of GPUs mostly"
+    asked = re.findall(r"^\*\*\d+\. ", (ROOT / "exercises/interview_topics.md").read_text(), re.M)
+    return (
+        f"{len(LESSONS)} lessons, in which {claims} and {waiting} ([results](results/README.md)) · "
+        f"{len(every)} exercises, whose graders tell {known} known mistakes apart · "
+        f"{len(asked)} interview questions."
+    )
 
 
 def results() -> str:
@@ -138,7 +162,7 @@ def minutes() -> str:
     return "\n".join(rows)
 
 
-TABLES = (sample, spine, deeper, minutes, exercises, results, figures, speed)
+TABLES = (sample, counts, spine, deeper, minutes, exercises, results, figures, speed)
 
 
 def written(readme: Path) -> str:
@@ -155,14 +179,18 @@ def written(readme: Path) -> str:
 
 def timed(lesson: str) -> str:
     """The lesson's source; where its docstring says how long it takes, the seconds measured."""
-    seconds, source = ledger_of(lesson)["seconds"], (ROOT / lesson).read_text()
+    source = (ROOT / lesson).read_text()
+    seconds = ledger_of(lesson)["seconds"]
     if seconds is None:
         return source
     return re.sub(r"Takes \d+ s", f"Takes {seconds:.0f} s", source, count=1)
 
 
-if __name__ == "__main__":
-    for readme in READMES:
-        readme.write_text(written(readme))
-    for lesson in LESSONS:
-        (ROOT / lesson).write_text(timed(lesson))
+def write() -> list[str]:
+    """Write all tables and seconds anew; return the paths of the files that changed."""
+    texts = {readme: written(readme) for readme in READMES}
+    texts |= {ROOT / lesson: timed(lesson) for lesson in LESSONS}
+    changed = [path for path, text in texts.items() if path.read_text() != text]
+    for path in changed:
+        path.write_text(texts[path])
+    return [str(path.relative_to(ROOT)) for path in changed]

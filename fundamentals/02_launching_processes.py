@@ -30,8 +30,9 @@ Takes 36 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs.
 
 **Before.** Nothing but PyTorch on one device.
 
-**Next.** exercises/01_hello_ranks; then fundamentals/03_measure_your_machine.py or, on the spine,
-communication/01_nccl_collectives.py: what ranks can say to each other in one call
+**Next.** exercises/00_first_collectives, ten calls of one line; exercises/01_hello_ranks; then
+fundamentals/03_measure_your_machine.py or, on the spine, communication/01_nccl_collectives.py: what
+ranks can say to each other in one call
 """
 
 import argparse

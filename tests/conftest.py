@@ -1,10 +1,16 @@
-"""Files go whole to one process; lessons and exercises, the longest files, one by one."""
+"""What every test shares: an environment of its own; a summary of exercises and repeats."""
 
 import os
 from collections.abc import Iterator
 from unittest.mock import patch
 
+import hypothesis
 import pytest
+
+# The same cases on every run, and none judged by its milliseconds: a suite that is red today and
+# green tomorrow teaches nothing. New cases are drawn by `pytest --hypothesis-profile=default`.
+hypothesis.settings.register_profile("steady", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("steady")
 
 
 @pytest.fixture(autouse=True)
@@ -14,28 +20,28 @@ def environment() -> Iterator[None]:
         yield
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        params = item.callspec.params if hasattr(item, "callspec") else {}
-        part = params.get("lesson") or getattr(params.get("exercise"), "name", "")
-        item.add_marker(pytest.mark.xdist_group(f"{item.path.name} {part}"))
-        if hasattr(item.module, "play"):  # another job may disturb a lesson's clock; hardly twice
-            item.add_marker(pytest.mark.flaky(reruns=1))
+COUNTED = {
+    "test_the_solution_passes": "solutions accepted by their graders",
+    "test_a_mistake_is_refused_and_told_why": "known mistakes refused for their own reason",
+}
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say how many solutions the graders accepted, and how many wrong answers they told apart."""
-    reports = [(r, way) for way in ("passed", "failed") for r in terminalreporter.getreports(way)]
-    for test, what in {
-        "test_the_solution_passes": "exercises whose solution passes",
-        "test_a_wrong_answer_is_told_what_is_wrong": "wrong answers rejected for their own reason",
-    }.items():
-        ways = [way for r, way in reports if f"test_exercises.py::{test}[" in r.nodeid]
-        if ways:
-            terminalreporter.write_line(f"{what}: {ways.count('passed')} of {len(ways)}")
-    checks = [r for r, _ in reports if "::test_the_solution_passes[" in r.nodeid]
-    if checks:
-        slowest = max(checks, key=lambda r: r.duration)
-        name = slowest.nodeid.partition("[")[2].partition("]")[0]
-        terminalreporter.write_line(f"slowest of their checks: {slowest.duration:.0f} s, {name}")
+    """Say how many solutions were accepted, how many mistakes refused, and what was repeated."""
+    passed = terminalreporter.getreports("passed")
+    failed = terminalreporter.getreports("failed")
+    for test, what in COUNTED.items():
+        good = [report for report in passed if f"::{test}[" in report.nodeid]
+        bad = [report for report in failed if f"::{test}[" in report.nodeid]
+        if good or bad:
+            slowest = max(good + bad, key=lambda report: report.duration)
+            name = slowest.nodeid.partition("[")[2].removesuffix("]")
+            said = f"{what}: {len(good)} of {len(good + bad)}"
+            terminalreporter.write_line(f"{said}; slowest {slowest.duration:.0f} s, {name}")
+    repeated = {report.nodeid for report in terminalreporter.getreports("rerun")}
+    if repeated:
+        green = repeated & {report.nodeid for report in passed}
+        said = f"repeated, since a clock decides them: {len(repeated)}, {len(green)} passed then"
+        terminalreporter.write_line(said)
+        for nodeid in sorted(repeated):
+            terminalreporter.write_line(f"  {nodeid}")

@@ -1,13 +1,16 @@
 """Grader of 08: who owns what, weights to the bit, live bytes of state, bytes sent."""
 
 import gc
+import inspect
+import itertools
+import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch.optim import SGD, Adagrad, AdamW
 from torch.optim.lr_scheduler import LambdaLR
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from course.grading import Wrong, expect, grade, same
 
@@ -18,42 +21,50 @@ P = sum(4 * torch.Size(shape).numel() for name, shape in SHAPES.items() if name 
 LARGEST = 4 * 66
 STEPS = 4
 DECAYED = "embedding", "up", "down", "frozen"
-HOW = {
-    "SGD": (SGD, {"lr": 0.1, "momentum": 0.9}),
-    "AdamW": (AdamW, {"lr": 0.1, "betas": (0.8, 0.9)}),
-    "Adagrad": (Adagrad, {"lr": 0.1}),
+HOW = {  # the class, its defaults, and what the second group has of its own besides lr
+    "SGD": (SGD, {"lr": 0.1, "momentum": 0.9}, {"momentum": 0.5}),
+    "AdamW": (AdamW, {"lr": 0.1, "betas": (0.8, 0.9)}, {"betas": (0.5, 0.7)}),
+    "Adagrad": (Adagrad, {"lr": 0.1}, {"eps": 0.1}),
 }
+CHANGED = {"SGD": ("lr", "weight_decay", "momentum"), "AdamW": ("lr", "weight_decay", "betas")}
 
 
-def parameters(few: bool = False) -> dict[str, torch.nn.Parameter]:
-    random = torch.Generator().manual_seed(1)
+def parameters(seed: int, few: bool = False) -> dict[str, torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
     every = {
-        name: torch.nn.Parameter(torch.randn(shape, generator=random), name != "frozen")
+        name: torch.nn.Parameter(torch.randn(shape, generator=generator), name != "frozen")
         for name, shape in SHAPES.items()
     }
     return {name: every[name] for name in ("embedding", "bias", "frozen")} if few else every
 
 
-def gradients(step: int) -> dict[str, torch.Tensor | None]:
+def gradients(seed: int, step: int) -> dict[str, torch.Tensor | None]:
     """The same on all ranks, as averaged ones are; none for one weight in step 1."""
-    random = torch.Generator().manual_seed(100 + step)
-    grads = {name: torch.randn(shape, generator=random) for name, shape in SHAPES.items()}
+    generator = torch.Generator().manual_seed(100 * seed + step)
+    grads = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
     return grads | {"frozen": None} | ({"up": None} if step == 1 else {})
 
 
-def in_groups(params: dict[str, torch.nn.Parameter]) -> list[dict]:
+def in_groups(params: dict[str, torch.nn.Parameter], how: str) -> list[dict]:
     """Two groups, each with settings of its own."""
     decayed = [p for name, p in params.items() if name in DECAYED]
     others = [p for name, p in params.items() if name not in DECAYED]
-    return [{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 0.01}]
+    own = HOW[how][2]
+    return [{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 0.01} | own]
 
 
-def train(build, params: dict, changed: tuple[str, ...], seen) -> None:
-    """Four steps; after each, `seen(step)`, and settings that are to be `changed` change."""
-    optimizer = build(in_groups(params))
+def train(
+    optimizer: torch.optim.Optimizer,
+    params: dict,
+    seed: int,
+    changed: tuple[str, ...],
+    seen: Callable[[int], None],
+) -> None:
+    """Four steps; after each, `seen(step)`, and settings that are to be `changed` change, as
+    OneCycleLR and its like change them."""
     schedule = LambdaLR(optimizer, lambda step: 1 / (1 + step)) if "lr" in changed else None
     for step in range(STEPS):
-        grads = gradients(step)
+        grads = gradients(seed, step)
         for name, p in params.items():
             p.grad = grads[name]
         optimizer.step()
@@ -63,53 +74,78 @@ def train(build, params: dict, changed: tuple[str, ...], seen) -> None:
             raise Wrong(f"step {step}: zero_grad left gradients")
         if schedule:
             schedule.step()
-        if "weight_decay" in changed:
-            optimizer.param_groups[0]["weight_decay"] *= 2
+        for group in optimizer.param_groups:
+            if "weight_decay" in changed:
+                group["weight_decay"] *= 2
+            if "momentum" in changed:
+                group["momentum"] *= 0.8
+            if "betas" in changed:
+                group["betas"] = tuple(0.9 * beta for beta in group["betas"])
 
 
-def on_ranks(answer, wire, how: str, changed: tuple[str, ...], few: bool) -> list:
+def on_ranks(answer, wire, seed: int, how: str, changed: tuple[str, ...], few: bool) -> list:
     """Each step's weights and calls."""
-    optimizer_class, defaults = HOW[how]
-    params = parameters(few)
+    optimizer_class, defaults, _ = HOW[how]
+    params = parameters(seed, few)
     log = []
 
     def seen(step: int) -> None:
         log.append(({name: p.detach().clone() for name, p in params.items()}, wire.calls()))
         wire.events.clear()
 
-    def build(groups: list[dict]) -> torch.optim.Optimizer:
-        zero = answer.ZeRO1(groups, optimizer_class, **defaults)
-        wire.events.clear()
-        return zero
-
-    train(build, params, changed, seen)
+    optimizer = answer.ZeRO1(in_groups(params, how), optimizer_class, **defaults)
+    wire.events.clear()
+    train(optimizer, params, seed, changed, seen)
     return log
 
 
-def plain(how: str, changed: tuple[str, ...], few: bool) -> list[dict[str, torch.Tensor]]:
-    """The plain optimizer's weights, after each step; last of all those at the start."""
-    optimizer_class, defaults = HOW[how]
-    params = parameters(few)
+def plain(
+    seed: int, how: str, changed: tuple[str, ...], few: bool, kept: tuple[str, ...] | None = None
+) -> list[dict[str, torch.Tensor]]:
+    """The plain optimizer's weights, after each step; last of all those at the start. With `kept`,
+    of a group's own settings only these count."""
+    optimizer_class, defaults, _ = HOW[how]
+    params = parameters(seed, few)
     log = []
     start = {name: p.detach().clone() for name, p in params.items()}
 
     def seen(step: int) -> None:
         log.append({name: p.detach().clone() for name, p in params.items()})
 
-    train(lambda groups: optimizer_class(groups, **defaults), params, changed, seen)
+    groups = in_groups(params, how)
+    if kept is not None:
+        names = {"params", *kept}
+        groups = [{name: group[name] for name in names & set(group)} for group in groups]
+    train(optimizer_class(groups, **defaults), params, seed, changed, seen)
     return [*log, start]
 
 
-def compare(results: list, how: str, changed: tuple[str, ...] = (), few: bool = False) -> None:
+def mistaken(seed: int, how: str, changed: tuple[str, ...], few: bool) -> dict[str, list]:
+    """What known mistakes make of the weights."""
+    logs = {
+        "groups had no settings of their own": plain(seed, how, changed, few, ()),
+        "groups had no settings of their own but lr and weight_decay": plain(
+            seed, how, changed, few, ("lr", "weight_decay")
+        ),
+    }
+    for count in range(1, len(changed) + 1):
+        for missed in itertools.combinations(changed, count):
+            rest = tuple(name for name in changed if name not in missed)
+            told = f"{' and '.join(missed)} had not changed in param_groups"
+            logs[told] = plain(seed, how, rest, few)
+    return logs
+
+
+def compare(
+    results: list, seed: int, how: str, changed: tuple[str, ...] = (), few: bool = False
+) -> None:
     """All ranks' weights, after each step, with the plain optimizer's."""
-    due = plain(how, changed, few)
-    each = [(setting,) for setting in changed]
-    missed = {m: plain(how, tuple({*changed} - {*m}), few) for m in (changed, *each)}
+    due = plain(seed, how, changed, few)
+    wrong = mistaken(seed, how, changed, few)
     for step in range(STEPS):
         for rank, log in enumerate(results):
-            for what, other in missed.items():
+            for told, other in wrong.items():
                 if unlike(due[step], other[step]) and not unlike(log[step][0], other[step]):
-                    told = f"{' and '.join(what)} had not changed in param_groups"
                     raise Wrong(f"after step {step}, weights on rank {rank} are as if {told}")
         for name, after in due[step].items():
             came = [log[step][0][name] for log in results]
@@ -122,7 +158,7 @@ def compare(results: list, how: str, changed: tuple[str, ...] = (), few: bool = 
                 raise Wrong(f"{told}: its owner has to send it to all")
             for rank, got in enumerate(came):
                 unused = ""
-                if gradients(step)[name] is None:
+                if gradients(seed, step)[name] is None:
                     unused = " (it has no gradient in this step)"
                 same(got, after, f"after step {step}, {name} on rank {rank}{unused}")
 
@@ -134,15 +170,19 @@ def unlike(ours: dict, theirs: dict) -> bool:
 DEALT = [100, 1] * 6, [9] * 3 + [1] * 9, [*range(1, 13)], [7], [50, 3, 3, 2, 40, 2]
 
 
-def deal(answer, wire, n: int) -> list:
-    return [answer.partition([*sizes], n) for sizes in DEALT]
+def deal(answer, wire, n: int, lists: list[list[int]]) -> list:
+    return [answer.partition([*sizes], n) for sizes in lists]
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_partition(answer: Path, n: int) -> None:
+def test_partition(answer: Path, seed: int, n: int) -> None:
     """Parameters are dealt out evenly, to {n} ranks"""
-    (dealt,) = grade(answer, deal, 1, n, group=False)
-    for sizes, owners in zip(DEALT, dealt, strict=True):
+    draw = random.Random(seed)
+    lists = [*DEALT]
+    for _ in range(20):
+        lists.append([draw.randint(1, 50) for _ in range(draw.randint(1, 30))])
+    (dealt,) = grade(answer, deal, 1, n, lists, group=False)
+    for sizes, owners in zip(lists, dealt, strict=True):
         told = f"partition({sizes}, {n})"
         whole = isinstance(owners, list) and len(owners) == len(sizes)
         if not (whole and all(owner in range(n) for owner in owners)):
@@ -154,9 +194,9 @@ def test_partition(answer: Path, n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_bytes(answer: Path, n: int) -> None:
+def test_bytes(answer: Path, seed: int, n: int) -> None:
     """A step sends updated parameters, each at most once, on {n} ranks"""
-    for rank, log in enumerate(grade(answer, on_ranks, n, "SGD", (), False, forbid=ZERO)):
+    for rank, log in enumerate(grade(answer, on_ranks, n, seed, "SGD", (), False, forbid=ZERO)):
         for step, (_, calls) in enumerate(log):
             told = f"rank {rank}, step {step}"
             ops = {e.op for e in calls}
@@ -170,9 +210,9 @@ def test_bytes(answer: Path, n: int) -> None:
 
 
 @pytest.mark.parametrize(("n", "how"), [(2, "SGD"), (3, "AdamW"), (4, "AdamW"), (2, "Adagrad")])
-def test_weights(answer: Path, n: int, how: str) -> None:
+def test_weights(answer: Path, seed: int, n: int, how: str) -> None:
     """The plain optimizer's weights, to the bit: {how}, {n} ranks"""
-    compare(grade(answer, on_ranks, n, how, (), False, forbid=ZERO), how)
+    compare(grade(answer, on_ranks, n, seed, how, (), False, forbid=ZERO), seed, how)
 
 
 def storages(tensors: list[torch.Tensor]) -> dict[int, int]:
@@ -180,11 +220,12 @@ def storages(tensors: list[torch.Tensor]) -> dict[int, int]:
     return {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors if t.dim())}
 
 
-def hold(answer, wire) -> tuple[int, int]:
-    """Bytes of tensors, weights and gradients apart: the most when any optimizer has just stepped,
-    and those at the end."""
-    params = parameters()
-    grads = gradients(0)
+def hold(answer, wire, seed: int) -> tuple[int, int]:
+    """Bytes of tensors, weights and gradients apart: the most at the end of any optimizer's step,
+    before its hooks can free something, and those at the end. (A copy kept as bytes or as a list of
+    numbers is not seen: this finds mistakes, not deceit.)"""
+    params = parameters(seed)
+    grads = gradients(seed, 0)
     alive = []
     given = storages([*params.values(), *(g for g in grads.values() if g is not None)])
     gc.freeze()  # what there is already need not be searched for tensors
@@ -194,21 +235,27 @@ def hold(answer, wire) -> tuple[int, int]:
         found = storages([t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)])
         return sum(nbytes for at, nbytes in found.items() if at not in given)
 
-    register_optimizer_step_post_hook(lambda *_: alive.append(live()))
-    optimizer_class, defaults = HOW["AdamW"]
-    zero = answer.ZeRO1(in_groups(params), optimizer_class, **defaults)
+    class Counted(AdamW):
+        @torch.no_grad()
+        def step(self) -> None:
+            inspect.unwrap(AdamW.step)(self)  # without torch's wrapper, which calls the hooks
+            alive.append(live())
+
+    zero = answer.ZeRO1(in_groups(params, "AdamW"), Counted, **HOW["AdamW"][1])
     for _ in range(2):
         for name, p in params.items():
             p.grad = grads[name]
         zero.step()
         zero.zero_grad()
+    if not alive:
+        raise Wrong("in two steps of ZeRO1 no optimizer of the class that it was given has stepped")
     return max(alive), live()
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 1])
-def test_state(answer: Path, n: int) -> None:
+def test_state(answer: Path, seed: int, n: int) -> None:
     """Bytes of AdamW's state: one copy over {n} ranks, evenly"""
-    held = grade(answer, hold, n, forbid=ZERO)
+    held = grade(answer, hold, n, seed, forbid=ZERO)
     if n > 1 and min(end for _, end in held) >= 2 * P:
         raise Wrong(f"this optimizer shards nothing: every rank holds {2 * P:,} B, a whole copy")
     for rank, (most, end) in enumerate(held):
@@ -222,12 +269,14 @@ def test_state(answer: Path, n: int) -> None:
 
 
 @pytest.mark.parametrize("how", ["AdamW", "SGD"])
-def test_settings_change(answer: Path, how: str) -> None:
-    """A scheduler changes lr, the caller weight_decay: {how}, 3 ranks"""
-    changed = "lr", "weight_decay"
-    compare(grade(answer, on_ranks, 3, how, changed, False, forbid=ZERO), how, changed)
+def test_settings_change(answer: Path, seed: int, how: str) -> None:
+    """Schedulers and the caller change the groups' settings: {how}, 3 ranks"""
+    changed = CHANGED[how]
+    results = grade(answer, on_ranks, 3, seed, how, changed, False, forbid=ZERO)
+    compare(results, seed, how, changed)
 
 
-def test_few_parameters(answer: Path) -> None:
+def test_few_parameters(answer: Path, seed: int) -> None:
     """Two parameters for 4 ranks: some own nothing"""
-    compare(grade(answer, on_ranks, 4, "AdamW", (), True, forbid=ZERO), "AdamW", few=True)
+    results = grade(answer, on_ranks, 4, seed, "AdamW", (), True, forbid=ZERO)
+    compare(results, seed, "AdamW", few=True)

@@ -1,48 +1,46 @@
-"""A pipeline of stages, fed with micro-batches. Read README.md beside this file first."""
+"""A pipeline whose backward passes come in two parts. Read README.md beside this file first."""
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-Action = tuple[str, int]  # ("F" or "B", k): forward or backward pass of micro-batch k
-ONWARD = {"F": 1, "B": -1}  # from which rank to which what it makes is sent
+Action = tuple[str, int]  # ("F", "B" or "W", k): one of the three passes of micro-batch k
 
 
-def exchange(*messages: tuple[Callable, Tensor, int]) -> None:
-    """Start all messages together, (dist.isend or dist.irecv, tensor, peer), wait for all of them.
+def zero_bubble(stage: int, p: int, m: int) -> list[Action]:
+    """The order in which a stage of p works on m micro-batches: ZB-H1 (Qi et al., 2023).
 
-    One by one, on NCCL, a send may wait for a receive that its peer would post after its own send.
-    """
-    posts = [dist.P2POp(*message) for message in messages]
-    for handle in dist.batch_isend_irecv(posts) if posts else []:
-        handle.wait()
+    F is a forward pass. B computes the gradient of the stage's input, for which the stage before
+    waits. W computes the gradients of the stage's weights, for which nobody waits. A micro-batch is
+    alive, and its activations are held, from its F to its W.
 
+    Forwards and Bs come as in 1F1B: p - 1 - stage forwards ahead (m if there are fewer), then one
+    of each in turn, then the Bs that are left. Ws come as late as they can while no stage holds
+    more than p micro-batches. Each takes one slot; every stage idles p - 1 slots if m >= p.
 
-def one_f_one_b(stage: int, p: int, m: int) -> list[Action]:
-    """The order in which a stage of p works on m micro-batches (Narayanan et al., 2019).
-
-    It runs p - 1 - stage forwards ahead (m if there are fewer), then alternates a forward and a
-    backward, and ends with the backwards that are left.
-
-    one_f_one_b(0, 2, 3): F0 F1 B0 F2 B1 B2, as ("F", 0), ("F", 1), ...;
-    one_f_one_b(1, 2, 3): F0 B0 F1 B1 F2 B2.
+    zero_bubble(0, 2, 3): F0 F1 B0 W0 F2 B1 W1 B2 W2, as ("F", 0), ("F", 1), ...;
+    zero_bubble(1, 2, 3): F0 B0 F1 B1 W0 F2 B2 W1 W2.
     """
     # --- yours
     num_warmup = min(p - 1 - stage, m)
     order = [("F", k) for k in range(num_warmup)]
-    for k in range(m - num_warmup):
-        order += [("F", num_warmup + k), ("B", k)]
-    return order + [("B", k) for k in range(m - num_warmup, m)]
+    for k in range(m):
+        if num_warmup + k < m:
+            order.append(("F", num_warmup + k))
+        order.append(("B", k))
+        if k >= stage:
+            order.append(("W", k - stage))
+    return order + [("W", k) for k in range(max(0, m - stage), m)]
     # --- end
 
 
 def pipeline_step(stage: nn.Module, inputs: Sequence[Tensor], loss_of: Callable) -> Tensor | None:
     """One step of the model whose layers the ranks share: rank r has stage r, and runs no other.
 
-    stage: maps a micro-batch of rows to a tensor with as many rows, of the dtype of its input.
+    stage: maps a micro-batch of rows to a tensor with as many rows, of the dtype of its input. All
+    its parameters want gradients, and all take part.
     inputs: on rank 0 the micro-batches, of unlike numbers of rows. Elsewhere tensors on the meta
     device, with shape and dtype of what will arrive, and no memory:
     `torch.empty_like(inputs[k], device="cpu")` makes room for the k-th.
@@ -52,40 +50,49 @@ def pipeline_step(stage: nn.Module, inputs: Sequence[Tensor], loss_of: Callable)
     finds it from the whole batch. Returns this loss on the last rank, None elsewhere.
 
     On 2 ranks with 3 micro-batches of 2, 2 and 1 rows, the losses weigh 2/5, 2/5 and 1/5, and
-    rank 0 sends F0's output, then F1's, before it waits for the gradient with which B0 begins.
+    rank 1 computes W0 while rank 0 may not yet have asked for B1's gradient.
 
-    A stage works in the order of `one_f_one_b`: on rank r at most p - r micro-batches are alive,
-    and it idles 3 (p - 1) slots, where a forward takes one and a backward two. Each micro-batch's
-    activation crosses each cut once, its gradient once back; nothing else is sent.
+    A stage works in the order of `zero_bubble`, and never waits for a neighbor to take a message
+    before it goes on. On rank 0, whose inputs want no gradient, B only receives. Each micro-batch's
+    activation crosses each cut once, its gradient once back; nothing else is sent. After its W,
+    nothing of a micro-batch is held.
     """
     # --- yours
     rank = dist.get_rank()
     p = dist.get_world_size()
-    rows = sum(map(len, inputs))
+    rows = sum(len(x) for x in inputs)
+    weights = list(stage.parameters())
     held = {}
+    sends = {k: [] for k in range(len(inputs))}
     loss = 0.0
-    leaving = None
-    for done, todo in pairwise([None, *one_f_one_b(rank, p, len(inputs)), None]):
-        messages = []
-        if done and 0 <= (to := rank + ONWARD[done[0]]) < p:
-            messages.append((dist.isend, leaving, to))
-        if todo and 0 <= (source := rank - ONWARD[todo[0]]) < p:
-            like = inputs[todo[1]] if todo[0] == "F" else held[todo[1]][1]
-            arrived = torch.empty_like(like, device="cpu")
-            messages.append((dist.irecv, arrived, source))
-        exchange(*messages)
-        kind, k = todo or (None, None)
+    for kind, k in zero_bubble(rank, p, len(inputs)):
         if kind == "F":
-            x = inputs[k] if rank == 0 else arrived.requires_grad_()
+            x = inputs[k]
+            if rank > 0:
+                x = torch.empty_like(x, device="cpu")
+                dist.recv(x, rank - 1)
+                x.requires_grad_()
             y = stage(x)
-            if rank == p - 1:
+            if rank < p - 1:
+                sends[k].append(dist.isend(y.detach(), rank + 1))
+            else:
                 y = loss_of(y, k) * len(x) / rows
                 loss += y.detach()
             held[k] = (x, y)
-            leaving = y.detach()
         elif kind == "B":
-            x, y = held.pop(k)
-            y.backward(arrived if rank < p - 1 else None)
-            leaving = x.grad
+            x, y = held[k]
+            grad = None
+            if rank < p - 1:
+                grad = torch.empty_like(y)
+                dist.recv(grad, rank + 1)
+            if rank > 0:
+                y.backward(grad, inputs=[x], retain_graph=True)
+                sends[k].append(dist.isend(x.grad, rank - 1))
+            held[k] = (y, grad)
+        else:
+            y, grad = held.pop(k)
+            y.backward(grad, inputs=weights)
+            for send in sends.pop(k):
+                send.wait()
     return loss if rank == p - 1 else None
     # --- end

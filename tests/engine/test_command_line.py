@@ -1,203 +1,691 @@
-"""`course` in a real terminal: progress, hints, watch, solution, reset, Ctrl-C."""
+"""`course`, in a copy of the repository with two exercises and lessons that take no time.
 
+Most answers here are not graded but obeyed: a judge stands in that runs the answer, so that a test
+says in two lines what a grader prints, when, and how it ends. The real judge comes last.
+"""
+
+import json
 import os
 import re
 import shutil
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
+from textwrap import dedent
 
 import pexpect
 import pytest
 
+from course import outline, overview, predict, terminal
 from course.lessons import ROOT
 from tests.helpers.leftovers import left_in
 
-FIRST, LAST = "exercises/01_hello_ranks", "exercises/04_ring_all_reduce"
+FIRST, LAST = "01_hello_ranks", "04_ring_all_reduce"
+
+OBEDIENT_JUDGE = """
+import json, os, signal, sys, time
+def check(title, verdict="passed", message=""):
+    print(json.dumps({"check": title, "verdict": verdict, "message": message}), flush=True)
+exec(open(sys.argv[2]).read())
+"""
+ACCEPTED = 'check("sums"); check("counts")'
+FAILED = 'check("sums"); check("counts", "failed", "expected 8, got 16"); sys.exit(1)'
+
+LESSON = '''"""{title}
+====
+
+**Question.** What is one and one?
+
+**Predict**, and write it down before you run. Numbers are
+whole here.
+
+1. What is 1 + 1? And how often
+   does it change?
+2. What is 2 + 2?
+
+**Run.** Alone.
+
+**Next.** {next}
+"""
+
+import json, os, sys
+
+if "--help" in sys.argv:
+    sys.exit()
+if "--break" in sys.argv:
+    os._exit(3)
+row = {{"claim": "one and one", "verdict": "PASS", "question": 1, "sign": "=", "slack": 0.5}}
+row |= {{"predicted": 2, "measured": 2.25, "rank": 0, "timed": False}}
+blocked = {{"claim": "one and one, on a GPU", "verdict": "BLOCKED", "needs": "1 GPU"}}
+with open(os.environ["LESSON_JSON"], "w") as file:
+    json.dump({{"ledger": [row, blocked]}}, file)
+sys.exit("--fail" in sys.argv)
+
+# ## What you should have seen
+'''
+LESSONS = {
+    "fundamentals/02_launching.py": f"then exercises/{FIRST}",
+    "fundamentals/03_measuring.py": "nothing",
+    "parallelism/02_sharding.py": f"exercises/{LAST}; the end",
+}
 
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A fresh clone's exercises, two of them, in a folder of their own."""
-    for name in ("__main__", "book", "conftest", "grading", "ranks", "subreaper"):
-        (tmp_path / "exercises").mkdir(exist_ok=True)
-        shutil.copy(ROOT / "exercises" / f"{name}.py", tmp_path / "exercises")
+    """A clone with three lessons, of which the first is the spine, and two exercises."""
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "course", tmp_path / "course", ignore=ignore)
     for name in (FIRST, LAST):
-        ignore = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignore)
+        folder = Path("exercises", name)
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignore)
+    rows = []
+    for path, leads_to in LESSONS.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        title = f"{Path(path).stem[3:].title()}: all of it"
+        (tmp_path / path).write_text(LESSON.format(title=title, next=leads_to))
+        rows.append(f'[[lesson]]\npath = "{path}"\nminutes = 20\n')
+    rows[0] += "spine = true\n"
+    (tmp_path / "course/lessons.toml").write_text("\n".join(rows))
+    (tmp_path / "course/judge.py").write_text(OBEDIENT_JUDGE)
     return tmp_path
 
 
-def start(home: Path, *argv: str) -> pexpect.spawn:
-    command = ["-m", "exercises", *argv]
-    size = (60, 100)
-    return pexpect.spawn(sys.executable, command, cwd=home, dimensions=size, encoding="utf-8")
+def environment(home: Path) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(home), "NO_COLOR": "1"}
 
 
-def said(terminal: pexpect.spawn) -> tuple[int, str]:
-    """Exit status, and what the terminal showed, less the colours."""
-    terminal.expect(pexpect.EOF, timeout=60)
-    terminal.close()
-    return terminal.exitstatus, re.sub(r"\x1b\[\d*m", "", terminal.before).replace("\r\n", "\n")
+def ask(
+    home: Path, *argv: str, stdin: str = "", cwd: Path | None = None
+) -> subprocess.CompletedProcess:
+    """Run `course` without a terminal. No error is ever a traceback."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "course", *argv],
+        cwd=cwd or home,
+        env=environment(home),
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "Traceback" not in ran.stderr + ran.stdout, ran.stderr + ran.stdout
+    return ran
 
 
-def ask(home: Path, *argv: str) -> tuple[int, str]:
-    return said(start(home, *argv))
+def begin(home: Path, *argv: str) -> pexpect.spawn:
+    """Start `course` in a terminal."""
+    return pexpect.spawn(
+        sys.executable,
+        ["-m", "course", *argv],
+        cwd=home,
+        env=environment(home),
+        dimensions=(60, 100),
+        encoding="utf-8",
+    )
 
 
-def soon_empty(home: Path) -> bool:
-    """Wait for the server that ranks are forked from: it ends when it sees that we have."""
-    return any(not left_in(home) or time.sleep(0.1) for _ in range(100))
+def said(shell: pexpect.spawn) -> tuple[int, str]:
+    """Exit status, and what the terminal showed since it was last looked at."""
+    shell.expect(pexpect.EOF, timeout=60)
+    shell.close()
+    return shell.exitstatus, shell.before.replace("\r\n", "\n")
 
 
-def solve(home: Path, exercise: str) -> None:
-    shutil.copy(home / exercise / "solution.py", home / exercise / "exercise.py")
+def answer(home: Path, exercise: str, source: str) -> Path:
+    """Save an answer, which the obedient judge runs."""
+    path = home / "answers" / f"{exercise}.py"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(source)
+    return path
 
 
-def test_a_newcomer_is_led_to_the_first(home: Path) -> None:
-    status, text = ask(home)
-    assert status == 0
-    assert "0 of 2 done" in text
-    assert f"Next: 01. Read {FIRST}/README.md, write {FIRST}/exercise.py, then\n" in text
-    assert "course check 1\n" in text
-    status, text = ask(home, "next")
+def ticks(home: Path) -> dict:
+    return json.loads((home / "answers/.progress.json").read_text())
+
+
+def soon(true: object) -> bool:
+    """Whether it comes true within ten seconds."""
+    return any(true() or time.sleep(0.1) for _ in range(100))
+
+
+# The path
+
+
+def follow(home: Path, text: str) -> subprocess.CompletedProcess:
+    """Type the last command that stands by itself in what `course` printed."""
+    typed = re.findall(r"^    (\S.*)$", text, re.M)[-1]
+    return subprocess.run(
+        typed, shell=True, cwd=home, env=environment(home), capture_output=True, text=True, input=""
+    )
+
+
+def test_who_types_what_is_printed_reaches_the_end(home: Path) -> None:
+    text = ask(home).stdout
+    assert "0 of 3 lessons, 0 of 2 exercises done" in text
+    seen = []
+    for _ in range(7):
+        seen.append(re.search(r"^Next: (?:exercise )?(\S+)\.", text, re.M)[1])
+        told = follow(home, text)
+        if "Your file:" in told.stdout:
+            answer(home, FIRST if seen[-1] == "01" else LAST, ACCEPTED)
+            told = follow(home, ask(home).stdout)
+        assert told.returncode == 0, told.stderr
+        text = ask(home).stdout
+        if "Next:" not in text:
+            break
+    assert seen == ["fundamentals/02", "01", "fundamentals/03", "parallelism/02", "04"]
+    assert "3 of 3 lessons, 2 of 2 exercises done" in text
+    assert "All done" in text
+    assert "All done" in ask(home, "next").stdout
+    assert "All exercises are done" in ask(home, "check").stderr
+
+
+def test_the_path_shows_ticks_and_what_comes_next(home: Path) -> None:
+    assert ask(home, "tick", "launching").returncode == 0
+    answer(home, LAST, ACCEPTED)
+    assert ask(home, "check", "4").returncode == 0
+    rows = ask(home).stdout.splitlines()
+    assert [row.split()[:4] for row in rows if "  20" in row] == [
+        ["fundamentals", "✓", "02", "Launching"],
+        ["fundamentals", "·", "03", "Measuring"],
+        ["parallelism", "·", "02", "Sharding"],
+    ]
+    assert [row[-16:] for row in rows if " 01 hello" in row] == ["→ 01 hello ranks"]
+    assert [row[-20:] for row in rows if " 04 ring" in row] == ["✓ 04 ring all reduce"]
+    text = ask(home, "next").stdout
     assert text.startswith("# 01 Hello")
     assert "<details>" not in text, "hints come one by one"
-    status, text = ask(home, "check")
-    assert status == 1
-    assert "not written yet: exercise.py, line" in text
-    assert "A hint: course hint 1" in text
-    assert max(map(len, text.splitlines())) <= 100
+    ask(home, "tick", "launching", "--off")
+    text = ask(home, "next").stdout
+    assert "2. What is 2 + 2?" in text
+    assert "Run." not in text
 
 
-def test_progress_leads_from_one_to_the_next_and_to_the_end(home: Path) -> None:
-    solve(home, FIRST)
-    status, text = ask(home, "check", "1")
-    assert status == 0
-    assert re.search(r"Accepted: \d+ checks passed", text)
-    assert "Next: 04." in text
-    status, text = ask(home)
-    assert "1 of 2 done" in text
-    assert "✓ 01" in text
-    assert "✓ 04" not in text
-    solve(home, LAST)
-    status, text = ask(home, "check")
-    assert (status, "Next" in text) == (0, False)
-    assert "All done" in ask(home)[1]
-    assert "All done" in ask(home, "next")[1]
+def test_the_real_path_fits_a_terminal(capsys: pytest.CaptureFixture) -> None:
+    overview.show(None)
+    rows = capsys.readouterr().out.splitlines()
+    assert max(map(len, rows)) <= 100
+    assert len(rows) <= 60
+    for lesson in outline.lessons():
+        assert any(lesson.number in row and lesson.subject[:30] in row for row in rows)
+    for exercise in outline.book():
+        words = f"{exercise.number:02d} {exercise.name[3:].replace('_', ' ')}"
+        assert len([row for row in rows if row.endswith(words)]) == 1
 
 
-def test_hints_come_one_by_one(home: Path) -> None:
-    for shown in (1, 2, 3, 3):
-        status, text = ask(home, "hint", "4")
-        assert status == 0
-        assert re.findall(r"Hint (\d) of 3\.", text) == ["1", "2", "3"][:shown]
-    assert "A hint:" not in ask(home, "check", "4")[1], "none is left to offer"
+def test_the_command_starts_without_torch_and_pytest(home: Path) -> None:
+    script = "import sys; from course.command_line import run; run([]); "
+    script += "sys.exit(str({'torch', 'numpy', 'pytest', 'psutil'} & {*sys.modules} or ''))"
+    ran = subprocess.run(
+        [sys.executable, "-c", script], env=environment(home), cwd=home, capture_output=True
+    )
+    assert (ran.returncode, ran.stderr) == (1, b"\n")
 
 
-def test_the_solution_is_shown_after_a_pass_or_anyway(home: Path) -> None:
-    status, text = ask(home, "solution", "1")
-    assert status == 1
-    assert "--anyway" in text
-    assert "def hello" not in text
-    due = (home / FIRST / "solution.py").read_text()
-    assert ask(home, "solution", "1", "--anyway") == (0, due)
-    solve(home, FIRST)
-    ask(home, "check", "1")
-    assert ask(home, "solution", "1") == (0, due)
+def test_it_works_from_any_folder(home: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    text = ask(home, "start", "1", cwd=elsewhere).stdout
+    assert f"Your file:  {home}/answers/{FIRST}.py\n" in text
+    assert f"Your file:  answers/{LAST}.py\n" in ask(home, "start", "4").stdout
+    assert ask(home, "run", "02_launching.py", cwd=home / "fundamentals").returncode == 0
+    answer(home, FIRST, ACCEPTED)
+    (elsewhere / "json.py").write_text("raise SystemExit('not a library')")
+    (elsewhere / "sub").mkdir()
+    assert ask(home, "check", "1", cwd=elsewhere / "sub").returncode == 0
+    assert {path.name for path in elsewhere.rglob("*")} == {"json.py", "sub"}
 
 
-def test_watch_checks_again_on_save_until_it_passes(home: Path) -> None:
-    terminal = start(home, "watch", "1")
-    terminal.expect("not written yet", timeout=60)
-    terminal.expect("Waiting for you to save", timeout=60)
-    mine = home / FIRST / "exercise.py"
-    mine.write_text(mine.read_text().replace("raise NotImplementedError", "return 'hi', 0"))
-    terminal.expect("greeting: expected rank 0 of 1, got hi", timeout=60)
-    terminal.expect("Waiting for you to save", timeout=60)
-    solve(home, FIRST)
-    status, text = said(terminal)
-    assert status == 0
-    assert "Accepted" in text
-    assert soon_empty(home)
+def test_where_there_is_no_clone(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "course", tmp_path / "site-packages/course")
+    ran = ask(tmp_path / "site-packages")
+    assert ran.returncode == 1
+    assert "works inside a clone" in ran.stderr
 
 
-LOOP = "raise NotImplementedError", "while True: pass"
-
-
-@pytest.mark.parametrize("command", ["check", "watch"])
-def test_ctrl_c_ends_at_once_and_leaves_nothing(command: str, home: Path) -> None:
-    mine = home / FIRST / "exercise.py"
-    if command == "check":
-        mine.write_text(mine.read_text().replace(*LOOP))
-    terminal = start(home, command, "1")
-    if command == "check":
-        while not any("forkserver" in line for line in left_in(home)):
-            time.sleep(0.1)
-        time.sleep(3)  # the ranks are busy by now
-    else:
-        terminal.expect("Waiting for you to save", timeout=60)
-    terminal.sendintr()
-    status, text = said(terminal)
-    assert status == 130
-    assert "Traceback" not in text
-    assert soon_empty(home)
-
-
-def test_reset_asks_first_and_keeps_a_copy(home: Path) -> None:
-    mine = home / FIRST / "exercise.py"
-    stub = mine.read_text()
-    for kept, text in enumerate(("mine = 1\n", "mine = 2\n"), 1):
-        mine.write_text(text)
-        for answer, gone in (("n", False), ("", False), ("y", True)):
-            terminal = start(home, "reset", "1")
-            terminal.expect(r"start afresh\? \[y/N\] ", timeout=30)
-            terminal.sendline(answer)
-            status, _ = said(terminal)
-            assert (status == 0, mine.read_text() == stub) == (gone, gone)
-        assert (home / FIRST / f"exercise.kept-{kept}.py").read_text() == text
-    mine.unlink()
-    assert ask(home, "reset", "1")[0] == 0
-    assert mine.read_text() == stub
-
-
-def test_nothing_but_reset_touches_the_learners_file(home: Path) -> None:
-    mine = home / LAST / "exercise.py"
-    solve(home, LAST)
-    was = mine.stat()
-    for argv in ("list",), ("next",), ("check", "4"), ("watch", "4"), ("hint", "4"):
-        ask(home, *argv)
-    ask(home, "solution", "4")
-    assert (mine.stat().st_mtime_ns, mine.stat().st_ino) == (was.st_mtime_ns, was.st_ino)
-    made = {path.name for path in home.rglob("*") if path.is_file()} - {
-        path.name for path in (ROOT / "exercises").rglob("*")
-    }
-    assert {name for name in made if not name.endswith(".pyc")} <= {".progress.json"}
+@pytest.mark.parametrize(
+    ("script", "on_path", "cwd", "expected"),
+    [
+        ("bin/course", True, ".", "course"),
+        ("bin/course", False, ".", "bin/course"),
+        ("bin/course", False, "elsewhere", "{home}/bin/course"),
+        ("course/__main__.py", False, ".", "bin/python -m course"),
+    ],
+)
+def test_commands_are_printed_as_they_can_be_typed(
+    script: str,
+    on_path: bool,
+    cwd: str,
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for file in (script, "bin/python", "elsewhere/file"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).touch(0o755)
+    monkeypatch.setattr("sys.argv", [str(tmp_path / script)])
+    monkeypatch.setattr("sys.executable", str(tmp_path / "bin/python"))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin") if on_path else "")
+    monkeypatch.chdir(tmp_path / cwd)
+    assert terminal.program.__wrapped__() == expected.format(home=tmp_path)
 
 
 @pytest.mark.parametrize(
     ("argv", "word"),
     [
-        (("check", "99"), "There is no exercise 99; they go from 1 to 4."),
+        (("check", "99"), "There is no exercise '99'; they are 1 to 4"),
+        (("check", "0"), "There is no exercise '0'"),
+        (("hint", "r"), f"'r' may be any of: {FIRST}, {LAST}."),
+        (("run", "02"), "'02' may be any of: fundamentals/02_launching, parallelism/02_sharding."),
+        (("predict", "nothing"), "There is no lesson 'nothing'; "),
         (("chekc", "1"), "invalid choice: 'chekc'"),
-        (("check", "one"), "invalid int value: 'one'"),
-        (("reset",), "reset needs the number of an exercise"),
+        (("reset",), "the following arguments are required: N"),
+        (("check", "1", "--all"), "not both"),
+        (("check", "--all", "--answers", "nowhere"), "There is no folder nowhere."),
+        (("check", "4"), f"There is no answers/{LAST}.py yet. To begin it: "),
+        (("watch", "4"), f"There is no answers/{LAST}.py yet. To begin it: "),
     ],
 )
-def test_wrong_usage_is_told_in_one_line(argv: tuple, word: str, home: Path) -> None:
-    status, text = ask(home, *argv)
-    assert status != 0
-    assert word in text
+def test_a_mistake_is_told_in_one_line(argv: tuple, word: str, home: Path) -> None:
+    ran = ask(home, *argv)
+    assert ran.returncode != 0
+    assert word in ran.stderr
+    assert len(ran.stderr.removeprefix("usage").splitlines()) <= 2
+
+
+@pytest.mark.parametrize("name", ["1", "01", FIRST, "hello", f"exercises/{FIRST}/", f"{FIRST}.py"])
+def test_an_exercise_is_found_by_any_name(
+    name: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert outline.find_exercise(name).name == FIRST
+
+
+@pytest.mark.parametrize(
+    "name", ["parallelism/01", "parallelism/1", "01_data_parallelism_ddp", "ism_ddp"]
+)
+def test_a_lesson_is_found_by_any_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert outline.find_lesson(name).path == "parallelism/01_data_parallelism_ddp.py"
+    monkeypatch.chdir(ROOT / "fsdp")
+    assert outline.find_lesson("01_fsdp_basics.py").path == "fsdp/01_fsdp_basics.py"
+
+
+# Lessons
+
+
+def test_run_ticks_a_lesson_whose_claims_hold(home: Path) -> None:
+    assert ask(home, "run", "launching", "--help").returncode == 0
+    assert ask(home, "run", "launching", "--fail").returncode == 1
+    assert ask(home, "run", "launching", "--break").returncode == 3
+    assert "0 of 3 lessons" in ask(home).stdout
+    ran = ask(home, "run", "launching")
+    assert ran.returncode == 0
+    assert "✓ fundamentals/02 is done.\nNext: exercise 01." in ran.stdout
+    assert "1 of 3 lessons" in ask(home).stdout
+
+
+def test_predict_shows_yours_beside_predicted_and_measured(home: Path) -> None:
+    shell = begin(home, "predict", "launching")
+    shell.expect_exact("Numbers are whole here.")
+    for reply in ("two, never", ""):
+        shell.expect_exact(" > ")
+        shell.sendline(reply)
+    status, text = said(shell)
+    assert status == 0
+    shown = text.partition("Yours beside")[2]
+    assert shown.index("how often\n   does it change?") < shown.index("you      two, never\n")
+    assert re.search(r" predicted +measured\n   PASS     one and one +  = 2 ±0.5 +2.25\n", shown)
+    assert "you      no answer\n   No claim of this run answers it." in shown
+    assert "BLOCKED  one and one, on a GPU (needs 1 GPU)" in shown
+    line = (
+        (home / "fundamentals/02_launching.py")
+        .read_text()
+        .splitlines()
+        .index("# ## What you should have seen")
+    )
+    assert f"Why: fundamentals/02_launching.py:{line + 1}, What you should have seen" in shown
+    assert max(map(len, shown.splitlines())) <= 100
+    again = ask(home, "predict", "launching", "--fail", stdin="\nfour\n")
+    assert "[two, never] > " in again.stdout
+    assert "you      two, never" in again.stdout, "Enter keeps it"
+    assert "you      four" in again.stdout
+    assert again.returncode == 1
+    assert ticks(home)["predictions"] == {
+        "fundamentals/02_launching.py": {"1": "two, never", "2": "four"}
+    }
+
+
+def test_predict_at_the_end_of_input(home: Path) -> None:
+    ran = ask(home, "predict", "launching", stdin="two\n")
+    assert ran.returncode == 0
+    assert "The input has ended: the other questions are skipped." in ran.stdout
+    assert "you      two\n" in ran.stdout
+    ran = ask(home, "predict", "launching", "--break")
+    assert ran.returncode == 3
+    assert "ended with status 3 and no ledger: nothing to compare" in ran.stdout
+
+
+@pytest.mark.parametrize("lesson", outline.lessons(), ids=lambda lesson: lesson.name)
+def test_the_questions_of_every_lesson_can_be_asked(lesson: outline.Lesson) -> None:
+    _, questions = lesson.predict
+    assert list(questions) == list(range(1, len(questions) + 1))
+    assert all(question.count("\n\n") == 0 for question in questions.values())
+    kept = ROOT / "results/lessons" / f"{lesson.path[:-3].replace('/', '_')}.json"
+    rows = json.loads(kept.read_text())["ledger"]
+    assert {row["question"] for row in rows if row.get("question")} <= set(questions)
+    assert "# ## What you should have seen" in lesson.file.read_text().splitlines()
+
+
+def test_figures_are_written_as_in_a_ledger() -> None:
+    assert [predict.readable(x) for x in (1440, 2.25, 1e-9 / 3, "nan")] == [
+        "1,440",
+        "2.25",
+        "3.33333e-10",
+        "nan",
+    ]
+
+
+# The learner's file
+
+
+def test_start_never_writes_over_a_file(home: Path) -> None:
+    assert ask(home, "start", "1").returncode == 0
+    mine = home / f"answers/{FIRST}.py"
+    assert "raise NotImplementedError  # 5 lines in the solution" in mine.read_text()
+    mine.write_text("mine")
+    ran = ask(home, "start", "1")
+    assert ran.returncode == 1
+    assert "is there already, and stays as it is" in ran.stderr
+    assert mine.read_text() == "mine"
+
+
+def test_hints_come_one_by_one(home: Path) -> None:
+    answer(home, FIRST, FAILED)
+    assert re.search(r"A hint: \S+ hint 1", ask(home, "check", "1").stdout)
+    for shown in (1, 2, 3, 3):
+        text = ask(home, "hint").stdout
+        assert re.findall(r"Hint (\d) of 3", text) == ["1", "2", "3"][:shown]
+    assert "No more hints." in text
+    assert "A hint:" not in ask(home, "check", "1").stdout, "none is left to offer"
+
+
+def test_the_solution_is_shown_once_accepted_or_anyway(home: Path) -> None:
+    ran = ask(home, "solution", "1")
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert "--anyway" in ran.stderr
+    expected = (home / "exercises" / FIRST / "solution.py").read_text()
+    assert ask(home, "solution", "1", "--anyway").stdout == expected
+    answer(home, FIRST, ACCEPTED)
+    ask(home, "check", "1")
+    assert ask(home, "solution", "1").stdout == expected
+
+
+def test_reset_asks_first_and_keeps_a_copy(home: Path) -> None:
+    ask(home, "start", "1")
+    mine = home / f"answers/{FIRST}.py"
+    stub = mine.read_text()
+    for kept in (1, 2):
+        mine.write_text(f"mine = {kept}\n")
+        for reply in ("n\n", "\n", ""):
+            ran = ask(home, "reset", "1", stdin=reply)
+            assert (ran.returncode, ran.stderr) == (1, "Nothing was changed.\n")
+            assert mine.read_text() == f"mine = {kept}\n"
+        assert ask(home, "reset", "1", stdin="y\n").returncode == 0
+        assert mine.read_text() == stub
+        copy = mine.with_name(f"{FIRST}.kept-{kept}.py")
+        assert copy.read_text() == f"mine = {kept}\n"
+    mine.unlink()
+    assert ask(home, "reset", "1").returncode == 0
+    assert mine.read_text() == stub
+
+
+def test_nothing_but_answers_is_ever_written(home: Path) -> None:
+    answer(home, FIRST, FAILED)
+
+    def files() -> dict[Path, int]:
+        found = [path for path in home.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+        return {path: path.stat().st_mtime_ns for path in found}
+
+    before = files()
+    for argv in (["next"], ["check", "1"], ["hint", "1"], ["solution", "1"], ["run", "launching"]):
+        ask(home, *argv)
+    after = files()
+    assert {path.name for path in after.keys() - before.keys()} == {".progress.json"}
+    assert all(after[path] == when for path, when in before.items())
+
+
+# Checks
+
+
+def test_a_check_says_what_failed_and_what_to_type(home: Path) -> None:
+    message = "expected 8, got 16\n(inputs drawn from seed 77)"
+    answer(home, FIRST, FAILED.replace('"expected 8, got 16"', repr(message)))
+    ran = ask(home, "check")
+    assert ran.returncode == 1
+    expected = "  ✓ sums\n  ✗ counts\n    expected 8, got 16\n    (inputs drawn from seed 77)\n"
+    assert expected in ran.stdout
+    assert re.search(r"With the same inputs again: \S+ check 1 --seed 77\n", ran.stdout)
+    answer(home, FIRST, 'check("seed", "failed", sys.argv[3]); sys.exit(1)')
+    assert "    --seed=77\n" in ask(home, "check", "1", "--seed", "77").stdout
+    answer(home, FIRST, 'check("all", "blocked", "needs FFCV"); sys.exit(1)')
+    ran = ask(home, "check", "1")
+    assert ran.returncode == 1
+    assert "  BLOCKED all: needs FFCV\n\nNothing could be checked on this machine." in ran.stdout
+    assert not (home / "answers/.progress.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("source", "word"),
+    [
+        ("sys.exit(3)", "exit status 3"),
+        ("pass", "exit status 0"),
+        ("sys.exit(1)", "exit status 1"),
+        (f"{ACCEPTED}; sys.exit(1)", "exit status 1"),
+        (f"{FAILED.removesuffix('sys.exit(1)')}", "exit status 0"),
+        (f"{ACCEPTED}; print('noise')", "noise"),
+        (f"{ACCEPTED}; print([1, 2])", "[1, 2]"),
+        (f"{ACCEPTED}; open('/nowhere')", "No such file or directory: '/nowhere'"),
+        (f"{ACCEPTED}; os.kill(os.getpid(), signal.SIGSEGV)", "exit status -11"),
+    ],
+)
+def test_a_grader_that_breaks_is_not_believed(source: str, word: str, home: Path) -> None:
+    answer(home, FIRST, source)
+    ran = subprocess.run(
+        [sys.executable, "-m", "course", "check", "1"],
+        cwd=home,
+        env=environment(home),
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 1
+    assert "The grader itself failed: " in ran.stdout
+    assert word in ran.stdout
+    assert "Accepted" not in ran.stdout
+    assert ran.stderr == ""
+
+
+def test_checks_are_printed_as_they_end_and_nothing_is_left_behind(home: Path) -> None:
+    answer(home, FIRST, 'check("sums"); time.sleep(60)')
+    shell = begin(home, "check")
+    shell.expect_exact("✓ sums", timeout=30)
+    shell.sendintr()
+    status, text = said(shell)
+    assert status == 130
     assert "Traceback" not in text
+    assert soon(lambda: not left_in(home))
+    for stop in (signal.SIGINT, signal.SIGTERM):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "course", "check"],
+            cwd=home,
+            env=environment(home),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        while "sums" not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(stop)  # to `course` alone
+        assert "Traceback" not in process.communicate(timeout=30)[1]
+        assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143}[stop]
+        assert soon(lambda: not left_in(home))
 
 
-def test_pytest_grades_the_same(home: Path) -> None:
-    for right in (False, True):
-        if right:
-            solve(home, FIRST)
-        command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", FIRST]
-        env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
-        ran = pexpect.spawn(sys.executable, command, cwd=home, env=env, encoding="utf-8")
-        status, text = said(ran)
-        assert (status == 0) == right, text
-        assert right or "not written yet" in text
+@pytest.mark.parametrize("argv", [[], ["check"], ["next"]])
+def test_a_reader_that_leaves_is_no_error(argv: list[str], home: Path) -> None:
+    answer(home, FIRST, 'check("sums"); time.sleep(0.5); check("counts"); time.sleep(60)')
+    process = subprocess.Popen(
+        [sys.executable, "-m", "course", *argv],
+        cwd=home,
+        env=environment(home),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    process.stdout.close()  # as `| head -1` does, only sooner
+    assert process.stderr.read() == b""
+    assert process.wait(30) == 141
+    assert soon(lambda: not left_in(home))
+
+
+def test_watch_shows_nothing_stale(home: Path) -> None:
+    answer(home, FIRST, 'check("first"); time.sleep(60); check("stale")')
+    shell = begin(home, "watch")
+    shell.expect_exact("✓ first", timeout=30)
+    answer(home, FIRST, 'check("second"); time.sleep(60); check("stale")')  # in the middle
+    shell.expect_exact("Saved meanwhile: from the start.", timeout=30)
+    shell.expect_exact("✓ second", timeout=30)
+    assert "first" not in shell.before
+    answer(home, FIRST, FAILED).unlink()  # as some editors save: away, then there again
+    time.sleep(0.5)
+    answer(home, FIRST, FAILED)
+    shell.expect_exact("expected 8, got 16", timeout=30)
+    shell.expect_exact("Waiting for you to save", timeout=30)
+    answer(home, FIRST, ACCEPTED)
+    status, text = said(shell)
+    assert status == 0
+    assert "Accepted: 2 checks passed" in text
+    assert "stale" not in text
+    assert soon(lambda: not left_in(home))
+
+
+def test_a_teacher_gets_one_document(home: Path) -> None:
+    answer(home, FIRST, ACCEPTED)
+    ran = ask(home, "check", "--all", "--json")
+    assert (ran.returncode, ran.stderr) == (1, "")
+    told = json.loads(ran.stdout)
+    assert (told["accepted"], told["of"]) == (1, 2)
+    first, last = told["exercises"]
+    assert first.pop("seconds") > 0
+    nothing = {"blocked": [], "failed": "", "message": ""}
+    assert (
+        first == {"exercise": FIRST, "status": "accepted", "passed": ["sums", "counts"]} | nothing
+    )
+    absent = {"exercise": LAST, "status": "absent", "passed": [], "seconds": 0}
+    assert last == absent | nothing
+    for source, status, message in (
+        (FAILED, "failed", "expected 8, got 16"),
+        ('check("all", "blocked", "needs FFCV"); sys.exit(1)', "blocked", ""),
+        ("sys.exit(7)", "error", "exit status 7"),
+    ):
+        answer(home, LAST, source)
+        ran = ask(home, "check", "--all", "--json")
+        told = json.loads(ran.stdout)["exercises"][1]
+        assert (ran.returncode, told["status"], told["message"].strip()) == (1, status, message)
+    text = ask(home, "check", "--all").stdout
+    assert re.search(rf"✓ {FIRST} +accepted +\d+\.\d s\n", text)
+    assert re.search(rf"· {LAST} +error .*\n    the grader itself failed: exit status 7\n", text)
+    assert text.endswith("\n1 of 2 accepted\n")
+
+
+def test_a_teacher_checks_a_folder_of_answers(home: Path) -> None:
+    for name in (FIRST, LAST):
+        answer(home, name, ACCEPTED)
+    (home / "answers").rename(home / "ada")
+    ran = ask(home, "check", "--all", "--json", "--answers", "ada")
+    assert ran.returncode == 0
+    assert json.loads(ran.stdout)["accepted"] == 2
+    assert ask(home, "check", "1", "--answers", "ada").returncode == 0
+    assert not (home / "answers").exists(), "her progress is not yours"
+
+
+# The progress file
+
+
+@pytest.mark.parametrize("broken", ["", '{"lessons": {', "[]", '{"exercises": 3}', "null", "\0"])
+def test_a_broken_progress_file_is_moved_aside(broken: str, home: Path) -> None:
+    kept = home / "answers/.progress.json"
+    answer(home, FIRST, ACCEPTED)
+    kept.write_text(broken)
+    ran = ask(home, "check", "1")
+    assert ran.returncode == 0
+    assert re.fullmatch(
+        r"answers/\.progress\.json was broken; it is (\S+) now, and ticks begin anew\.\n",
+        ran.stderr,
+    )
+    aside = kept.with_name(ran.stderr.split()[5])
+    assert aside.read_text() == broken
+    assert list(ticks(home)["exercises"]) == [FIRST]
+    assert ask(home).stderr == ""
+
+
+def remember(home: Path, before: str, *names: str) -> subprocess.Popen:
+    """A process that remembers these lessons, one by one."""
+    script = f"""
+        import os, signal
+        from course import progress
+        {before}
+        for name in {names}:
+            progress.remember("lessons", name, "today")
+        """
+    return subprocess.Popen([sys.executable, "-c", dedent(script)], env=environment(home), cwd=home)
+
+
+def test_a_command_that_is_killed_while_it_writes_loses_nothing(home: Path) -> None:
+    kill = "os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)"
+    assert remember(home, "", "one").wait() == 0
+    assert remember(home, kill, "two").wait() == -signal.SIGKILL
+    assert list(ticks(home)["lessons"]) == ["one"]
+    kill = "os.write = progress.json.dumps = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)"
+    assert remember(home, kill, "two").wait() == -signal.SIGKILL
+    assert list(ticks(home)["lessons"]) == ["one"]
+    assert remember(home, "", "two").wait() == 0
+    assert list(ticks(home)["lessons"]) == ["one", "two"]
+    assert {path.name for path in (home / "answers").iterdir()} == {".progress.json"}
+
+
+def test_commands_at_the_same_time_lose_nothing(home: Path) -> None:
+    running = []
+    for number in range(4):
+        names = [f"{number}.{k}" for k in range(25)]
+        running.append(remember(home, "", *names))
+    assert [process.wait() for process in running] == [0] * 4
+    assert len(ticks(home)["lessons"]) == 100
+
+
+# With the real judge
+
+
+def test_the_real_judge_accepts_the_solution(home: Path) -> None:
+    shutil.copy(ROOT / "course/judge.py", home / "course/judge.py")
+    solution = home / "exercises" / FIRST / "solution.py"
+    answer(home, FIRST, solution.read_text())
+    ran = ask(home, "check", "1")
+    assert ran.returncode == 0, ran.stdout
+    assert "✓ Nobody holds anything: the checksum is 0" in ran.stdout
+    assert "Accepted: 7 checks passed" in ran.stdout
+    assert soon(lambda: not left_in(home))
+
+
+def test_ctrl_c_ends_the_ranks_of_an_endless_answer(home: Path) -> None:
+    shutil.copy(ROOT / "course/judge.py", home / "course/judge.py")
+    stub = outline.find_exercise("1").stub()
+    endless = stub.replace("raise NotImplementedError", "open('busy', 'w'); exec('while True: 0')")
+    answer(home, FIRST, endless)
+    shell = begin(home, "check")
+    for _ in range(1200):
+        if (home / "busy").exists():
+            break
+        time.sleep(0.1)
+    shell.sendintr()
+    status, text = said(shell)
+    assert status == 130
+    assert "Traceback" not in text
+    assert soon(lambda: not left_in(home))

@@ -42,15 +42,15 @@ WAYS = {
         "return [0, 1][r + 1] if r else dist.barrier()",
         ["rank 1: IndexError: list index out of range\n  answer.py, line 5, in f: return [0, 1]"],
     ),
-    "leaves": ("sys.exit(0) if r else dist.barrier()", ["rank 1: exited called sys.exit(0)"]),
+    "leaves": ("sys.exit(0) if r else dist.barrier()", ["rank 1: called sys.exit(0)"]),
     "leaves without a word": (
         "os._exit(0) if r else dist.barrier()",
         ["rank 1: exited with status 0, before the function returned"],
     ),
-    "crashes": ("ctypes.string_at(0) if r else dist.barrier()", ["rank 1: killed by SIGSEGV"]),
+    "crashes": ("ctypes.string_at(0) if r else dist.barrier()", ["rank 1: killed by SIGSEGV at "]),
     "prints for ever": (
         "while True: print('x' * 10**6)",
-        ["flooded printed over 20,000,000 bytes"],
+        ["printed more than 20,000,000 bytes; is there a loop that prints?"],
     ),
     "loops for ever": (
         "while r: pass",
@@ -202,7 +202,7 @@ def test_every_call_is_counted_with_its_bytes_and_ranks(tmp_path: Path) -> None:
     ]
     pair = [("all_reduce", 16, None, half)]
     last = [("note", 0, None, ()), ("all_reduce", 16, None, world)]
-    last += [("all_gather", 16, None, world), ("reduce_scatter", 48, None, world)]
+    last += [("all_gather", 48, None, world), ("reduce_scatter", 48, None, world)]
     got = grade(path, everything, 3)
     for rank, seen in enumerate(got):
         assert seen[:8] == first

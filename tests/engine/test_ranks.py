@@ -15,7 +15,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from course.ranks import GRACE, OUTPUT_LIMIT, Outcome, RanksFailed, attempt, run, where
+from course.ranks import (
+    GRACE,
+    OUTPUT_LIMIT,
+    Frame,
+    Outcome,
+    RanksFailed,
+    attempt,
+    frames_of,
+    own_frames,
+    run,
+    where,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -98,12 +109,12 @@ ENDS = {
     "exits": ("exited", r"called sys.exit\(3\)"),
     "leaves": ("exited", "with status 0, before the function returned"),
     "is killed": ("killed", "by SIGKILL"),
-    "crashes": ("killed", "by SIGSEGV"),
-    "hangs outside": ("hung", r"busy at .*test_ranks.py:\d+, in mourn"),
+    "crashes": ("killed", r"by SIGSEGV at .*test_ranks.py:\d+, in mourn"),
+    "hangs outside": ("hung", r"waits at .*test_ranks.py:\d+, in mourn"),
     "spins": ("hung", r"busy at .*test_ranks.py:\d+, in mourn"),
     "hangs inside": ("hung", r"waits in \w+, called from .*test_ranks.py:\d+, in mourn"),
-    "floods": ("flooded", f"printed over {OUTPUT_LIMIT:,} bytes"),
-    "ignores": ("hung", r"busy at .*test_ranks.py:\d+, in mourn"),
+    "floods": ("flooded", f"printed more than {OUTPUT_LIMIT:,} bytes"),
+    "ignores": ("hung", r"waits at .*test_ranks.py:\d+, in mourn"),
 }
 
 
@@ -175,18 +186,45 @@ def test_when_the_parent_is_killed_no_rank_and_no_server_survives(tmp_path: Path
     assert all(gone(i) for i in ids)
 
 
-def test_wait_is_told_from_work_and_the_callers_line_from_torchs() -> None:
-    stack = """0x00000000000000aa
+STACK = """0x00000000000000aa
 Thread 0x00000000000000bb (most recent call first):
   File "/lib/worker.py", line 1 in other
 
 Current thread 0x00000000000000aa (most recent call first):
   File "<string>", line 5 in inner
-  File "/home/me/ring.py", line 7 in shift
-  File "/home/me/ring.py", line 9 in ring
+  File "/home/jos\\xe9/.venv/lib/python3.11/site-packages/torch/ops.py", line 6 in library
+  File "/home/jos\\xe9/\\u2603/ring.py", line 7 in shift
+  File "/home/jos\\xe9/\\u2603/ring.py", line 9 in ring
 """
-    assert where(stack) == "waits in inner, called from /home/me/ring.py:7, in shift"
-    assert where("0xaa\n") == "gave no stack"
+
+
+def test_wait_is_told_from_work_and_the_callers_line_from_torchs() -> None:
+    frames = frames_of(STACK)
+    own = own_frames(frames, [Path("/nowhere"), Path("/home/josé")])
+    assert [str(f) for f in own] == [
+        "/home/josé/☃/ring.py:7, in shift",
+        "/home/josé/☃/ring.py:9, in ring",
+    ]
+    called = "called from /home/josé/☃/ring.py:7, in shift"
+    assert where(frames, own) == f"waits in inner, {called}"
+    assert where(frames, own, works=True) == f"busy in inner, {called}"
+    assert where(own, own, works=True) == "busy at /home/josé/☃/ring.py:7, in shift"
+    assert where(frames_of("0xaa\n"), []) == "gave no stack"
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "/usr/lib/python3/dist-packages/torch/ops.py",
+        "/home/me/miniconda3/lib/python3.12/site-packages/torch/ops.py",
+        os.__file__,
+        "<frozen importlib._bootstrap>",
+    ],
+)
+def test_a_package_is_nobodys_own_wherever_it_lies(file: str) -> None:
+    assert own_frames([Frame(file, 1, "f")], [Path("/")]) == []
+    mine = Frame("/home/me/answers/01.py", 1, "f")
+    assert own_frames([Frame(file, 1, "f"), mine], [Path("/")]) == [mine]
 
 
 def test_attempt_raises_nothing_and_keeps_every_outcome() -> None:

@@ -55,38 +55,35 @@ def test_the_solution_passes(exercise: Exercise) -> None:
         assert re.search(r"needs (\d\+? )?GPUs|needs nsys", reason), reason
 
 
-WRONGS = [
-    pytest.param(exercise, path, id=f"{exercise.name}-{path.stem}")
-    for exercise in BOOK
-    for path in sorted((OLD / exercise.name).glob("*.py"))
-]
-
-
-@pytest.mark.parametrize(("exercise", "path"), WRONGS)
-def test_a_wrong_answer_is_told_what_is_wrong(exercise: Exercise, path: Path) -> None:
-    first = path.read_text().splitlines()[0]
-    due = first.removeprefix("# The grader says: ")
-    assert due != first
-    report = graded(exercise, path)
-    assert not report.accepted
-    assert due in " ".join(f"{report.failed}: {report.message}".split())
+def old_mistakes(exercise: Exercise) -> list[Mistake]:
+    """Those that still lie in whole files: the whole grader judges them."""
+    found = []
+    for path in sorted((OLD / exercise.name).glob("*.py")):
+        source = path.read_text()
+        first = source.partition("\n")[0]
+        says = first.removeprefix("# The grader says: ")
+        assert says != first, path
+        found.append(Mistake(path.stem, source, "", says))
+    return found
 
 
 MISTAKES = [
     pytest.param(exercise, mistake, id=f"{exercise.name}-{mistake.name}")
     for exercise in BOOK
-    for mistake in exercise.mistakes()
+    for mistake in exercise.mistakes() + old_mistakes(exercise)
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("exercise", "mistake"), MISTAKES)
-def test_a_mistake_is_refused_by_its_check_and_told_why(
+def test_a_mistake_is_refused_and_told_why(
     exercise: Exercise, mistake: Mistake, tmp_path: Path
 ) -> None:
     (answer := tmp_path / "answer.py").write_text(mistake.source)
     report = graded(exercise, answer, mistake.check)
     assert not report.accepted
-    assert mistake.says in " ".join(report.message.split())
+    said = report.message if mistake.check else f"{report.failed}: {report.message}"
+    assert mistake.says in " ".join(said.split())
 
 
 @each
@@ -115,6 +112,7 @@ class Lazy(ast.NodeTransformer):
         return ast.parse(self.how.replace("FIRST", self.first)).body
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["pass", "return FIRST", "print('All checks passed.')"])
 @each
 def test_doing_nothing_does_not_pass(exercise: Exercise, how: str, tmp_path: Path) -> None:
@@ -131,7 +129,7 @@ def test_every_interview_answer_points_at_a_claim_that_passed() -> None:
     asked = re.findall(r"^\*\*(\d+)\. ", text, re.M)
     assert asked == [str(number) for number in range(1, len(asked) + 1)]
     proofs = re.findall(r"^Proof: `(.+)`: \"(.+)\"$", text, re.M)
-    assert len(proofs) == len(asked) >= 26
+    assert len(proofs) == len(asked) > 0
     for lesson, claim in proofs:
         name = lesson.replace("/", "_").replace(".py", ".json")
         told = json.loads((ROOT / "results" / "lessons" / name).read_text())

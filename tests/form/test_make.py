@@ -17,12 +17,12 @@ def stub(folder: Path, name: str, body: str) -> None:
     path.chmod(0o755)
 
 
-def system_packages(folder: Path) -> subprocess.CompletedProcess:
+def system_packages(folder: Path, **more: str) -> subprocess.CompletedProcess:
     path = f"{folder}:{os.environ['PATH']}"
     return subprocess.run(
         ["sh", "course/system_packages.sh"],
         cwd=ROOT,
-        env=os.environ | {"PATH": path, "LOG": str(folder / "log")},
+        env=os.environ | {"PATH": path, "LOG": str(folder / "log")} | more,
         capture_output=True,
         text=True,
     )
@@ -37,8 +37,11 @@ def machine(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_root_gets_just_what_is_missing(machine: Path) -> None:
-    assert system_packages(machine).returncode == 0
+def test_root_gets_just_what_is_missing_and_is_told_before(machine: Path) -> None:
+    ran = system_packages(machine)
+    assert ran.returncode == 0
+    assert f"Now apt-get installs system packages: {' '.join(PACKAGES[1:])}" in ran.stdout
+    assert "SYSTEM_PACKAGES=no" in ran.stdout
     update, install = (machine / "log").read_text().splitlines()
     assert update.startswith("update")
     assert [word for word in install.split() if word in PACKAGES] == PACKAGES[1:]
@@ -65,3 +68,117 @@ def test_a_failed_download_is_told_and_not_fatal(machine: Path) -> None:
     ran = system_packages(machine)
     assert ran.returncode == 0
     assert "could not be installed" in ran.stdout
+
+
+# A Python that is a shell script: it tells the version in $VERSION, has the torch in $TORCH_HERE,
+# and notes what pip is asked. Its virtual environments hold such a Python too, which sees that
+# torch only if they were made with --system-site-packages.
+PYTHON = """
+case "$1 $2" in
+  "-c import sys"*) echo "$VERSION" ;;
+  "-c import venv"*) [ -z "$NO_VENV" ] ;;
+  "-c import torch; print"*) [ -e .venv/sees ] && echo "torch==$TORCH_HERE" ;;
+  "-c import torch"*)
+    case "$0" in .venv/*) [ -e .venv/sees ] || exit 1 ;; esac
+    case "$TORCH_HERE" in 2.1[1-9]*) ;; *) exit 1 ;; esac ;;
+  "-m venv")
+    mkdir -p .venv/bin && cp "$0" .venv/bin/python && rm -f .venv/sees
+    case "$*" in *--system-site-packages*) touch .venv/sees ;; esac ;;
+  "-m pip") echo "$@" >> "$LOG" ;;
+esac
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """What `make .venv/core` reads of this repository, and a Python to begin with."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "packages.txt", "course"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    stub(tmp_path, "python3", PYTHON)
+    return tmp_path
+
+
+def make(checkout: Path, *arguments: str, **machine: str) -> subprocess.CompletedProcess:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
+    env |= {"LOG": str(checkout / "log"), "VERSION": "3.13", "TORCH_HERE": "none"} | machine
+    command = ["make", "PYTHON=./python3", *arguments]
+    return subprocess.run(command, cwd=checkout, env=env, capture_output=True, text=True)
+
+
+def asked_of_pip(checkout: Path) -> list[str]:
+    log = checkout / "log"
+    return log.read_text().splitlines() if log.exists() else []
+
+
+@pytest.mark.parametrize("version", ["3.9", "3.10", "3.15"])
+def test_a_python_that_does_not_fit_is_named_before_pip_starts(
+    checkout: Path, version: str
+) -> None:
+    ran = make(checkout, ".venv/core", VERSION=version)
+    assert ran.returncode != 0
+    assert f"is Python {version}; this course takes 3.11 to 3.14: make start" in ran.stderr
+    assert asked_of_pip(checkout) == []
+
+
+def test_a_missing_venv_module_is_named_before_pip_starts(checkout: Path) -> None:
+    ran = make(checkout, ".venv/core", NO_VENV="1")
+    assert ran.returncode != 0
+    assert "sudo apt install python3-venv" in ran.stderr
+    assert asked_of_pip(checkout) == []
+
+
+def test_the_core_is_installed_once_and_pinned(checkout: Path) -> None:
+    for _ in range(2):
+        ran = make(checkout, ".venv/core")
+        assert ran.returncode == 0, ran.stderr
+    (asked,) = asked_of_pip(checkout)
+    assert asked.endswith("-c .venv/constraints.txt -e .")
+    pins = (checkout / ".venv/constraints.txt").read_text()
+    assert pins == (ROOT / "constraints.txt").read_text()
+
+
+def test_torch_comes_from_the_index_that_is_named(checkout: Path) -> None:
+    make(checkout, ".venv/core", "TORCH_INDEX=https://wheels.example/cpu")
+    torch, core = asked_of_pip(checkout)
+    assert torch.endswith("--no-deps --index-url https://wheels.example/cpu torch")
+    assert "--index-url" not in core
+    assert make(checkout, ".venv/all", "SYSTEM_PACKAGES=no").returncode == 0
+    vision = [line for line in asked_of_pip(checkout) if line.endswith(" torchvision")]
+    assert "--index-url https://wheels.example/cpu" in vision[0], "the address is remembered"
+
+
+@pytest.mark.parametrize("torch", ["2.11.0a0+34c6371d24.nv26.2", "2.15.0"])
+def test_the_torch_of_an_image_is_kept(checkout: Path, torch: str) -> None:
+    assert make(checkout, ".venv/core", TORCH_HERE=torch).returncode == 0
+    assert (checkout / ".venv/sees").exists()
+    assert (checkout / ".venv/constraints.txt").read_text() == f"torch=={torch}\n"
+
+
+def test_a_torch_that_is_too_old_is_not_kept(checkout: Path) -> None:
+    assert make(checkout, ".venv/core", TORCH_HERE="2.9.1").returncode == 0
+    assert not (checkout / ".venv/sees").exists()
+    assert "torch==2.15" in (checkout / ".venv/constraints.txt").read_text()
+
+
+def test_another_torch_takes_its_own_pins_away(checkout: Path) -> None:
+    make(checkout, ".venv/core", "TORCH===2.11.*")
+    pins = (checkout / ".venv/constraints.txt").read_text().splitlines()
+    assert pins[-1] == "torch==2.11.*"
+    assert not [pin for pin in pins[:-1] if pin.startswith(("torch", "nvidia-", "triton", "cuda"))]
+    assert "numpy" in {pin.partition("==")[0] for pin in pins}
+
+
+def test_system_packages_can_be_declined(machine: Path) -> None:
+    ran = system_packages(machine, SYSTEM_PACKAGES="no")
+    assert ran.returncode == 0
+    assert f"sudo apt install {' '.join(PACKAGES[1:])}" in ran.stdout
+    assert not (machine / "log").exists()
+
+
+def test_lint_asks_for_ruff_alone(checkout: Path) -> None:
+    """In a clone without .venv, and without what a full environment takes minutes to fetch."""
+    planned = make(checkout, "--dry-run", "lint").stdout
+    assert "install" in planned
+    assert planned.rstrip().endswith("ruff format --check .")
+    for word in ("install.sh", "apt", "-e ."):
+        assert word not in planned

@@ -203,12 +203,14 @@ def test_what_it_cannot_do_is_refused_before_any_message() -> None:
             assert "use x.contiguous()" in words
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 7])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 5, 7])  # 1, 3 and 4: test_every_lesson.py
 def test_the_lesson_holds_beside_powers_of_two_too(ranks: int) -> None:
     played = play(LESSON, ranks)
-    assert (played.code, played.failed) == (0, set()), played.output
+    played.expect(set())
 
 
+@pytest.mark.slow
 def test_the_figure_is_drawn_and_the_picture_shows_the_ring(tmp_path) -> None:
     path = tmp_path / "ring.png"
     played = play(LESSON, 3, argv=("--figure", str(path)))
@@ -298,9 +300,9 @@ BREAKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", BREAKS)
 def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(what: str) -> None:
     change, claims = BREAKS[what]
     played = play(LESSON, 3, change)
-    assert played.failed == claims, played.output
-    assert played.code == 1
+    played.expect(claims)

@@ -50,10 +50,11 @@ def test_exposed_is_what_counting_moments_says(drawn: list[tuple[str, int, int]]
     assert lesson().exposed(placed) == len(moments["communication"] - moments["compute"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
 def test_order_and_values_hold_for_any_number_of_ranks(ranks: int) -> None:
     played = play(LESSON, ranks, *NO_LINK, *NO_HERE)
-    assert (played.code, played.failed) == (0, set()), played.output
+    played.expect(set())
     assert [row["verdict"] for row in played.ledger] == ["PASS"] * 8 + ["BLOCKED"]  # GPU streams
 
 
@@ -121,14 +122,14 @@ BREAKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", BREAKS)
 def test_a_broken_line_fails_the_claims_that_guard_it(what: str) -> None:
     changes, claims = BREAKS[what]
     played = play(LESSON, 2, *NO_LINK, *NO_HERE, *changes)
-    if "SIGSEGV" in str(played.code):
+    if what == "nobody waits in the end" and "SIGSEGV" in str(played.code):
         return  # memory that nobody waits for is freed too early: that is noticed as well
-    assert played.failed == claims, played.output
-    assert played.code == 1
+    played.expect(claims)
 
 
 CLOCK, TRACE, LOG = (
@@ -177,12 +178,14 @@ def across(*changes: tuple[str, str]) -> Played:
     return play(LESSON, 2, *NO_HERE, *ONE_STEP, *QUICK, *changes)
 
 
+@pytest.mark.slow
+@pytest.mark.clock
 @pytest.mark.parametrize("what", ON_THE_LINK)
 def test_across_the_link(what: str) -> None:
     changes, claims = ON_THE_LINK[what]
     played = across(*changes)
     assert {row["claim"] for row in played.ledger} >= {CLOCK, TRACE, LOG}, played.output
-    assert played.failed == claims, played.output
+    played.expect(claims)
 
 
 def test_the_figure_is_drawn(tmp_path) -> None:
@@ -198,15 +201,17 @@ def test_the_timeline_shows_who_does_what_when() -> None:
     assert rows == ["  rank 1 comp  aaaa....", "  rank 1 comm  ....aaaa"]
 
 
+@pytest.mark.slow
 def test_without_a_slow_network_it_is_blocked_and_says_why() -> None:
     played = across(('command(f"tc ', 'command(f"no-such-tc '))
-    assert played.code == 0, played.output
+    played.expect(set())
     assert "no-such-tc" in played.output
     needs = [row["needs"] for row in played.ledger if row["verdict"] == "BLOCKED"]
     assert needs == ["root or user namespaces", "1 GPU"]
     assert max(map(len, played.output.splitlines())) <= 100
 
 
+@pytest.mark.slow
 def test_whoever_is_not_root_has_a_slow_network_too() -> None:
     changes = [*NO_HERE, *ONE_STEP, *QUICK]
     outcomes = attempt(play_as_nobody, 2, LESSON, *changes, deadline=60, group=False)
@@ -214,6 +219,7 @@ def test_whoever_is_not_root_has_a_slow_network_too() -> None:
     assert {row["claim"] for row in ledger} >= {CLOCK, TRACE, LOG}, outcomes[0].output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["SIGINT", "SIGTERM", "SIGKILL"])
 def test_a_signal_leaves_nothing(end: str) -> None:
     was = machine()

@@ -169,33 +169,36 @@ BREAKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_break_makes_its_claim_fail(name: str) -> None:
     changes, expected = BREAKS[name]
     played = play(LESSON, 2, *changes, argv=("--steps", "1"))
-    assert played.code == 1, played.code
-    assert played.failed - {LEARNED} == expected
+    assert played.failed - {LEARNED} == expected, played.output
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_learn_fails() -> None:
     played = play(LESSON, 2, ("lr=6e-3", "lr=0.0"), argv=("--steps", "10"))
-    assert played.failed == {LEARNED}
+    played.expect({LEARNED})
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_too_good_fails() -> None:
     """A loss that no small model reaches in 25 steps: labels that are not shifted end at 0.3."""
     played = play(LESSON, 2, ("x_BT[:, 1:], reduction", "x_BT[:, :-1], reduction"))
-    assert played.failed == {"mean of the last losses, and one bit per byte", SUM}
+    played.expect({"mean of the last losses, and one bit per byte", SUM})
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_one_rank_and_rows_that_do_not_divide(n: int) -> None:
-    played = play(LESSON, n, argv=("--steps", "12"))
-    assert played.failed <= {LEARNED}
+@pytest.mark.slow
+def test_one_rank_says_what_waits_for_two() -> None:
+    played = play(LESSON, 1, argv=("--steps", "12"))
+    assert played.failed <= {LEARNED}, played.output
     waiting = [row["claim"] for row in played.ledger if row.get("needs") == "2 ranks"]
-    assert len(waiting) == (7 if n == 1 else 0)
+    assert len(waiting) == 7
 
 
+@pytest.mark.slow
 def test_own_text_and_its_entropy(tmp_path: Path) -> None:
     path = tmp_path / "two.txt"
     path.write_text("ab" * 5000)  # entropy ln 2, and wholly predictable

@@ -105,14 +105,14 @@ BROKEN_LOSSES = {  # each a set of breaks that meet different claims
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", BROKEN_LOSSES)
 def test_a_wrong_loss_or_gradient_fails_its_claim(what: str) -> None:
     changes, expected = BROKEN_LOSSES[what]
     config = ("--deepspeed_config", str(FOLDER / "zero2.json"))
     played = play(LESSON, 2, *changes, argv=config)
-    assert played.failed == expected, played.output + str(played.code)
+    played.expect(expected)
     assert len(played.ledger) == 4
-    assert played.code == 1
 
 
 NO_VALUES = ("    check_values(deepspeed, device, configs)\n", "")
@@ -162,28 +162,31 @@ BROKEN_KEYS = {  # each a set of breaks that meet different claims
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", BROKEN_KEYS)
 def test_a_key_that_is_not_set_fails_its_claim(what: str) -> None:
     changes, expected = BROKEN_KEYS[what]
     played = play(LESSON, 2, NO_VALUES, *changes)
-    assert played.failed == expected, played.output + str(played.code)
+    played.expect(expected)
 
 
+@pytest.mark.slow
 def test_allgather_bucket_size_times_ten_changes_no_message() -> None:
     """The key is read and checked, but nothing is split by it: no claim could notice a change."""
     played = play(
         LESSON, 2, NO_VALUES, ("allgather_bucket_size=2_000", "allgather_bucket_size=20_000")
     )
-    assert (played.code, played.failed) == (0, set())
+    played.expect(set())
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_other_world_sizes(n: int) -> None:
-    played = play(LESSON, n)
-    assert (played.code, played.failed) == (0, set()), played.output
-    assert [row["verdict"] for row in played.ledger].count("BLOCKED") == (1 if n == 1 else 0)
+@pytest.mark.slow
+def test_one_rank_alone_is_blocked_from_one_claim() -> None:
+    played = play(LESSON, 1)
+    played.expect(set())
+    assert [row["verdict"] for row in played.ledger].count("BLOCKED") == 1
 
 
+@pytest.mark.slow
 def test_it_runs_under_deepspeeds_own_launcher(tmp_path: Path) -> None:
     """Nothing is compiled, though the machine has never seen DeepSpeed before."""
     with socket.socket() as probe:
@@ -211,6 +214,8 @@ def test_it_runs_under_deepspeeds_own_launcher(tmp_path: Path) -> None:
     assert not (tmp_path / "c").exists(), "it compiled something"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_cpu_offload_with_deepspeeds_own_adam() -> None:
     """Compiled on first use (a minute), before there are ranks that could wait in vain."""
     build = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
@@ -240,6 +245,7 @@ def test_a_config_that_is_not_there_is_refused_once() -> None:
     assert ran.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_without_deepspeed_the_rest_runs_and_says_what_is_blocked() -> None:
     played = play(LESSON, 2, ("        import deepspeed\n", "        raise ImportError\n"))
     verdicts = [row["verdict"] for row in played.ledger]

@@ -30,7 +30,7 @@ def rows() -> list[list[str]]:
 
 def test_every_row_of_strategies_is_backed_by_a_run_or_a_source() -> None:
     claims = [claim for row in rows() for claim in claims_of(row[-1])]
-    assert len(claims) >= 50
+    assert claims
     assert [claim for claim in claims if not claimed_in(*claim)] == []
     assert not claimed_in("03", "stage 3: bytes in float16")
     assert not claimed_in("02", "type Adam: nothing of the kind")

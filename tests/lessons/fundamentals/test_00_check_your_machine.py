@@ -47,6 +47,7 @@ def test_a_probe_that_fails_or_hangs_ends_nothing() -> None:
     assert doctor.look(lambda: None)() is None
 
 
+@pytest.mark.slow
 def test_a_machine_without_psutil_or_nvml_is_looked_at_all_the_same(tmp_path: Path) -> None:
     for name in ("psutil", "pynvml"):
         (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('No module {name}')")
@@ -297,6 +298,7 @@ SHARES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not NAMESPACES, reason="needs root or user namespaces")
 @pytest.mark.parametrize("what", SHARES)
 def test_exhausted_shared_memory_is_recognised(what: str) -> None:
@@ -320,6 +322,7 @@ def test_every_ailment_says_cause_proof_and_remedy() -> None:
 # The doctor on machines that are ill
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not NAMESPACES, reason="needs root or user namespaces")
 def test_on_an_ill_machine_it_fails_says_why_and_goes_on(tmp_path: Path) -> None:
     tiny = 'mount -t tmpfs -o size=3m none /dev/shm && exec "$@"'
@@ -414,14 +417,14 @@ BREAKS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("section", "args", "old", "new", "fail"), BREAKS)
 def test_a_broken_line_makes_its_claim_fail(section, args, old, new, fail) -> None:
     verdicts = ledger_of(section, args, (old, new))
     assert {claim for claim, verdict in verdicts.items() if verdict == "FAIL"} == fail
 
 
-def test_unbroken_these_claims_hold() -> (
-    None
-):  # the one on gloo does in tests/lessons/test_every_lesson.py
+def test_unbroken_these_claims_hold() -> None:
+    """The one on gloo does in tests/lessons/test_every_lesson.py."""
     for section in ("the_host_name_is_ours", "shared_memory_is_there", "failures_are_recognised"):
         assert set(ledger_of(section, ()).values()) == {"PASS"}, section

@@ -58,12 +58,11 @@ BREAKS = {  # what each wrong line must make FAIL, and nothing else
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_wrong_line_fails_its_claims(name: str) -> None:
     old, new, expected = BREAKS[name]
-    played = play(LESSON, 1, (old, new))
-    assert played.code == 1, played.output
-    assert played.failed == expected
+    play(LESSON, 1, (old, new)).expect(expected)
 
 
 WRONG_RATES = {
@@ -167,12 +166,6 @@ def test_p2p_is_blocked_where_nvml_is_mute(monkeypatch) -> None:
     lesson.nvml_handle = lambda gpu: gpu
     lesson.check_p2p()
     assert [row["verdict"] for row in lesson.ledger] == ["BLOCKED"]
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_it_passes(ranks: int) -> None:
-    played = play(LESSON, ranks)
-    assert played.code == 0, played.output
 
 
 def test_the_figure_is_drawn(tmp_path: Path) -> None:

@@ -116,6 +116,7 @@ BREAKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_broken_line_fails_its_claims(name: str) -> None:
     old, new, claims = BREAKS[name]
@@ -123,6 +124,7 @@ def test_a_broken_line_fails_its_claims(name: str) -> None:
     assert played.failed == claims, played.output
 
 
+@pytest.mark.slow
 def test_the_figure_is_saved(tmp_path) -> None:
     path = tmp_path / "memory.png"
     assert play(LESSON, 2, argv=("--figure", str(path))).code == 0

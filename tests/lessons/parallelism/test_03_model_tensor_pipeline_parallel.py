@@ -1,6 +1,8 @@
 """The map of model parallelism: its parts on sizes of every kind, each claim against a break."""
 
 import copy
+import functools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,11 +16,19 @@ from course.ranks import run
 
 LESSON = "parallelism/03_model_tensor_pipeline_parallel.py"
 CLOSE = 1e-11
+
+
+@functools.cache
+def here():
+    return load(LESSON)
+
+
 QUICK = [("EPOCHS = 6\n", "EPOCHS = 1\n")]
 LEARNING = {"pipeline: accuracy on new digits", "tensor: accuracy on new digits"}
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 12])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 5, 12])  # 1, 3 and 4: test_every_lesson.py
 def test_the_lesson_holds_on_other_world_sizes(ranks: int) -> None:
     played = play(LESSON, ranks, *QUICK)
     assert played.failed <= LEARNING, played.output
@@ -33,7 +43,7 @@ def test_it_refuses_more_ranks_than_layers() -> None:
 @settings(max_examples=10, deadline=None)
 @given(st.integers(1, 6))
 def test_parts_on_devices_equal_one_model(devices: int) -> None:
-    lesson = load(LESSON)
+    lesson = here()
     cpu = torch.device("cpu")
     oracle = lesson.untrained(cpu)
     model = lesson.OnDevices(copy.deepcopy(oracle), [cpu] * devices)
@@ -88,9 +98,8 @@ def gpipe_log(lesson: object, stage: int, p: int, m: int) -> list:
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 9), st.integers(1, 9))
 def test_replay_finds_the_bubble(p: int, m: int) -> None:
-    lesson = load(LESSON)
-    logs = [gpipe_log(lesson, stage, p, m) for stage in range(p)]
-    assert lesson.replay(logs) == pytest.approx((p - 1) / (m + p - 1), abs=1e-12)
+    logs = [gpipe_log(here(), stage, p, m) for stage in range(p)]
+    assert here().replay(logs) == pytest.approx((p - 1) / (m + p - 1), abs=1e-12)
 
 
 def mlp_error(seed: int, rows: int) -> float:
@@ -114,10 +123,16 @@ def mlp_error(seed: int, rows: int) -> float:
     return max((a - b).abs().max().item() for a, b in pairs)
 
 
-@settings(max_examples=10, deadline=None)
-@given(st.integers(1, 5), st.integers(0, 99), st.integers(1, 9))
-def test_a_split_mlp_equals_the_whole_one_uneven_shares_too(n: int, seed: int, rows: int) -> None:
-    assert max(run(mlp_error, n, seed, rows)) < CLOSE
+def largest(error: Callable, cases: list[tuple]) -> float:
+    """The largest error of these cases, one after another on the same ranks."""
+    return max(error(*case) for case in cases)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+@settings(max_examples=2, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 99), st.integers(1, 9)), min_size=4, max_size=9))
+def test_a_split_mlp_equals_the_whole_one_uneven_shares_too(n: int, cases: list) -> None:
+    assert max(run(largest, n, mlp_error, cases)) < CLOSE
 
 
 def step_error(rows: int, m: int) -> float:
@@ -135,10 +150,11 @@ def step_error(rows: int, m: int) -> float:
     return max((a.grad - b.grad).abs().max().item() for a, b in pairs)
 
 
-@settings(max_examples=10, deadline=None)
-@given(st.integers(1, 4), st.integers(7, 20), st.integers(1, 7))
-def test_micro_batches_of_any_size_add_up_to_the_batch(n: int, rows: int, m: int) -> None:
-    assert max(run(step_error, n, rows, m)) < CLOSE
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@settings(max_examples=2, deadline=None)
+@given(st.lists(st.tuples(st.integers(7, 20), st.integers(1, 7)), min_size=4, max_size=9))
+def test_micro_batches_of_any_size_add_up_to_the_batch(n: int, cases: list) -> None:
+    assert max(run(largest, n, step_error, cases)) < CLOSE
 
 
 ERROR = ": error of the trained weights"
@@ -242,13 +258,14 @@ BREAKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", BREAKS)
 def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(what: str) -> None:
     changes, guards = BREAKS[what]
     played = play(LESSON, 2, *QUICK, *changes)
     assert played.failed - LEARNING == guards, played.output
-    assert played.code == 1
 
 
+@pytest.mark.slow
 def test_an_untrained_model_fails_the_claims_of_learning() -> None:
-    assert play(LESSON, 2, ("        optimizer.step()\n", "")).failed == LEARNING
+    play(LESSON, 2, ("        optimizer.step()\n", "")).expect(LEARNING)

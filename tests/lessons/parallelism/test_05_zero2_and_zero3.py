@@ -92,6 +92,7 @@ BREAKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_broken_line_fails_its_claims(name: str) -> None:
     old, new, claims = BREAKS[name]

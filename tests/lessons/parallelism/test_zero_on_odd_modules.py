@@ -286,6 +286,7 @@ SUBTLE = {  # the stage, the change, and what a rank says; None: it trains, to o
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SUBTLE)
 def test_subtle_mistakes_show_on_odd_modules(name: str) -> None:
     stage, change, words = SUBTLE[name]

@@ -1,0 +1,142 @@
+"""`course start`, `hint`, `solution` and `reset`: the learner's own file, answers/NN_name.py."""
+
+import argparse
+import sys
+
+from course import progress
+from course.book import Exercise
+from course.outline import book, find_exercise, steps
+from course.terminal import command, paint, say, shown
+
+N = {"metavar": "N", "help": "3, 03_ring_shift, or any part of its name"}
+N_OR_CURRENT = {
+    "metavar": "N",
+    "nargs": "?",
+    "help": "3, 03_ring_shift, or any part of its name; without it, the answer that you saved "
+    "last, of those not accepted, or the next exercise",
+}
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "start",
+        help="begin an exercise: its stub goes to answers/",
+        description="Write an exercise's stub to answers/, never over a file that is there.",
+    )
+    parser.add_argument("exercise", **N_OR_CURRENT)
+    parser.set_defaults(run=start)
+    parser = commands.add_parser(
+        "hint", help="one hint more", description="Show the hints seen so far, and one more."
+    )
+    parser.add_argument("exercise", **N_OR_CURRENT)
+    parser.set_defaults(run=hint)
+    parser = commands.add_parser(
+        "solution",
+        help="our solution, once yours is accepted",
+        description="Print our solution, once yours has been accepted.",
+    )
+    parser.add_argument("exercise", **N)
+    parser.add_argument("--anyway", action="store_true", help="show it, though yours is not")
+    parser.set_defaults(run=solution)
+    parser = commands.add_parser(
+        "reset",
+        help="the empty stub again; a copy of yours is kept",
+        description="Put the stub in place of your answer, which is kept beside it. Asks first.",
+    )
+    parser.add_argument("exercise", **N)
+    parser.set_defaults(run=reset)
+
+
+def chosen(name: str | None) -> Exercise:
+    """The exercise of that name; without one, the answer saved last of those that have no tick, or
+    else the first exercise of the path that has none.
+    """
+    if name is not None:
+        return find_exercise(name)
+    done = progress.read()["exercises"]
+    begun = [one for one in book() if one.answer.exists() and one.name not in done]
+    if begun:
+        return max(begun, key=lambda one: one.answer.stat().st_mtime_ns)
+    for step in steps():
+        if isinstance(step, Exercise) and step.name not in done:
+            return step
+    sys.exit("All exercises are done. Name one by its number.")
+
+
+def start(options: argparse.Namespace) -> int:
+    exercise = chosen(options.exercise)
+    answer = shown(exercise.answer)
+    try:
+        write_stub(exercise)
+    except FileExistsError:
+        sys.exit(
+            f"{answer} is there already, and stays as it is. To grade it: "
+            f"{command('check', exercise.number)}. To begin anew: "
+            f"{command('reset', exercise.number)}."
+        )
+    print(f"{paint(f'{exercise.number:02d} {exercise.title}', 'bold')}\n")
+    print(f"The task:   {shown(exercise.folder / 'README.md')}")
+    print(f"Your file:  {answer}")
+    print(f"Then:       {command('check', exercise.number)}")
+    print(f"or:         {command('watch', exercise.number)}, which checks whenever you save")
+    return 0
+
+
+def write_stub(exercise: Exercise) -> None:
+    """Begin the answer. Raises FileExistsError if there is one."""
+    exercise.answer.parent.mkdir(exist_ok=True)
+    with exercise.answer.open("x") as file:
+        file.write(exercise.stub())
+
+
+def hint(options: argparse.Namespace) -> int:
+    """Show the hints seen so far, and one more."""
+    exercise = chosen(options.exercise)
+    seen = progress.read()["hints"].get(exercise.name, 0)
+    hints = exercise.hints
+    print(paint(f"{exercise.number:02d} {exercise.title}", "bold"))
+    for number, text in enumerate(hints[: seen + 1], 1):
+        print(f"\n{paint(f'Hint {number} of {len(hints)}', 'bold')}\n{text}")
+    if seen < len(hints):
+        progress.remember("hints", exercise.name, seen + 1)
+    else:
+        print(f"\nNo more hints. Ours: {command('solution', exercise.number, '--anyway')}")
+    return 0
+
+
+def solution(options: argparse.Namespace) -> int:
+    exercise = find_exercise(options.exercise)
+    if not options.anyway and exercise.name not in progress.read()["exercises"]:
+        sys.exit(
+            f"Yours has not been accepted yet. Another hint: {command('hint', exercise.number)}. "
+            f"To see ours now: {command('solution', exercise.number, '--anyway')}."
+        )
+    print(exercise.solution.read_text(), end="")
+    return 0
+
+
+def reset(options: argparse.Namespace) -> int:
+    """Put the stub back, having asked; keep what was there."""
+    exercise = find_exercise(options.exercise)
+    answer = exercise.answer
+    if answer.exists():
+        number = 1
+        while answer.with_suffix(f".kept-{number}.py").exists():
+            number += 1
+        kept = answer.with_suffix(f".kept-{number}.py")
+        question = f"Keep {shown(answer)} as {kept.name} and begin anew? [y/N] "
+        if ask(question).strip().lower() not in ("y", "yes"):
+            sys.exit("Nothing was changed.")
+        answer.rename(kept)
+    write_stub(exercise)
+    say(f"{shown(answer)} is the empty stub again.")
+    return 0
+
+
+def ask(question: str) -> str:
+    """What is typed in reply; nothing at the end of input."""
+    try:
+        return input(question)
+    except EOFError:
+        print()
+        return ""

@@ -1,0 +1,147 @@
+"""`course`, `course next` and `course tick`: the path, how far one is, and where it goes on."""
+
+import argparse
+import textwrap
+from datetime import date
+
+from course import progress
+from course.book import Exercise
+from course.outline import (
+    Lesson,
+    book,
+    exercises_after,
+    exercises_of_no_lesson,
+    find_lesson,
+    lessons,
+    steps,
+)
+from course.terminal import WIDTH, command, paint, say, shown, tick
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "next",
+        help="the next lesson's questions, or exercise's task",
+        description="Print what comes next on the path: a lesson's questions, an exercise's task.",
+    )
+    parser.set_defaults(run=show_next)
+    parser = commands.add_parser(
+        "tick",
+        help="tick a lesson that you ran by torchrun or srun",
+        description="Tick a lesson that you ran by hand; `run` and `predict` do it by themselves.",
+    )
+    parser.add_argument("lesson", metavar="NAME", help="parallelism/01, or any part of its name")
+    parser.add_argument("--off", action="store_true", help="take the tick away again")
+    parser.set_defaults(run=tick_lesson)
+
+
+def show(options: argparse.Namespace) -> int:
+    """Print the whole path, spine first, with ticks and minutes; then what comes next."""
+    done = progress.read()
+    marks = marks_of(done)
+    ticks = len([lesson for lesson in lessons() if is_done(lesson, done)])
+    counted = f"{ticks} of {len(lessons())} lessons"
+    ticks = len([exercise for exercise in book() if is_done(exercise, done)])
+    counted += f", {ticks} of {len(book())} exercises done"
+    print(f"{paint('Distributed deep learning, by measurement', 'bold')}{counted:>57}")
+    for heading, spine in (("The spine: all else builds on it", True), ("Deeper", False)):
+        print(f"\n{paint(f'{heading:62}', 'bold')} minutes  exercises")
+        folder = ""
+        for lesson in lessons():
+            if lesson.spine == spine:
+                show_lesson(lesson, lesson.folder != folder, marks)
+                folder = lesson.folder
+    for exercise in exercises_of_no_lesson():
+        print(f"{'':73}{of_exercise(exercise, marks)}")
+    print()
+    print(where_to_go(done))
+    print(f"\n{command('run', 'FOLDER/NN')}   runs any lesson")
+    print(f"{command('start', 'NN')}        begins any exercise")
+    print(f"{command('--help')}          lists all commands")
+    return 0
+
+
+def marks_of(done: dict) -> dict[str, str]:
+    """Before each step, by its name: a tick, an arrow if it comes next, or a dot."""
+    marks = {step.name: "·" for step in steps()}
+    for step in steps():
+        if is_done(step, done):
+            marks[step.name] = tick(True)
+    coming = next_step(done)
+    if coming:
+        marks[coming.name] = paint("→", "bold")
+    return marks
+
+
+def show_lesson(lesson: Lesson, first: bool, marks: dict[str, str]) -> None:
+    """One row, and another for each further exercise; `first` of its folder, it names that."""
+    folder = lesson.folder if first else ""
+    subject = textwrap.shorten(lesson.subject, 44, placeholder=" ...")
+    row = f"  {folder:15}{marks[lesson.name]} {lesson.number}  {subject:44}{lesson.minutes:4}"
+    after = exercises_after(lesson)
+    if not after:
+        print(row)
+    for exercise in after:
+        print(f"{row}  {of_exercise(exercise, marks)}")
+        row = " " * 71
+
+
+def of_exercise(exercise: Exercise, marks: dict[str, str]) -> str:
+    words = exercise.name[3:].replace("_", " ")
+    return f"{marks[exercise.name]} {exercise.number:02d} {words}"
+
+
+def is_done(step: Lesson | Exercise, done: dict) -> bool:
+    if isinstance(step, Lesson):
+        return step.path in done["lessons"]
+    return step.name in done["exercises"]
+
+
+def next_step(done: dict) -> Lesson | Exercise | None:
+    """The first step of the path that has no tick."""
+    return next((step for step in steps() if not is_done(step, done)), None)
+
+
+def where_to_go(done: dict) -> str:
+    """What comes next, and the command to type."""
+    step = next_step(done)
+    if step is None:
+        return "All done. exercises/interview_topics.md asks whether you can also say it."
+    if isinstance(step, Lesson):
+        what = f"Next: {step.name}. {step.title}"
+        how = command("predict", step.name)
+    else:
+        what = f"Next: exercise {step.number:02d}. {step.title}"
+        how = command("check" if step.answer.exists() else "start", step.number)
+    return f"{textwrap.fill(what, WIDTH, subsequent_indent=' ' * 6)}\n\n    {how}"
+
+
+def show_next(options: argparse.Namespace) -> int:
+    step = next_step(progress.read())
+    if step is None:
+        print(where_to_go(progress.read()))
+    elif isinstance(step, Lesson):
+        print(step.task)
+        print(f"\nThe lesson: {shown(step.file)}")
+        print(f"{command('predict', step.name)} asks these questions, then runs it.")
+    else:
+        show_task(step)
+    return 0
+
+
+def show_task(exercise: Exercise) -> None:
+    """Print an exercise's README less its hints, and the command to type."""
+    print(exercise.readme.partition("<details>")[0].strip())
+    verb = "check" if exercise.answer.exists() else "start"
+    print(f"\nYour file: {shown(exercise.answer)}\n\n    {command(verb, exercise.number)}")
+
+
+def tick_lesson(options: argparse.Namespace) -> int:
+    lesson = find_lesson(options.lesson)
+    if options.off:
+        progress.forget("lessons", lesson.path)
+        print(f"No tick at {lesson.name} any more.")
+    else:
+        progress.remember("lessons", lesson.path, date.today().isoformat())
+        say(f"{tick(True)} {lesson.name}. {lesson.title}")
+    return 0

@@ -1,0 +1,151 @@
+"""`course run` and `course predict`: run a lesson; ask its questions first, and compare."""
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from datetime import date
+from pathlib import Path
+
+from course import progress
+from course.outline import Lesson, find_lesson
+from course.overview import where_to_go
+from course.terminal import end, paint, say, shown, tick
+
+NAME = {"metavar": "NAME", "help": "parallelism/01, or any part of its name"}
+FLAGS = {"metavar": "...", "nargs": argparse.REMAINDER, "help": "flags of the lesson's own"}
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "predict",
+        help="answer a lesson's questions, run it, compare",
+        description="Ask the lesson's questions one by one, run it, and show your answers beside "
+        "what was predicted and measured. Answers are kept, and can be changed the next time.",
+    )
+    parser.add_argument("lesson", **NAME)
+    parser.add_argument("flags", **FLAGS)
+    parser.set_defaults(run=predict)
+    parser = commands.add_parser(
+        "run",
+        help="run a lesson",
+        description="Run a lesson with this Python; tick it if all its claims hold.",
+    )
+    parser.add_argument("lesson", **NAME)
+    parser.add_argument("flags", **FLAGS)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    lesson = find_lesson(options.lesson)
+    status, ledger = play(lesson, options.flags)
+    if ledger and status == 0:
+        print(f"\n{tick(True)} {lesson.name} is done.\n{where_to_go(progress.read())}")
+    return status
+
+
+def play(lesson: Lesson, flags: list[str]) -> tuple[int, list[dict]]:
+    """Run a lesson as one would by hand; tick it if all its claims hold. Returns its exit status,
+    and its ledger, which is empty if it was ended early or asked for --help.
+    """
+    if importlib.util.find_spec("torch") is None:
+        sys.exit(f"{sys.executable} has no torch; in the course's folder: pip install -e .")
+    with tempfile.TemporaryDirectory(prefix="course-") as folder:
+        kept = Path(os.environ.get("LESSON_JSON", f"{folder}/ledger.json"))
+        kept.unlink(missing_ok=True)
+        environment = os.environ | {"LESSON_JSON": str(kept)}
+        process = subprocess.Popen([sys.executable, shown(lesson.file), *flags], env=environment)
+        try:
+            status = process.wait()
+        finally:
+            end(process, patience=2)  # after Ctrl-C, which has reached it too
+        ledger = json.loads(kept.read_text())["ledger"] if kept.exists() else []
+    if ledger and status == 0:
+        progress.remember("lessons", lesson.path, date.today().isoformat())
+    return (128 - status if status < 0 else status), ledger
+
+
+def predict(options: argparse.Namespace) -> int:
+    lesson = find_lesson(options.lesson)
+    print(f"{paint(lesson.title, 'bold')}\n")
+    answers = ask(lesson)
+    print(paint(f"{shown(lesson.file)} runs now.", "bold"), end="\n\n", flush=True)
+    status, ledger = play(lesson, options.flags)
+    if not ledger:
+        print(f"\nThe lesson ended with status {status} and no ledger: nothing to compare.")
+        return status
+    compare(lesson, answers, ledger)
+    print(where_to_go(progress.read()))
+    return status
+
+
+def ask(lesson: Lesson) -> dict[str, str]:
+    """Ask every question; return what was answered, now or earlier, by the question's number.
+
+    Each answer is kept as it is given. At the end of input, what is left is skipped.
+    """
+    first, questions = lesson.predict
+    answers = progress.read()["predictions"].get(lesson.path, {})
+    if first:
+        say(" ".join(first.split()))
+        print()
+    print("Enter skips a question, or keeps your earlier answer. Ctrl-D skips the rest.\n")
+    for number, question in questions.items():
+        print(numbered(number, question))
+        earlier = answers.get(str(number), "")
+        try:
+            answer = input(f"   [{earlier}] > " if earlier else "   > ").strip()
+        except EOFError:
+            print("\n\nThe input has ended: the other questions are skipped.\n")
+            break
+        print()
+        if answer:
+            answers = answers | {str(number): answer}
+            progress.remember("predictions", lesson.path, answers)
+    return answers
+
+
+def numbered(number: int, question: str) -> str:
+    return f"{number}. " + question.replace("\n", "\n   ")
+
+
+def compare(lesson: Lesson, answers: dict[str, str], ledger: list[dict]) -> None:
+    """Each question, your answer, and beneath it the claims that answer it."""
+    print("\n" + paint("Yours beside what was predicted and measured", "bold"))
+    for number, question in lesson.predict[1].items():
+        print(f"\n{numbered(number, question)}\n")
+        yours = answers.get(str(number), "no answer")
+        say(f"you      {paint(yours, 'bold')}", 3)
+        rows = [row for row in ledger if row.get("question") == number]
+        if rows:
+            print(f"{'':62}{'predicted':22}{'measured':>14}")
+        else:
+            print("   No claim of this run answers it.")
+        for row in rows:
+            show(row)
+    blocked = [row for row in ledger if row["verdict"] == "BLOCKED"]
+    if blocked:
+        print("\nThis machine cannot say:")
+    for row in blocked:
+        say(f"BLOCKED  {row['claim']} (needs {row['needs']})", 3)
+    line = lesson.file.read_text().partition("What you should have seen")[0].count("\n") + 1
+    print(f"\nWhy: {shown(lesson.file)}:{line}, What you should have seen\n")
+
+
+def show(row: dict) -> None:
+    """A claim as the lesson's ledger has it."""
+    verdict = paint(f"{row['verdict']:7}", "green" if row["verdict"] == "PASS" else "red")
+    between = f"{row['sign']:>2} {readable(row['predicted'])}"
+    if row["slack"]:
+        between += f" ±{row['slack']:.2g}"
+    measured = readable(row["measured"])
+    print(f"   {verdict}  {row['claim']:50}{between:22}{measured:>14}")
+
+
+def readable(x: float | str) -> str:
+    """Whole numbers in full, others to six digits; what JSON cannot hold is text already."""
+    x = float(x)
+    return f"{x:,.0f}" if x.is_integer() and abs(x) < 1e12 else f"{x:,.6g}"

@@ -1,0 +1,79 @@
+"""What a learner has done, in answers/.progress.json.
+
+The file is replaced as a whole, so that no interruption leaves it half written; and one command at
+a time changes it, so that two at once lose nothing.
+"""
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+
+from course.book import ROOT
+from course.terminal import shown
+
+ANSWERS = ROOT / "answers"
+FILE = ANSWERS / ".progress.json"
+# lessons and exercises: when each was done, by its name; hints: how many of an exercise were shown;
+# predictions: of a lesson, what was answered to each question
+KEYS = ("lessons", "exercises", "hints", "predictions")
+
+
+def read() -> dict[str, dict]:
+    """What is known, by KEYS. A file that cannot be read is moved aside, and that is said."""
+    known = {key: {} for key in KEYS}
+    try:
+        kept = json.loads(FILE.read_text())
+        if not isinstance(kept, dict):
+            raise ValueError("no object")
+        for key in KEYS:
+            known[key].update(kept.get(key, {}))
+    except FileNotFoundError:
+        pass
+    except (ValueError, TypeError):  # no JSON, or not what we write
+        aside = FILE.with_name(f".progress.broken-{os.getpid()}.json")
+        FILE.replace(aside)
+        print(
+            f"{shown(FILE)} was broken; it is {aside.name} now, and ticks begin anew.",
+            file=sys.stderr,
+        )
+        return {key: {} for key in KEYS}
+    return known
+
+
+def remember(what: str, name: str, value: object) -> None:
+    """Keep a value under one of KEYS."""
+    with _alone():
+        known = read()
+        known[what][name] = value
+        _write(known)
+
+
+def forget(what: str, name: str) -> None:
+    """Drop what is kept under one of KEYS, if anything is."""
+    with _alone():
+        known = read()
+        known[what].pop(name, None)
+        _write(known)
+
+
+def _write(known: dict[str, dict]) -> None:
+    part = FILE.with_name(FILE.name + ".part")
+    part.write_text(json.dumps(known, indent=1) + "\n")
+    os.replace(part, FILE)
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Hold the folder's lock. Where a file system has none, two commands may cross: no more."""
+    import fcntl  # not on Windows, where `course` says so first
+
+    ANSWERS.mkdir(exist_ok=True)
+    folder = os.open(ANSWERS, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)

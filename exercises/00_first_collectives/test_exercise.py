@@ -1,0 +1,210 @@
+"""Grader of 00: ten calls, one check each."""
+
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from course.grading import Wrong, expect, grade, same
+
+N = 3
+
+
+def held(seed: int, rank: int, *shape: int) -> torch.Tensor:
+    """A rank's numbers: small integers in float64, so that sums are exact in any order."""
+    own = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randint(-99, 100, shape, generator=own).double()
+
+
+def call(answer, wire, name: str, seed: int, shape: tuple[int, ...], *args: int) -> tuple:
+    """Call one function of the answer; return what it returned, x afterwards, and its calls."""
+    x = held(seed, dist.get_rank(), *shape)
+    function = getattr(answer, name)
+    returned = function(x, *args)
+    return returned, x, wire.calls()
+
+
+def asked(answer: Path, name: str, seed: int, *shape: int, args: tuple[int, ...] = ()) -> list:
+    return grade(answer, call, N, name, seed, shape, *args)
+
+
+def one_call(calls: list, op: str, rank: int) -> None:
+    """Refuse anything but one call of `op`."""
+    made = [event.op for event in calls]
+    if made != [op]:
+        raise Wrong(f"rank {rank}: expected one call, {op}; got {', '.join(made) or 'none'}")
+
+
+def unchanged(x: torch.Tensor, seed: int, rank: int) -> None:
+    if not torch.equal(x, held(seed, rank, *x.shape)):
+        raise Wrong(f"rank {rank}: x was changed; it is the caller's")
+
+
+def test_sum_and_mean(answer: Path, seed: int) -> None:
+    """1. sum_and_mean"""
+    total = sum(held(seed, r, 6) for r in range(N))
+    for rank, (got, x, calls) in enumerate(asked(answer, "sum_and_mean", seed, 6)):
+        if not (isinstance(got, tuple) and len(got) == 2):
+            raise Wrong(f"rank {rank}: expected a sum and a mean, got {got!r}"[:200])
+        unchanged(x, seed, rank)
+        if isinstance(got[0], torch.Tensor) and torch.equal(got[0], held(seed, rank, 6)):
+            raise Wrong(f"rank {rank}: the first is its own x: nothing was summed")
+        same(got[0], total, f"rank {rank}: the sum")
+        same(got[1], total / N, f"rank {rank}: the mean")
+        one_call(calls, "all_reduce", rank)
+
+
+def test_agree(answer: Path, seed: int) -> None:
+    """2. agree"""
+    for rank, (_, x, calls) in enumerate(asked(answer, "agree", seed, 6, args=(1,))):
+        if rank != 1 and torch.equal(x, held(seed, 0, 6)):
+            raise Wrong(f"rank {rank}: holds rank 0's x; the source is rank 1")
+        same(x, held(seed, 1, 6), f"rank {rank}: x, from source 1")
+        one_call(calls, "broadcast", rank)
+
+
+def test_stack_all(answer: Path, seed: int) -> None:
+    """3. stack_all"""
+    due = torch.stack([held(seed, r, 2, 3) for r in range(N)])
+    for rank, (got, x, calls) in enumerate(asked(answer, "stack_all", seed, 2, 3)):
+        unchanged(x, seed, rank)
+        same(got, due, f"rank {rank}: all ranks' x, stacked")
+        one_call(calls, "all_gather", rank)
+
+
+def test_my_part_of_the_sum(answer: Path, seed: int) -> None:
+    """4. my_part_of_the_sum"""
+    parts = sum(held(seed, r, 4 * N) for r in range(N)).chunk(N)
+    for rank, (got, x, calls) in enumerate(asked(answer, "my_part_of_the_sum", seed, 4 * N)):
+        unchanged(x, seed, rank)
+        same(got, parts[rank], f"rank {rank}: its part of the sum")
+        one_call(calls, "reduce_scatter", rank)
+
+
+def test_exchange_rows(answer: Path, seed: int) -> None:
+    """5. exchange_rows"""
+    rows = [held(seed, r, N, 2) for r in range(N)]
+    for rank, (got, x, calls) in enumerate(asked(answer, "exchange_rows", seed, N, 2)):
+        unchanged(x, seed, rank)
+        same(got, torch.stack([row[rank] for row in rows]), f"rank {rank}: the rows that came")
+        one_call(calls, "all_to_all", rank)
+
+
+def test_hand_over(answer: Path, seed: int) -> None:
+    """6. hand_over"""
+    source, target = 2, 0
+    ops = {source: ["send"], target: ["recv"]}
+    for rank, (_, x, calls) in enumerate(asked(answer, "hand_over", seed, 4, args=(2, 0))):
+        due = held(seed, source if rank == target else rank, 4)
+        same(x, due, f"rank {rank}: x, after rank {source} handed over to rank {target}")
+        expect([event.op for event in calls], ops.get(rank, []), f"rank {rank}: calls")
+
+
+def late(answer, wire) -> tuple:
+    """Call the answer where rank 0 works slowly: others that do not wait look before it is done."""
+    store = _get_default_store()
+    rank = dist.get_rank()
+    looks = [f"rank {other} has looked" for other in range(1, dist.get_world_size())]
+
+    def work() -> None:
+        until = time.monotonic() + 0.5
+        while rank == 0 and time.monotonic() < until and not store.check(looks):
+            time.sleep(0.01)
+        store.add("worked", 1)
+
+    def look() -> int:
+        worked = store.add("worked", 0)
+        store.add(f"rank {rank} has looked", 1)
+        return worked
+
+    returned = answer.look_when_all_have_worked(work, look)
+    store.add(f"rank {rank} has returned", 1)
+    store.wait([f"rank {other} has returned" for other in range(N)])
+    return returned, look(), wire.calls()
+
+
+def test_look_when_all_have_worked(answer: Path) -> None:
+    """7. look_when_all_have_worked"""
+    told = grade(answer, late, N)
+    for rank, (got, _, _) in enumerate(told):
+        if isinstance(got, int) and got < N:
+            raise Wrong(f"rank {rank}: looked when {got} of {N} ranks had worked")
+    for rank, (got, worked, calls) in enumerate(told):
+        expect(worked, N, f"rank {rank}: calls of work, by all ranks")
+        expect(got, N, f"rank {rank}: what look returned")
+        one_call(calls, "barrier", rank)
+
+
+def test_sum_of_my_kind(answer: Path, seed: int) -> None:
+    """8. sum_of_my_kind"""
+    for rank, (_, x, calls) in enumerate(grade(answer, call, 4, "sum_of_my_kind", seed, (5,))):
+        kind = range(rank % 2, 4, 2)
+        if torch.equal(x, sum(held(seed, r, 5) for r in range(4))):
+            raise Wrong(f"rank {rank}: holds the sum of all ranks; its kind is {list(kind)}")
+        same(x, sum(held(seed, r, 5) for r in kind), f"rank {rank}: the sum of {list(kind)}")
+        reduced = [event for event in calls if event.op == "all_reduce"]
+        expect(len(reduced), 1, f"rank {rank}: calls of all_reduce")
+        expect(reduced[0].ranks, tuple(kind), f"rank {rank}: ranks in that group")
+
+
+def draws(answer, wire, seed: int) -> list[list[int]]:
+    """What the two generators draw, made twice."""
+    drawn = []
+    for _ in range(2):
+        made = answer.generators(seed)
+        if not (isinstance(made, tuple) and len(made) == 2):
+            raise Wrong(f"expected two generators, got {made!r}"[:200])
+        if made[0] is made[1]:
+            raise Wrong("both are the same generator: what one draws, the other will not")
+        for generator in made:
+            drawn.append(torch.randint(2**40, (4,), generator=generator).tolist())
+        torch.rand(3)
+    wire.only()
+    return drawn
+
+
+def test_generators(answer: Path, seed: int) -> None:
+    """9. generators"""
+    told = grade(answer, draws, N, seed)
+    for rank, (weights, own, again, own_again) in enumerate(told):
+        if (weights, own) != (again, own_again):
+            raise Wrong(f"rank {rank}: called twice with one seed, it draws other numbers")
+        if weights != told[0][0]:
+            raise Wrong(f"rank {rank}: the generator for the weights is not like rank 0's")
+        if own == weights:
+            raise Wrong(f"rank {rank}: its own generator repeats the one for the weights")
+        for other in range(rank):
+            if own == told[other][1]:
+                raise Wrong(f"rank {rank}: its own generator is like rank {other}'s")
+    ((weights, _, _, _),) = grade(answer, draws, 1, seed + 1)
+    if weights == told[0][0]:
+        raise Wrong("another seed gives the same weights")
+
+
+NODES = [  # rank, local rank, ranks on this node, GPUs there
+    (0, 0, 8, 8),
+    (13, 5, 8, 8),
+    (3, 3, 4, 8),
+    (1, 1, 2, 1),
+    (6, 2, 4, 3),
+    (2, 2, 4, 0),
+    (0, 0, 1, 1),
+]
+
+
+def chosen(answer, wire) -> list:
+    return [answer.backend_and_device(*node) for node in NODES]
+
+
+def test_backend_and_device(answer: Path) -> None:
+    """10. backend_and_device"""
+    (told,) = grade(answer, chosen, 1, group=False)
+    for (rank, local_rank, ranks, gpus), got in zip(NODES, told, strict=True):
+        where = f"rank {rank}, local rank {local_rank} of {ranks}, {gpus} GPUs"
+        due = ("nccl", f"cuda:{local_rank}") if gpus >= ranks else ("gloo", "cpu")
+        if not (isinstance(got, tuple) and len(got) == 2):
+            raise Wrong(f"{where}: expected a backend and a device, got {got!r}"[:200])
+        expect(got[0], due[0], f"{where}: backend")
+        expect(str(got[1]), due[1], f"{where}: device")

@@ -1,0 +1,229 @@
+"""Known mistakes: name, passage of solution.py, its replacement, the check, what it says."""
+
+MISTAKES = [
+    (
+        "parameters dealt out in turn",
+        "    return owners\n",
+        "    return [i % n for i in range(len(sizes))]\n",
+        "test_partition",
+        "partition([100, 1, 100, 1, 100, 1, 100, 1, 100, 1, 100, 1], 2): no rank may hold over "
+        "403 elements; by rank they hold [600, 6]",
+    ),
+    (
+        "the list cut into pieces of equal length",
+        "    return owners\n",
+        "    each = -(-len(sizes) // n)\n    return [i // each for i in range(len(sizes))]\n",
+        "test_partition",
+        "no rank may hold over 27 elements; by rank they hold [30, 6]",
+    ),
+    (
+        "everything owned by rank 0",
+        "    return owners\n",
+        "    return [0] * len(sizes)\n",
+        "test_partition",
+        "no rank may hold over 403 elements; by rank they hold [606, 0]",
+    ),
+    (
+        "gradients averaged once more",
+        "        self.local.step()\n",
+        "        for parameter in self.owner:\n"
+        "            if parameter.grad is not None:\n"
+        "                dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)\n"
+        "        self.local.step()\n",
+        "test_bytes",
+        "calls all_reduce, broadcast; gradients come averaged",
+    ),
+    (
+        "every parameter gathered from every rank",
+        "            dist.broadcast(parameter.detach(), src=owner)\n",
+        "            came = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]\n"
+        "            dist.all_gather(came, parameter.detach())\n"
+        "            parameter.copy_(came[owner])\n",
+        "test_bytes",
+        "calls all_gather; use broadcast",
+    ),
+    (
+        "frozen parameters sent too",
+        '[p for p in group["params"] if p.requires_grad]',
+        'group["params"]',
+        "test_bytes",
+        "expected 624 B of broadcasts at most, got 948 B",
+    ),
+    (
+        "each owner broadcasts on its own",
+        "            dist.broadcast(parameter.detach(), src=owner)\n",
+        "            if owner == dist.get_rank():\n"
+        "                dist.broadcast(parameter.detach(), src=owner)\n",
+        "test_bytes",
+        "waits in broadcast",
+    ),
+    (
+        "the library's optimizer",
+        None,
+        "mistake_library.py",
+        "test_bytes",
+        "the answer uses ZeroRedundancyOptimizer, which it is to do without",
+    ),
+    (
+        "groups forgotten",
+        (
+            "        self.local = optimizer_class(mine, **defaults)\n",
+            "        for mine, group in "
+            "zip(self.local.param_groups, self.param_groups, strict=True):\n"
+            '            mine |= group | {"params": mine["params"]}\n',
+        ),
+        (
+            '        mine = [{"params": [p for p in trained if self.owner[p] == rank]}]\n'
+            "        self.local = optimizer_class(mine, **defaults)\n",
+            "",
+        ),
+        "test_weights",
+        "after step 0, weights on rank 0 are as if groups had no settings of their own",
+    ),
+    (
+        "only lr and weight_decay of the groups kept",
+        (
+            'mine.append(group | {"params": params})',
+            'mine |= group | {"params": mine["params"]}',
+        ),
+        (
+            'mine.append({"params": params})',
+            'mine |= {name: group[name] for name in ("lr", "weight_decay")}',
+        ),
+        "test_weights",
+        "are as if groups had no settings of their own but lr and weight_decay",
+    ),
+    (
+        "a new optimizer in every step",
+        (
+            "        self.local = optimizer_class(mine, **defaults)\n",
+            "zip(self.local.param_groups, self.param_groups",
+            "        self.local.step()\n",
+        ),
+        (
+            "        self.mine = mine\n"
+            "        self.make = lambda mine: optimizer_class(mine, **defaults)\n",
+            "zip(self.mine, self.param_groups",
+            "        self.make(self.mine).step()\n",
+        ),
+        "test_weights",
+        "after step 1, bias on rank 0: element",
+    ),
+    (
+        "rank 0 sends everything",
+        "src=owner",
+        "src=0",
+        "test_weights",
+        "is what it was before on ranks [0, 1]: its owner has not updated it, or a stale copy was "
+        "sent",
+    ),
+    (
+        "nothing sent",
+        "        for parameter, owner in self.owner.items():\n"
+        "            dist.broadcast(parameter.detach(), src=owner)\n",
+        "",
+        "test_weights",
+        "after step 0, bias is what it was before on ranks [1]: its owner has to send it to all",
+    ),
+    (
+        "a missing gradient taken for zero",
+        "        self.local.step()\n",
+        "        for parameter in self.owner:\n"
+        "            if parameter.grad is None:\n"
+        "                parameter.grad = torch.zeros_like(parameter)\n"
+        "        self.local.step()\n",
+        "test_weights",
+        "after step 1, up on rank 0 (it has no gradient in this step)",
+    ),
+    (
+        "nothing sharded, nothing sent",
+        (
+            '            params = [p for p in group["params"] if self.owner.get(p) == rank]\n',
+            "        for parameter, owner in self.owner.items():\n"
+            "            dist.broadcast(parameter.detach(), src=owner)\n",
+        ),
+        ('            params = group["params"]\n', ""),
+        "test_state",
+        "this optimizer shards nothing: every rank holds 1,248 B, a whole copy",
+    ),
+    (
+        "nothing sharded, everything sent",
+        '[p for p in group["params"] if self.owner.get(p) == rank]',
+        'group["params"]',
+        "test_state",
+        "this optimizer shards nothing: every rank holds 1,248 B, a whole copy",
+    ),
+    (
+        "state of others thrown away after each step",
+        (
+            '[p for p in group["params"] if self.owner.get(p) == rank]',
+            "        self.local.step()\n",
+        ),
+        (
+            'group["params"]',
+            "        self.local.step()\n"
+            "        rank = dist.get_rank()\n"
+            "        for parameter in list(self.local.state):\n"
+            "            if self.owner.get(parameter) != rank:\n"
+            "                del self.local.state[parameter]\n",
+        ),
+        "test_state",
+        "state of others is made, then thrown away",
+    ),
+    (
+        "state of others thrown away by a hook of the step",
+        (
+            '[p for p in group["params"] if self.owner.get(p) == rank]',
+            "        self.local = optimizer_class(mine, **defaults)\n",
+        ),
+        (
+            'group["params"]',
+            "        self.local = optimizer_class(mine, **defaults)\n\n"
+            "        def free(optimizer: object, *_: object) -> None:\n"
+            "            for parameter in list(optimizer.state):\n"
+            "                if self.owner.get(parameter) != rank:\n"
+            "                    del optimizer.state[parameter]\n\n"
+            "        self.local.register_step_post_hook(free)\n",
+        ),
+        "test_state",
+        "state of others is made, then thrown away",
+    ),
+    (
+        "only lr copied before a step",
+        'mine |= group | {"params": mine["params"]}',
+        'mine["lr"] = group["lr"]',
+        "test_settings_change",
+        "are as if weight_decay and betas had not changed in param_groups",
+    ),
+    (
+        "only lr and weight_decay copied before a step",
+        'mine |= group | {"params": mine["params"]}',
+        'mine |= {name: group[name] for name in ("lr", "weight_decay")}',
+        "test_settings_change",
+        "are as if betas had not changed in param_groups",
+    ),
+    (
+        "settings never copied",
+        "        for mine, group in zip(self.local.param_groups, self.param_groups, strict=True):\n"
+        '            mine |= group | {"params": mine["params"]}\n',
+        "",
+        "test_settings_change",
+        "are as if lr and weight_decay and betas had not changed in param_groups",
+    ),
+    (
+        "groups of which a rank owns nothing left out",
+        (
+            "        self.local = optimizer_class(mine, **defaults)\n",
+            "        for mine, group in "
+            "zip(self.local.param_groups, self.param_groups, strict=True):\n"
+            '            mine |= group | {"params": mine["params"]}\n',
+        ),
+        (
+            '        mine = [group for group in mine if group["params"]]\n'
+            "        self.local = optimizer_class(mine, **defaults)\n",
+            "",
+        ),
+        "test_few_parameters",
+        "ValueError: optimizer got an empty parameter list",
+    ),
+]

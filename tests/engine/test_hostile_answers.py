@@ -1,0 +1,178 @@
+"""Answers that attack their grader: each ends in time, is told truly, runs nothing here, and leaves
+neither a process nor a file."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from course.lessons import ROOT
+from tests.helpers.leftovers import MARKED, gone
+
+EXERCISE = ROOT / "exercises" / "01_hello_ranks"
+HEAD = """import ctypes, os, pickle, shutil, signal, subprocess, sys, threading, time
+import torch, torch.distributed as dist
+class Bomb:
+    def __reduce__(self):
+        return os.mkdir, (os.environ["PROOF"],)
+def hello(shard):
+"""
+LATE = "after 10 s not every rank has come back"
+TYPE = "returned a value of type {}, which cannot leave the rank"
+LEFT = "exited with status 0, before the function returned"
+
+HOSTILE = {  # the body of `hello`, and what the grader says
+    "loops for ever": ("while True: pass", [LATE, "rank 0 busy at answer.py:7, in hello"]),
+    "starts others": (
+        "for _ in range(5): os.fork() or (os.setsid(), os.fork(), time.sleep(1000))\n"
+        "    subprocess.Popen(['sleep', '1000'], start_new_session=True)\n"
+        "    return 'hello', 1",
+        ["greeting: expected rank 0 of 1, got hello"],
+    ),
+    "prints 100 MB": (
+        "for _ in range(100): print('x' * 10**6)",
+        ["rank 0: printed more than 20,000,000 bytes; is there a loop that prints?"],
+    ),
+    "crashes": (
+        "ctypes.string_at(0)",
+        ["rank 0: killed by SIGSEGV at answer.py:7, in hello", "ctypes.string_at(0)"],
+    ),
+    "leaves at once": ("os._exit(0)", [LEFT]),
+    "leaves": ("sys.exit(0)", ["rank 0: called sys.exit(0)"]),
+    "returns a pickle that runs code": ("return Bomb()", [TYPE.format("Bomb")]),
+    "hides such a pickle": ("return 'rank 0 of 1', [Bomb()]", [TYPE.format("Bomb")]),
+    "forges its rank's word": (
+        "word = pickle.dumps(('returned', Bomb(), '', 1.0))\n"
+        "    pickle.dumps = lambda *args: word\n    return 'rank 0 of 1', 1",
+        ["sent what is no word"],
+    ),
+    "raises what runs code": (
+        "class Loud(Exception):\n        __reduce__ = Bomb.__reduce__\n    raise Loud('boo')",
+        ["Loud: boo", "answer.py, line 9, in hello"],
+    ),
+    "returns a lambda": ("return lambda: 1", [TYPE.format("function")]),
+    "returns a generator": ("return (i for i in 'ab')", [TYPE.format("generator")]),
+    "returns a class of its own": (
+        "from dataclasses import make_dataclass\n"
+        "    return make_dataclass('Result', ['said', 'total'])('rank 0 of 1', 1)",
+        [TYPE.format("Result")],
+    ),
+    "deletes its folder": (
+        "shutil.rmtree(os.path.dirname(__file__)); return 1 / 0",
+        ["rank 0: ZeroDivisionError: division by zero"],
+    ),
+    "kills its group": ("os.killpg(0, signal.SIGKILL)", ["rank 0: killed by SIGKILL"]),
+    "kills the ranks' server": (
+        "subprocess.Popen(['sleep', '1000'], start_new_session=True)\n"
+        "    os.kill(os.getppid(), signal.SIGKILL); time.sleep(1000)",
+        ["rank 0: "],
+    ),
+    "stops the ranks' server": (
+        "os.kill(os.getppid(), signal.SIGSTOP); return 'hello', 1",
+        ["greeting: expected rank 0 of 1, got hello"],
+    ),
+    "stops itself": (
+        "os.kill(os.getpid(), signal.SIGSTOP)",
+        [LATE, "rank 0 gave no stack"],
+    ),
+    "speaks for the grader": (
+        "from course.grading import Wrong; raise Wrong('all is well')",
+        ["rank 0: all is well"],
+    ),
+    "changes torch": (
+        "dist.all_reduce = lambda *args, **more: None; return 'rank 0 of 1', 1",
+        ["checksum: expected"],
+    ),
+}
+FILES = {  # the whole file
+    "is no Python": ("def hello(shard) return", ["SyntaxError", "answer.py, line 1"]),
+    "loops on import": ("while True: pass", [LATE, "rank 0 busy at answer.py:1, in <module>"]),
+}
+
+
+def judged(folder: Path, source: str) -> tuple[int, list[dict], str]:
+    """The judge's exit status, what it says of each check, and what else it prints."""
+    place = folder / "answers"
+    temporary = folder / "tmp"
+    for made in (place, temporary):
+        made.mkdir()
+    (answer := place / "answer.py").write_text(source)
+    started = time.monotonic()
+    ran = subprocess.run(
+        [sys.executable, "-m", "course.judge", EXERCISE, answer, "--seed", "1"],
+        env=MARKED | {"TMPDIR": str(temporary), "PROOF": str(folder / "proof")},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert time.monotonic() - started < 200  # 10 s and the start of a server, on a busy machine
+    assert gone(), "a process outlived the judge"
+    assert list(temporary.iterdir()) == []
+    assert not (folder / "proof").exists(), "the answer ran code in the grader's process"
+    return ran.returncode, [json.loads(line) for line in ran.stdout.splitlines()], ran.stderr
+
+
+def refused(folder: Path, source: str, words: list[str]) -> None:
+    code, told, errors = judged(folder, source)
+    assert code == 1, errors
+    assert [row["verdict"] for row in told] == ["failed"], told
+    message = " ".join(told[0]["message"].split())
+    for word in words:
+        assert word in message, message
+    assert "Traceback" not in message
+    assert "the grader itself" not in message
+    assert errors == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", HOSTILE)
+def test_a_hostile_answer_is_refused_and_leaves_nothing(how: str, tmp_path: Path) -> None:
+    body, words = HOSTILE[how]
+    refused(tmp_path, f"{HEAD}    {body}\n", words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", FILES)
+def test_a_file_that_cannot_be_imported_is_refused(how: str, tmp_path: Path) -> None:
+    source, words = FILES[how]
+    refused(tmp_path, source, words)
+
+
+@pytest.mark.slow
+def test_a_thread_that_never_ends_holds_nothing_up(tmp_path: Path) -> None:
+    thread = "\nimport threading, time\nthreading.Thread(target=time.sleep, args=(10**6,)).start()\n"
+    source = (EXERCISE / "solution.py").read_text() + thread
+    code, told, errors = judged(tmp_path, source)
+    assert (code, errors) == (0, "")
+    assert {row["verdict"] for row in told} == {"passed"}
+
+
+@pytest.mark.slow
+def test_nothing_stays_when_the_judge_is_killed(tmp_path: Path) -> None:
+    place = tmp_path / "answers"
+    temporary = tmp_path / "tmp"
+    for made in (place, temporary):
+        made.mkdir()
+    note = tmp_path / "note"
+    source = f"open({str(note)!r}, 'w').close()\nwhile True: pass\n"
+    (answer := place / "answer.py").write_text(source)
+    judge = subprocess.Popen(
+        [sys.executable, "-m", "course.judge", EXERCISE, answer],
+        env=MARKED | {"TMPDIR": str(temporary)},
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+    )
+    stop = time.monotonic() + 120
+    while not note.exists() and time.monotonic() < stop:
+        time.sleep(0.05)
+    assert note.exists()
+    os.kill(judge.pid, signal.SIGKILL)
+    judge.wait()
+    assert gone()
+    assert list(temporary.iterdir()) == []
