@@ -146,7 +146,9 @@ def test_a_file_that_cannot_be_imported_is_refused(how: str, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_thread_that_never_ends_holds_nothing_up(tmp_path: Path) -> None:
-    thread = "\nimport threading, time\nthreading.Thread(target=time.sleep, args=(10**6,)).start()\n"
+    thread = (
+        "\nimport threading, time\nthreading.Thread(target=time.sleep, args=(10**6,)).start()\n"
+    )
     source = (EXERCISE / "solution.py").read_text() + thread
     code, told, errors = judged(tmp_path, source)
     assert (code, errors) == (0, "")
