@@ -98,6 +98,7 @@ def judge(
     argv += ["-c", os.devnull, "-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:logging"]
     alone = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "", "PYTEST_PLUGINS": ""}
     listener = Listener(answer.resolve(), report, tell)
+    sys.modules.pop(exercise.grader.stem, None)  # another exercise's: all have one name
     with patch.dict(os.environ, alone):
         ended = pytest.main(argv, plugins=[listener])
     if ended == pytest.ExitCode.INTERRUPTED and not report.failed:

@@ -195,24 +195,4 @@ MISTAKES = [
         "test_tensors",
         "input tensor has to be contiguous",
     ),
-    (
-        "sent by a thread",
-        (
-            "import torch\n",
-            "    out = dist.P2POp(dist.isend, x.contiguous(), (rank + shift) % n)\n"
-            "    into = dist.P2POp(dist.irecv, came, (rank - shift) % n)\n"
-            "    for work in dist.batch_isend_irecv([out, into]):\n"
-            "        work.wait()\n",
-        ),
-        (
-            "import threading\n\nimport torch\n",
-            "    to = (rank + shift) % n\n"
-            "    thread = threading.Thread(target=dist.send, args=(x.contiguous(), to))\n"
-            "    thread.start()\n"
-            "    dist.recv(came, (rank - shift) % n)\n"
-            "    thread.join()\n",
-        ),
-        "test_cost",
-        "the answer uses Thread",
-    ),
 ]

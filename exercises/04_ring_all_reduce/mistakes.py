@@ -167,21 +167,4 @@ MISTAKES = [
         "test_sum",
         "AssertionError: the length must be a multiple of 2 n",
     ),
-    (
-        "sent by a thread",
-        (
-            "import torch\n",
-            "            operations.append(dist.P2POp(dist.isend, out, (rank + way) % n))\n",
-            "            work.wait()\n",
-        ),
-        (
-            "import threading\n\nimport torch\n",
-            "            to = (rank + way) % n\n"
-            "            thread = threading.Thread(target=dist.send, args=(out, to))\n"
-            "            thread.start()\n",
-            "            work.wait()\n        thread.join()\n",
-        ),
-        "test_bytes",
-        "the answer uses Thread",
-    ),
 ]

@@ -72,14 +72,14 @@ MISTAKES = [
         "            work.wait()\n",
         "            pass\n",
         "test_each_is_waited_for",
-        "its all-reduce was not waited for; wait for each",
+        "(its all-reduce arrives only if it is waited for): it is still this rank's own",
     ),
     (
         "only the last waited for",
         "        for work in self.works:\n            work.wait()\n",
         "        self.works[-1].wait()\n",
         "test_each_is_waited_for",
-        "its all-reduce was not waited for; wait for each",
+        "(its all-reduce arrives only if it is waited for): it is still this rank's own",
     ),
     (
         "all launched when the last gradient is there",
