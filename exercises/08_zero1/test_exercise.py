@@ -115,7 +115,7 @@ def plain(
     groups = in_groups(params, how)
     if kept is not None:
         names = {"params", *kept}
-        groups = [{name: group[name] for name in names & set(group)} for group in groups]
+        groups = [dict(pair for pair in group.items() if pair[0] in names) for group in groups]
     train(optimizer_class(groups, **defaults), params, seed, changed, seen)
     return [*log, start]
 

@@ -1,8 +1,6 @@
 """Grader of 12: the file read with NumPy alone; then every rank's batches, epoch by epoch."""
 
 import _thread
-import gc
-import itertools
 import os
 import threading
 import time
@@ -17,8 +15,8 @@ import torch
 from course.grading import Wrong, expect, grade
 
 N, LONGEST, SIDE = 11, 64, 32
-BATCH = {"in order": 5, "shuffled": 4}
-SIZES = {"in order": [5, 1], "shuffled": [4, 2]}  # 6 samples on each of 2 ranks
+BATCH = 5
+SIZES = [5, 1]  # 6 samples on each of 2 ranks
 FILES = {  # width, height and PIL's mode; in order, though made in another
     "Zebra": {"10.png": (32, 32, "RGB"), "9.png": (33, 47, "RGB"), "B.JPEG": (128, 80, "RGB")},
     "apple": {"a.JPEG": (50, 33, "L"), "b.JPEG": (64, 32, "CMYK"), "c.png": (40, 33, "RGBA"),
@@ -30,15 +28,16 @@ PICTURE = np.dtype("<u1, <u2, <u2, <u8")  # mode, width, height, start
 ROW = np.dtype([("image", PICTURE), ("label", "<i8")], align=True)
 
 
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], list[np.ndarray]]:
-    """The folder; names and RGB pixels of its samples, in order."""
+@pytest.fixture
+def photos(tmp_path: Path, seed: int) -> tuple[Path, list[str], list[np.ndarray]]:
+    """The folder; names and RGB pixels of its samples, in order. The same in every check."""
     if find_spec("ffcv") is None:
         pytest.skip("needs a system library (FFCV; see packages.txt)")
     from PIL import Image
 
-    folder = tmp_path_factory.mktemp("photos")
-    rng = np.random.default_rng(12)
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    rng = np.random.default_rng(seed)
     for name in reversed(FILES):
         (folder / name).mkdir()
         for file, (width, height, mode) in reversed(FILES[name].items()):
@@ -118,7 +117,7 @@ def beton(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("beton") / "photos.beton"
 
 
-def test_file(answer: Path, photos: tuple, beton: Path) -> None:
+def test_file(answer: Path, seed: int, photos: tuple, beton: Path) -> None:
     """The file: fields, samples, labels, pixels"""
     folder, names, pixels = photos
     (data,) = grade(answer, write, 1, folder, beton, group=False, deadline=60)
@@ -153,61 +152,98 @@ def near(got: np.ndarray, ought: np.ndarray) -> bool:
 # The loader
 
 
-def epochs(answer, wire, path: Path) -> dict[str, list[list[tuple]]]:
-    """Two epochs' batches in each order, copied, for FFCV writes over them."""
-    result = {}
-    for order, batch in BATCH.items():
-        gc.collect()  # an old loader, freed while numba compiles, prints a warning
-        loader = answer.loader(path, batch, order == "shuffled", 12)
-        result[order] = []
-        for _ in range(2):
-            result[order].append([tuple(x.clone() for x in parts) for parts in loader])
-    return result
+def deliver(answer, wire, path: Path, seed: int) -> list:
+    """Two epochs' batches in order, copied, for FFCV writes over them."""
+    loader = opened(answer, path, False, seed)
+    epochs = []
+    for _ in range(2):
+        epochs.append([tuple(x.clone() for x in parts) for parts in loader])
+    return epochs
 
 
-def test_loader(answer: Path, photos: tuple, beton: Path) -> None:
-    """The loader: two epochs on 2 ranks, in order and shuffled"""
-    folder, names, pixels = photos
-    if not beton.exists():  # if this check alone was asked for
+def opened(answer, path: Path, shuffle: bool, seed: int) -> object:
+    from ffcv.loader import Loader
+
+    loader = answer.loader(path, BATCH, shuffle, seed)
+    if not isinstance(loader, Loader):
+        raise Wrong(f"loader: expected FFCV's Loader, got {loader!r}"[:300])
+    return loader
+
+
+def written(answer: Path, folder: Path, beton: Path) -> Path:
+    """The file, written now if this check alone was asked for."""
+    if not beton.exists():
         grade(answer, write, 1, folder, beton, group=False, deadline=60)
+    return beton
+
+
+def test_loader(answer: Path, seed: int, photos: tuple, beton: Path) -> None:
+    """The loader: two epochs on 2 ranks, in order"""
+    folder, names, pixels = photos
+    outcomes = grade(answer, deliver, 2, written(answer, folder, beton), seed, deadline=60)
     ought = torch.stack([delivered(stored(p).round()) for p in pixels])
-    outcomes = grade(answer, epochs, 2, beton, deadline=60)
-    for order in BATCH:
-        seen = [[[], []], [[], []]]
-        for epoch, rank in itertools.product(range(2), range(2)):
-            where = f"{order}, epoch {epoch}, rank {rank}"
-            batches = outcomes[rank][order][epoch]
-            sizes = [len(images) for images, *_ in batches]
-            if sum(sizes) == N:
-                raise Wrong(f"{where}: every rank delivers all {N} samples")
-            expect(sizes, SIZES[order], f"{where}: images in each batch")
-            for images, labels in batches:
-                got = tuple(images.shape), images.dtype, tuple(labels.shape), labels.dtype
-                size = len(images)
-                due = (size, 3, SIDE, SIDE), torch.uint8, (size,), torch.int64
-                expect(got, due, f"{where}: shapes and dtypes of images and labels")
-                for image, label in zip(images, labels.tolist(), strict=True):
-                    off = (ought - image).abs().amax((1, 2, 3))
-                    if off.min() > 2:  # two roundings, each at most 1 off
-                        raise Wrong(
-                            f"{where}: an image is none of the folder's, cropped and scaled"
-                        )
-                    i = int(off.argmin())
-                    due = list(FILES).index(names[i].split("/")[0])
-                    expect(label, due, f"{where}: label of {names[i]}")
-                    seen[epoch][rank].append(i)
-        check_order(order, seen, names)
-
-
-def check_order(order: str, seen: list[list[list[int]]], names: list[str]) -> None:
-    for epoch, parts in enumerate(seen):
-        missing = [names[i] for i in range(N) if i not in parts[0] + parts[1]]
-        expect(missing, [], f"{order}, epoch {epoch}: samples that no rank delivers")
-    if order == "shuffled":
-        if seen[0] == seen[1]:
-            raise Wrong("shuffled: both epochs have the same order")
-        if sorted(seen[0][0]) == seen[0][0]:
-            raise Wrong("shuffled: the samples come in the file's order")
-    else:
+    for epoch in range(2):
+        seen = []
+        for rank, epochs in enumerate(outcomes):
+            where = f"in order, epoch {epoch}, rank {rank}"
+            seen.append(recognise(epochs[epoch], ought, names, where))
+        missing = missed(seen, names)
+        expect(missing, [], f"in order, epoch {epoch}: samples that no rank delivers")
         due = [[0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9, 0]]
-        expect(seen[0], due, "in order: samples of rank 0 and rank 1")
+        expect(seen, due, "in order: samples of rank 0 and rank 1")
+
+
+def recognise(batches: list[tuple], ought: torch.Tensor, names: list[str], where: str) -> list[int]:
+    """Which samples these are; refused if they are not what a batch is to hold."""
+    sizes = [len(images) for images, *_ in batches]
+    if sum(sizes) == N:
+        raise Wrong(f"{where}: every rank delivers all {N} samples")
+    expect(sizes, SIZES, f"{where}: images in each batch")
+    seen = []
+    for images, labels in batches:
+        got = tuple(images.shape), images.dtype, tuple(labels.shape), labels.dtype
+        size = len(images)
+        due = (size, 3, SIDE, SIDE), torch.uint8, (size,), torch.int64
+        expect(got, due, f"{where}: shapes and dtypes of images and labels")
+        for image, label in zip(images, labels.tolist(), strict=True):
+            off = (ought - image).abs().amax((1, 2, 3))
+            if off.min() > 2:  # two roundings, each at most 1 off
+                raise Wrong(f"{where}: an image is none of the folder's, cropped and scaled")
+            i = int(off.argmin())
+            due = list(FILES).index(names[i].split("/")[0])
+            expect(label, due, f"{where}: label of {names[i]}")
+            seen.append(i)
+    return seen
+
+
+def missed(seen: list[list[int]], names: list[str]) -> list[str]:
+    return [names[i] for i in range(N) if i not in seen[0] + seen[1]]
+
+
+def shuffle(answer, wire, path: Path, seeds: list[int]) -> dict[int, list]:
+    """For each seed, the samples of two epochs: asked for, not read, for which FFCV would compile
+    once more."""
+    orders = {}
+    for seed in seeds:
+        loader = opened(answer, path, True, seed)
+        expect(len(loader), len(SIZES), "shuffled: batches on this rank")
+        order = loader.traversal_order
+        orders[seed] = [list(map(int, order.sample_order(epoch))) for epoch in range(2)]
+    return orders
+
+
+def test_shuffled(answer: Path, seed: int, photos: tuple, beton: Path) -> None:
+    """The loader: two epochs on 2 ranks, shuffled, with two seeds"""
+    folder, names, _ = photos
+    seeds = [seed, seed + 1]
+    of_ranks = grade(answer, shuffle, 2, written(answer, folder, beton), seeds, deadline=60)
+    for s in seeds:
+        for epoch in range(2):
+            missing = missed([orders[s][epoch] for orders in of_ranks], names)
+            told = f"shuffled, seed {s}, epoch {epoch}"
+            expect(missing, [], f"{told}: samples that no rank delivers")
+        first, second = of_ranks[0][s]
+        if first == second:
+            raise Wrong(f"shuffled, seed {s}: both epochs have the same order")
+    if of_ranks[0][seed] == of_ranks[0][seed + 1]:
+        raise Wrong(f"shuffled: seeds {seed} and {seed + 1} give the same orders: seed is not used")

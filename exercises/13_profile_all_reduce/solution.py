@@ -113,7 +113,7 @@ def record(step: Callable[[Tensor], None], batches: list[Tensor], path: str, war
     # --- end
 
 
-# Live: torchrun --standalone --nproc-per-node=2 exercises/13_profile_all_reduce/exercise.py
+# Live: torchrun --standalone --nproc-per-node=2 answers/13_profile_all_reduce.py
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """Grader of 13: shares of traces made by hand, tick by tick; then a trace of a real loop."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -18,7 +19,8 @@ from course.grading import Wrong, expect, grade
 
 T0 = 4_426_345_170_000.0  # microseconds; a trace's clock began long ago
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
-Spans = list[tuple[float, float]]  # microseconds after T0, in halves: sums are exact
+TICKS = 64  # in a microsecond: no unit of a clock, yet sums of them are exact, even after T0
+Spans = list[tuple[float, float]]  # microseconds after T0, in ticks
 
 
 def event(name: str, cat: str, start: float, end: float, pid: int = 1, ph: str = "X") -> dict:
@@ -96,18 +98,18 @@ CASES = {  # title: steps, communication, compute, on a GPU, events that must no
 
 
 def due_of(steps: Spans, wire: Spans, busy: Spans) -> tuple[float, float, float]:
-    """By counting: every half microsecond is in a set, or is not."""
+    """By counting: every tick is in a set, or is not."""
 
     def ticks(spans: Spans) -> set[int]:
         found = set()
         for start, end in spans:
-            found |= set(range(int(2 * start), int(2 * end)))
+            found |= set(range(int(TICKS * start), int(TICKS * end)))
         return found
 
     inside = ticks(steps)
     sent = ticks(wire) & inside
     exposed = sent - ticks(busy)
-    return len(sent) / 2, len(exposed) / 2, len(exposed) / len(inside)
+    return len(sent) / TICKS, len(exposed) / TICKS, len(exposed) / len(inside)
 
 
 def shares_of(answer, wire, traces: list) -> list[tuple]:
@@ -119,71 +121,81 @@ def shares_of(answer, wire, traces: list) -> list[tuple]:
     return shares
 
 
-def check(answer: Path, cases: list[tuple]) -> None:
+def check(answer: Path, seed: int, cases: dict[str, tuple]) -> None:
     traces = []
-    for steps, wire, busy, gpu, others in cases:
+    for steps, wire, busy, gpu, others in cases.values():
         events = trace(steps, wire, busy, gpu) + others
-        random.Random(0).shuffle(events)
+        random.Random(seed).shuffle(events)
         traces.append(events)
     (shares,) = grade(answer, shares_of, 1, traces, group=False)
-    for got, (steps, wire, busy, *_) in zip(shares, cases, strict=True):
+    for got, (title, (steps, wire, busy, *_)) in zip(shares, cases.items(), strict=True):
         due = due_of(steps, wire, busy)
         names = ["us of communication", "us exposed", "of the step"]
         expect(len(got), 3, "numbers in the Share")
         for name, is_, ought in zip(names, got, due, strict=True):
             if not abs(is_ - ought) <= 1e-9 * max(1, ought):  # sums are exact, a quotient is not
                 given = f"steps {steps}, communication {wire}, compute {busy}, in us"
-                raise Wrong(f"{name}: expected {ought:.6g}, got {is_:.6g}\n{given}")
+                raise Wrong(f"{title}: {name}: expected {ought:.9g}, got {is_:.9g}\n{given}")
 
 
 def covers(answer, wire, cases: list[tuple]) -> list[float]:
     return [answer.covered(list(spans), start, end) for spans, start, end in cases]
 
 
-def test_covered(answer: Path) -> None:
+def test_covered(answer: Path, seed: int) -> None:
     """What spans cover: overlapping, nested, beyond both ends"""
-    rng = random.Random(5)
+    rng = random.Random(seed)
     cases: list[tuple] = [([(0, 3), (2, 5), (4, 4.5), (9, 20)], 1, 10), ([], 0, 7)]
     cases += [([(0, 9), (2, 4), (6, 7)], 0, 10), ([(8, 9), (0, 30)], 3, 20), ([(0, 2)], 4, 6)]
     for _ in range(100):
-        starts = [rng.randint(0, 80) / 2 for _ in range(rng.randint(1, 9))]
-        cases.append(([(s, s + rng.randint(0, 20) / 2) for s in starts], 10, 30))
+        starts = [rng.randint(0, 40 * TICKS) / TICKS for _ in range(rng.randint(1, 9))]
+        cases.append(([(s, s + rng.randint(0, 10 * TICKS) / TICKS) for s in starts], 10, 30))
     (got,) = grade(answer, covers, 1, cases, group=False)
     for length, (spans, start, end) in zip(got, cases, strict=True):
         due, *_ = due_of([(start, end)], spans, [])
         expect(length, due, f"covered({spans}, {start}, {end})")
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_share(answer: Path, case: str) -> None:
-    """The share: {case}"""
-    check(answer, [CASES[case]])
+def test_share(answer: Path, seed: int) -> None:
+    """The share: traces made by hand, each for one pitfall"""
+    check(answer, seed, CASES)
 
 
-def test_many(answer: Path) -> None:
-    """The share: 60 traces drawn by lot"""
-    rng = random.Random(13)
-    cases = []
-    for i in range(60):
-        ends = sorted(rng.sample(range(400), 2 * rng.randint(1, 4)))
+def test_many(answer: Path, seed: int) -> None:
+    """The share: 40 traces drawn by lot"""
+    rng = random.Random(seed)
+    cases = {}
+    for i in range(40):
+        ends = sorted(rng.sample(range(400 * TICKS), 2 * rng.randint(1, 4)))
+        ends = [end / TICKS for end in ends]
         steps = list(zip(ends[::2], ends[1::2], strict=True))
 
         def spans() -> Spans:
-            starts = [rng.randint(-20, 780) / 2 for _ in range(rng.randint(0, 12))]
-            return [(s, s + rng.randint(0, 120) / 2) for s in starts]
+            starts = [rng.randint(-10 * TICKS, 390 * TICKS) for _ in range(rng.randint(0, 12))]
+            return [(s / TICKS, (s + rng.randint(0, 60 * TICKS)) / TICKS) for s in starts]
 
         others = trace([(0, 400)], spans(), spans(), bool(i % 2), pid=0)
-        cases.append((steps, spans(), spans(), bool(i % 2), others))
-    check(answer, cases)
+        cases[f"trace {i}"] = steps, spans(), spans(), bool(i % 2), others
+    check(answer, seed, cases)
 
 
 # A trace of a real loop
 
 
-def loop(answer, wire, folder: str, count: int, warmup: int) -> tuple[list[int], list[dict], list]:
-    """Which batches `step` saw, the trace's events, and the calls."""
+def loop(
+    answer, wire, folder: str, count: int, warmup: int
+) -> tuple[list[int], list[dict], list, list[str]]:
+    """Which batches `step` saw, the trace's events, the calls, and what `span` was asked for."""
     rank = dist.get_rank()
     seen = []
+    asked = []
+    given = answer.span
+
+    def span(name: str) -> contextlib.AbstractContextManager:
+        asked.append(str(name))
+        return given(name)
+
+    answer.span = span
     os.environ["KINETO_LOG_LEVEL"] = "99"  # else the profiler tells when it starts and stops
 
     def step(batch: torch.Tensor) -> None:
@@ -202,7 +214,7 @@ def loop(answer, wire, folder: str, count: int, warmup: int) -> tuple[list[int],
         events = json.loads(path.read_text())["traceEvents"]
     except (ValueError, TypeError, KeyError):
         raise Wrong(f"{path.name} is no Chrome trace") from None
-    return seen, [e for e in events if e["ph"] == "X"], wire.calls()
+    return seen, [e for e in events if e["ph"] == "X"], wire.calls(), asked
 
 
 def spans_of(events: list[dict], name: str) -> list[tuple]:
@@ -214,7 +226,7 @@ def spans_of(events: list[dict], name: str) -> list[tuple]:
 def test_record(answer: Path, n: int, count: int, warmup: int, tmp_path: Path) -> None:
     """A trace of a loop on {n} ranks: {count} steps, the first {warmup} left out"""
     outcomes = grade(answer, loop, n, str(tmp_path), count, warmup)
-    for rank, (seen, events, calls) in enumerate(outcomes):
+    for rank, (seen, events, calls, asked) in enumerate(outcomes):
         expect(seen, list(range(count)), f"rank {rank}: batches that step was called with")
         expect([e.op for e in calls], ["all_reduce"] * count, f"rank {rank}: its calls")
         marks = spans_of(events, "batch ")
@@ -223,6 +235,9 @@ def test_record(answer: Path, n: int, count: int, warmup: int, tmp_path: Path) -
         expect([name for *_, name in marks], due, f"rank {rank}: steps that its trace has seen")
         ranges = spans_of([e for e in events if e.get("cat") == "user_annotation"], "step")
         expect(len(ranges), count - warmup, f'rank {rank}: ranges named "step" in its trace')
+        if asked.count("step") < count - warmup:
+            told = "Nsight Systems would not see them"
+            raise Wrong(f'rank {rank}: the ranges "step" are not made by span: {told}')
         for (start, end, _), mark in zip(ranges, marks, strict=True):
             if not start <= mark[0] <= mark[1] <= end:
                 raise Wrong(f'rank {rank}: the range "step" does not hold its step, {mark[2]}')
