@@ -1,0 +1,45 @@
+"""What tests of lessons rest on: an expectation that does not come true is an error."""
+
+import pytest
+
+from course.lessons import DecidedByNoClock, Played, play
+
+
+def ended(code: int | str, **verdicts: str) -> Played:
+    """A lesson that made the claims named; those that end in _s are decided by a clock."""
+    rows = []
+    for claim, verdict in verdicts.items():
+        rows.append({"claim": claim, "verdict": verdict, "timed": claim.endswith("_s")})
+    return Played(code, rows, "")
+
+
+def test_what_a_clock_decides_stands_apart() -> None:
+    played = ended(1, bytes="FAIL", sums="PASS", step_s="FAIL")
+    assert played.failed == {"bytes"}
+    assert played.failed_by_clock == {"step_s"}
+    played.expect({"bytes"})
+    ended(0, bytes="PASS").expect(set())
+    ended(1, bytes="PASS", step_s="FAIL").expect(set())
+
+
+@pytest.mark.parametrize(
+    ("played", "expected"),
+    [
+        (ended(1, bytes="FAIL"), set()),
+        (ended(0, bytes="PASS"), {"bytes"}),
+        (ended(1, bytes="FAIL", sums="FAIL"), {"bytes"}),
+        (ended(0, bytes="FAIL"), {"bytes"}),  # the exit status hides it
+        (ended(1, bytes="PASS"), set()),
+        (ended(1), set()),  # no claim was made
+        (ended("rank 0 raised: KeyError"), set()),
+        (ended("rank 0 hung", bytes="PASS"), set()),
+    ],
+)
+def test_another_end_than_expected_is_an_error(played: Played, expected: set) -> None:
+    with pytest.raises(DecidedByNoClock):
+        played.expect(expected)
+
+
+def test_a_change_that_no_longer_applies_fails_before_any_rank_starts() -> None:
+    with pytest.raises(AssertionError, match="holds 0 times: no such line"):
+        play("communication/03_ring_and_tree.py", 2, ("no such line", ""))
