@@ -214,7 +214,7 @@ def test_every_command_that_is_shown_is_one(document: str) -> None:
     shown = re.findall(r"^    !?(course\b[^#\n]*)|`(course\b[^`]*)`", text, re.M)
     lines = {(line or quoted).partition("&&")[0].split(";")[0].strip() for line, quoted in shown}
     assert lines
-    for line in lines - {"course", "course/"}:
+    for line in lines - {"course", "course/", "course --help"}:
         words = line.replace("tables|plumbing", "tables").split()[1:]
         if not line.startswith("course/") and "..." not in words:
             assert callable(parser().parse_args(words).run), line
