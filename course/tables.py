@@ -86,14 +86,8 @@ def exercises() -> str:
     rows = ["| Exercise | Lines to write | Wrong answers told apart |", "|---|--:|--:|"]
     for one in book():
         link = f"[{one.number:02d}]({one.name}) {one.title}"
-        rows.append(f"| {link} | {sum(one.holes)} | {mistakes_known(one)} |")
+        rows.append(f"| {link} | {sum(one.holes)} | {len(one.mistakes())} |")
     return "\n".join(rows)
-
-
-def mistakes_known(exercise: Exercise) -> int:
-    """How many wrong answers the tests give to an exercise's grader."""
-    whole_files = [*(ROOT / "tests/wrong_answers" / exercise.name).glob("*.py")]
-    return len(whole_files) + len(exercise.mistakes())
 
 
 def counts() -> str:
@@ -102,7 +96,7 @@ def counts() -> str:
     for lesson in LESSONS:
         verdicts.update(row["verdict"] for row in ledger_of(lesson)["ledger"])
     every = book()
-    known = sum(mistakes_known(one) for one in every)
+    known = sum(len(one.mistakes()) for one in every)
     claims = f"{verdicts['PASS']} claims PASS, {verdicts['FAIL']} FAIL"
     waiting = f"{verdicts['BLOCKED']} are BLOCKED, for want of GPUs mostly"
     asked = re.findall(r"^\*\*\d+\. ", (ROOT / "exercises/interview_topics.md").read_text(), re.M)
