@@ -14,7 +14,6 @@ from pathlib import Path
 from statistics import median
 
 from course import plumbing
-from course.book import Exercise
 from course.book import exercises as book
 from course.lessons import ABOUT, FOLDERS, LESSONS, ROOT
 

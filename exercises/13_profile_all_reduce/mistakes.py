@@ -90,7 +90,7 @@ MISTAKES = [
             "sum(shares) / len(shares))",
         ),
         "test_share",
-        "three steps, and what lies between them: of the step: expected",
+        "three steps, and what lies between them: of the step: expected 0.314641745, got",
     ),
     (
         "a duration wanted of every event",
