@@ -665,7 +665,7 @@ def clip_grad_norm_(fsdp: MiniFSDP, max_norm: float) -> torch.Tensor:
 # `module.state_dict()` has this rank's rows. A checkpoint that another number of ranks can load
 # needs whole tensors, and the optimizer's state as well: what an elementwise optimizer keeps for a
 # parameter has the parameter's shape, so it is sharded just as the parameter is. At thousands of
-# ranks nobody can hold all of it; then each rank writes its rows.
+# ranks nobody can hold all of it; then each writes its own rows (`torch.distributed.checkpoint`).
 
 
 # %%
