@@ -186,7 +186,7 @@ MISTAKES = [
         ("x.contiguous(), (rank + shift)", "came, (rank - shift)"),
         ("x.contiguous(), (rank - shift)", "came, (rank + shift)"),
         "test_values",
-        "shift 1, contiguous float32: expected the tensor of rank 2, got rank 1's",
+        "shift 1, contiguous float32: expected the tensor of rank",
     ),
     (
         "only contiguous tensors sent",
