@@ -30,8 +30,8 @@ anything but the gradients tell?
 
 **Before.** parallelism/03_model_tensor_pipeline_parallel.py: the three ways to split a model.
 
-**Next.** exercises/11_pipeline_micro_batches: write it yourself, before you have forgotten why;
-then parallelism/08_pipeline_deadlocks.py
+**Next.** exercises/11_pipeline_micro_batches: one step further, the backward pass in two halves and
+a third of the bubble; then parallelism/08_pipeline_deadlocks.py
 """
 
 import argparse
