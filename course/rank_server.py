@@ -2,8 +2,8 @@
 
 What a rank had started in a session of its own becomes the server's child when the rank dies, and
 ranks.py ends it there. When the server's own parent is gone, it goes at once: to take torch down in
-good order would take seconds, while its ranks run on. It removes the folder in which it listens:
-the parent does so at the end, but not if it was killed.
+good order would take seconds, while its ranks run on. It takes along the folder in which it
+listens: the parent does so at the end, but not if it was killed.
 """
 
 import atexit

@@ -229,8 +229,10 @@ def test_what_goes_past_the_wire_is_missed(how: str, tmp_path: Path) -> None:
 
 
 def everything(answer, wire) -> list[tuple]:
-    r, n = dist.get_rank(), dist.get_world_size()
-    x, wide = torch.ones(4), torch.ones(4 * n)
+    r = dist.get_rank()
+    n = dist.get_world_size()
+    x = torch.ones(4)
+    wide = torch.ones(4 * n)
     wide_n = [*wide.chunk(n)]
     dist.all_reduce(x)
     dist.reduce(x, 1)
@@ -249,7 +251,10 @@ def everything(answer, wire) -> list[tuple]:
         peer = 3 - r
         works = [dist.isend(x[:r], peer), dist.irecv(x[:peer].clone(), peer)]
         [work.wait() for work in works]
-        dist.send(x, group=half, group_dst=0) if r == 2 else dist.recv(x, group=half)
+        if r == 2:
+            dist.send(x, group=half, group_dst=0)
+        else:
+            dist.recv(x, group=half)
     wire.note("functional")
     funcol.all_reduce(x, "sum", dist.group.WORLD).wait()
     funcol.all_gather_tensor(x, 0, dist.group.WORLD).wait()
@@ -259,7 +264,8 @@ def everything(answer, wire) -> list[tuple]:
 
 def test_every_call_is_counted_with_its_bytes_and_ranks(tmp_path: Path) -> None:
     (path := tmp_path / "answer.py").write_text("")
-    world, half = (0, 1, 2), (1, 2)
+    world = (0, 1, 2)
+    half = (1, 2)
     first = [
         ("all_reduce", 16, None, world),
         ("reduce", 16, None, world),

@@ -53,7 +53,8 @@ def setting() -> tuple:
 
 
 def test_each_rank_is_a_new_process_with_one_thread_and_its_own_session() -> None:
-    first, second = run(setting, 2), run(setting, 2)
+    first = run(setting, 2)
+    second = run(setting, 2)
     assert [s[:2] + s[3:] for s in first] == [(1, True, "0"), (1, True, "1")]
     assert len({s[2] for s in first + second}) == 4
 
@@ -64,7 +65,7 @@ def test_large_results_and_tensors_come_back() -> None:
 
 
 def test_the_server_with_torch_in_it_stays_from_run_to_run() -> None:
-    assert len({pid for _ in range(2) for pid in run(os.getppid, 2)}) == 1
+    assert len({*run(os.getppid, 2), *run(os.getppid, 2)}) == 1
 
 
 def test_ranks_meet_on_the_loopback_whatever_the_hosts_name_says() -> None:
@@ -117,7 +118,8 @@ def test_a_rank_that_ends_while_it_is_asked_for_its_stack_is_no_error(
 
 def test_what_cannot_be_read_is_told_and_raises_nothing() -> None:
     def odd() -> object:
-        exec("class Mine: pass", names := {"__name__": "nowhere"})
+        names = {"__name__": "nowhere"}
+        exec("class Mine: pass", names)
         sys.modules["nowhere"] = types.SimpleNamespace(**names)
         return names["Mine"]()
 
@@ -220,7 +222,8 @@ ENDS = {
 
 @pytest.mark.parametrize("how", ENDS)
 def test_every_end_is_reported_in_time_and_leaves_nothing(how: str, tmp_path: Path) -> None:
-    deadline, started = 3, time.monotonic()
+    deadline = 3
+    started = time.monotonic()
     with pytest.raises(RanksFailed) as failure:
         run(mourn, 2, how, str(tmp_path), deadline=deadline)
     assert time.monotonic() - started < deadline + GRACE + 5
@@ -275,14 +278,19 @@ def test_when_the_parent_is_killed_no_rank_and_no_server_survives(tmp_path: Path
     script = tmp_path / "orphans.py"
     script.write_text(ORPHANS.replace("sys.argv[1]", repr(str(tmp_path))))
     parent = subprocess.Popen([sys.executable, script], env=os.environ | {"PYTHONPATH": str(ROOT)})
-    notes, stop = [tmp_path / "0", tmp_path / "1"], time.monotonic() + 240
-    while not all(n.exists() and n.read_text() for n in notes) and time.monotonic() < stop:
-        time.sleep(0.05)
-    ids = {int(i) for note in notes for i in note.read_text().split()}
-    assert len(ids) == 3  # two ranks and their server
-    assert not any(gone(i, within=0.1) for i in ids)
-    parent.kill()
-    parent.wait()
+    notes = [tmp_path / "0", tmp_path / "1"]
+    stop = time.monotonic() + 240
+    ids = set()
+    try:
+        while not all(n.exists() and n.read_text() for n in notes) and time.monotonic() < stop:
+            time.sleep(0.05)
+        for note in notes:
+            ids |= set(map(int, note.read_text().split()))
+        assert len(ids) == 3  # two ranks and their server
+        assert not any(gone(i, within=0.1) for i in ids)
+    finally:
+        parent.kill()
+        parent.wait()
     assert all(gone(i) for i in ids)
 
 
