@@ -217,6 +217,7 @@ def test_every_command_that_is_shown_is_one(document: str) -> None:
     for line in lines - {"course", "course/", "course --help"}:
         words = line.replace("tables|plumbing", "tables").split()[1:]
         if not line.startswith("course/") and "..." not in words:
+            words = ["1" if word in ("S", "NN", "N") else word for word in words]
             assert callable(parser().parse_args(words).run), line
 
 
