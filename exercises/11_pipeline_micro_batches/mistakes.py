@@ -34,7 +34,7 @@ MISTAKES = [
         "    return loss if rank == p - 1 else None",
         "    return loss",
         "test_values",
-        "rank 0: returned, away from the last stage: expected None, got 0.0",
+        "rank 0: returned, away from the last stage: expected None, got float 0.0",
     ),
     (
         "the last stage's loss broadcast to all",
