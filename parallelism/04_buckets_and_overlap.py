@@ -22,7 +22,7 @@ when a gradient may leave, and what must all ranks agree on without a word?
     torchrun --standalone --nproc-per-node=4 04_buckets_and_overlap.py  # NCCL on 4 GPUs, or gloo
     python 04_buckets_and_overlap.py                                    # the same, started for you
 
-Takes 19 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs. Predict, run, read.
+Takes 24 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs. Predict, run, read.
 
 **Try.** Fill the buckets with the first layer first, by deleting `reversed` in `in_buckets`: which
 claims fail? Then replace `work.wait()` by `pass`: does training still work, and who notices?

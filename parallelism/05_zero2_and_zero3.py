@@ -19,7 +19,7 @@ ranks train it in bfloat16 with Adam, in steps of two micro-batches.
     torchrun --standalone --nproc-per-node=4 05_zero2_and_zero3.py  # NCCL on 4 GPUs, else gloo
     python 05_zero2_and_zero3.py                                    # the same, started for you
 
-Takes 58 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs. Predict, run, read.
+Takes 19 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs. Predict, run, read.
 
 **Try.** In `before_backward` prefetch `self.next.get(unit)` instead of `self.previous.get(unit)`:
 is the training still right? In `land` replace `+=` by `=`: what fails, and what would not?
