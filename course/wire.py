@@ -32,9 +32,7 @@ OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", 
 OPS += ("recv", "reduce", "gather", "scatter")  # c10d's "_allgather_base_" is an all_gather
 STORE = ("set", "add", "append", "compare_set", "multi_set", "queue_push")  # carry bytes away
 
-SPARE = (
-    65_536  # bytes by which the sockets of a group's ranks greet each other, and five times more
-)
+SPARE = 65_536  # bytes with which the sockets of a group greet each other, five times over
 SPARE_OF_A_CALL = 4_096  # bytes around the data of one call per rank of its group, likewise
 
 
