@@ -576,7 +576,7 @@ def test_a_teacher_gets_one_document(home: Path) -> None:
     told = json.loads(ran.stdout)
     assert (told["accepted"], told["of"]) == (1, 2)
     first, last = told["exercises"]
-    assert first.pop("seconds") > 0
+    assert 0 <= first.pop("seconds") < 60
     nothing = {"blocked": [], "failed": "", "message": ""}
     assert (
         first == {"exercise": FIRST, "status": "accepted", "passed": ["sums", "counts"]} | nothing

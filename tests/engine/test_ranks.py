@@ -140,7 +140,7 @@ IMPORT = """
 import ctypes, os, sys
 {change}
 import {what}
-print("imported")
+print("imported", flush=True)
 """
 PLATFORMS = {
     "macOS, without prctl": (
