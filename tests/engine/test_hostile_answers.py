@@ -1,11 +1,14 @@
 """Answers that attack their grader: each ends in time, is told truly, runs nothing here, and leaves
 neither a process nor a file."""
 
+import atexit
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -95,12 +98,17 @@ FILES = {  # the whole file
 }
 
 
+def short_folder() -> Path:
+    """A folder for temporary files whose path leaves room for a socket's name: 107 bytes in all."""
+    folder = Path(tempfile.mkdtemp(prefix="judge-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
 def judged(folder: Path, source: str) -> tuple[int, list[dict], str]:
     """The judge's exit status, what it says of each check, and what else it prints."""
-    place = folder / "answers"
-    temporary = folder / "tmp"
-    for made in (place, temporary):
-        made.mkdir()
+    (place := folder / "answers").mkdir()
+    temporary = short_folder()
     (answer := place / "answer.py").write_text(source)
     started = time.monotonic()
     ran = subprocess.run(
@@ -162,10 +170,8 @@ def test_a_thread_that_never_ends_holds_nothing_up(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_nothing_stays_when_the_judge_is_killed(tmp_path: Path) -> None:
-    place = tmp_path / "answers"
-    temporary = tmp_path / "tmp"
-    for made in (place, temporary):
-        made.mkdir()
+    (place := tmp_path / "answers").mkdir()
+    temporary = short_folder()
     note = tmp_path / "note"
     source = f"open({str(note)!r}, 'w').close()\nwhile True: pass\n"
     (answer := place / "answer.py").write_text(source)
