@@ -18,6 +18,7 @@ from course.lessons import ROOT
 from tests.helpers.leftovers import MARKED, gone
 
 EXERCISE = ROOT / "exercises" / "01_hello_ranks"
+PLAIN = ROOT / "exercises" / "00_first_collectives"  # its grader looks at no value on a rank
 HEAD = """import ctypes, os, pickle, shutil, signal, subprocess, sys, threading, time
 import torch, torch.distributed as dist
 class Bomb:
@@ -105,14 +106,14 @@ def short_folder() -> Path:
     return folder
 
 
-def judged(folder: Path, source: str) -> tuple[int, list[dict], str]:
+def judged(folder: Path, source: str, exercise: Path = EXERCISE) -> tuple[int, list[dict], str]:
     """The judge's exit status, what it says of each check, and what else it prints."""
     (place := folder / "answers").mkdir()
     temporary = short_folder()
     (answer := place / "answer.py").write_text(source)
     started = time.monotonic()
     ran = subprocess.run(
-        [sys.executable, "-m", "course.judge", EXERCISE, answer, "--seed", "1"],
+        [sys.executable, "-m", "course.judge", exercise, answer, "--seed", "1"],
         env=MARKED | {"TMPDIR": str(temporary), "PROOF": str(folder / "proof")},
         cwd=ROOT,
         capture_output=True,
@@ -131,8 +132,8 @@ def left_in(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if not path.name.startswith("torchinductor")]
 
 
-def refused(folder: Path, source: str, words: list[str]) -> None:
-    code, told, errors = judged(folder, source)
+def refused(folder: Path, source: str, words: list[str], exercise: Path = EXERCISE) -> None:
+    code, told, errors = judged(folder, source, exercise)
     assert code == 1, errors
     assert [row["verdict"] for row in told] == ["failed"], told
     message = " ".join(told[0]["message"].split())
@@ -147,7 +148,8 @@ def refused(folder: Path, source: str, words: list[str]) -> None:
 @pytest.mark.parametrize("how", HOSTILE)
 def test_a_hostile_answer_is_refused_and_leaves_nothing(how: str, tmp_path: Path) -> None:
     body, words = HOSTILE[how]
-    refused(tmp_path, f"{HEAD}    {body}\n", words)
+    exercise = PLAIN if "cannot leave" in words[0] else EXERCISE
+    refused(tmp_path, f"{HEAD}    {body}\nsum_and_mean = hello\n", words, exercise)
 
 
 @pytest.mark.slow
