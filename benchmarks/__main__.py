@@ -66,6 +66,7 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="write to results/bench")
     parser.add_argument("--repeats", type=int, default=10, help="measurements of each (10)")
     names = [path.stem for path in sorted(ROOT.glob("benchmarks/[a-z]*.py"))]
+    parser.add_argument("--no-figures", action="store_true", help="measure the ratios only")
     parser.add_argument("--only", choices=names, help="this one alone; keep the others' results")
     options = parser.parse_args()
     folder = ROOT / ("results/bench" if options.keep else "build/bench")
@@ -81,7 +82,7 @@ def main() -> None:
         for result in bench.ratios(options.repeats):
             rows.append(row_of(result))
             print(show(rows[-1]), flush=True)
-        if hasattr(bench, "figure"):
+        if hasattr(bench, "figure") and not options.no_figures:
             bench.figure(str(folder / f"{name}.png"), min(5, options.repeats))
     if options.only:
         rows = merged(rows, folder / "bench.json")

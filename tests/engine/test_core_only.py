@@ -120,8 +120,6 @@ def test_the_doctor_names_what_is_missing(core: Path, monkeypatch: pytest.Monkey
     [
         "parallelism/01_data_parallelism_ddp.py",  # what `make start` runs
         "fsdp/03_deepspeed_bytes.py",
-        "data-loading/02_beton_file.py",
-        "profiling/02_one_trace_for_all_ranks.py",
     ],
 )
 def test_a_lesson_runs_or_says_what_it_needs(
@@ -136,8 +134,6 @@ def test_a_lesson_runs_or_says_what_it_needs(
     assert "FAIL" not in [row["verdict"] for row in rows], ran.stdout
     if lesson.startswith("fsdp/"):
         assert "deepspeed: pip install -e '.[deepspeed]'" in blocked
-    elif lesson.startswith("data-loading/"):
-        assert any("FFCV" in needs for needs in blocked), blocked
     else:
         assert ran.returncode == 0, ran.stdout
 

@@ -287,7 +287,8 @@ def test_a_benchmark_runs(name: str, tmp_path: Path) -> None:
     if name == "ffcv":
         pytest.importorskip("ffcv", reason="needs FFCV, which needs packages.txt")
     checkout(tmp_path)
-    said = python(tmp_path, "-m", "benchmarks", "--repeats=1", f"--only={name}", timeout=290)
+    argv = ["--repeats=1", "--no-figures", f"--only={name}"]
+    said = python(tmp_path, "-m", "benchmarks", *argv, timeout=290)
     rows = json.loads((tmp_path / "build/bench/bench.json").read_text())["rows"]
     assert rows, said
     for row in rows:
