@@ -75,7 +75,8 @@ class Exercise:
 
         def hole(found: re.Match) -> str:
             lines = len(found[2].splitlines())
-            return f"{found[1]}raise NotImplementedError  # {lines} lines in the solution\n"
+            noun = "line" if lines == 1 else "lines"
+            return f"{found[1]}raise NotImplementedError  # {lines} {noun} in the solution\n"
 
         return re.sub(HOLE, hole, self.solution.read_text(), flags=re.S)
 
