@@ -49,6 +49,11 @@ class Lesson:
         return self.docstring.partition("\n")[0]
 
     @property
+    def question(self) -> str:
+        """What the lesson answers, on one line."""
+        return " ".join(self.docstring.partition("**Question.**")[2].partition("\n\n")[0].split())
+
+    @property
     def subject(self) -> str:
         """The title up to its colon."""
         return self.title.partition(":")[0]

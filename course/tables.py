@@ -4,7 +4,6 @@ What stands between `<!-- NAME -->` and `<!-- /NAME -->` is made here from cours
 lessons and results/ (`make results`, `course write tables`); nobody types a figure.
 """
 
-import ast
 import json
 import re
 from collections import Counter
@@ -13,9 +12,10 @@ from io import StringIO
 from pathlib import Path
 from statistics import median
 
-from course import plumbing
+from course import outline, plumbing
 from course.book import exercises as book
-from course.lessons import ABOUT, FOLDERS, LESSONS, ROOT
+from course.lessons import FOLDERS, LESSONS, ROOT
+from course.outline import Lesson
 
 READMES = [ROOT / name for name in ("README.md", "results/README.md", "exercises/README.md")]
 SAMPLE = "parallelism/01_data_parallelism_ddp.py"
@@ -26,26 +26,8 @@ def ledger_of(lesson: str) -> dict:
     return json.loads(path.read_text()) if path.exists() else {"ledger": [], "seconds": None}
 
 
-def docstring(lesson: str) -> str:
-    return ast.get_docstring(ast.parse((ROOT / lesson).read_text()))
-
-
-def title(lesson: str) -> str:
-    return docstring(lesson).partition("\n")[0]
-
-
-def section(lesson: str, name: str) -> str:
-    """The paragraph of a lesson's docstring that opens with **name.**, on one line."""
-    match = re.search(rf"\*\*{name}\.?\*\*(.+?)(?:\n\n|\Z)", docstring(lesson), re.DOTALL)
-    return " ".join(match[1].split()) if match else ""
-
-
-def exercises_after(lesson: str) -> list[str]:
-    return re.findall(r"exercises/\w+", section(lesson, "Next"))
-
-
-def exercise_links(lesson: str) -> str:
-    return ", ".join(f"[{path[10:12]}]({path})" for path in exercises_after(lesson))
+def exercise_links(lesson: Lesson) -> str:
+    return ", ".join(f"[{name[:2]}](exercises/{name})" for name in lesson.exercises)
 
 
 def sample(most: int = 8) -> str:
@@ -61,12 +43,11 @@ def sample(most: int = 8) -> str:
 
 def lessons_where(spine: bool) -> str:
     rows = ["| Lesson | The question it answers | Minutes | Exercise |", "|---|---|--:|---|"]
-    for lesson in LESSONS:
-        about = ABOUT[lesson]
-        if about.get("spine", False) == spine:
-            link = f"[{lesson.removesuffix('.py')}]({lesson})"
-            question = section(lesson, "Question")
-            rows.append(f"| {link} | {question} | {about['minutes']} | {exercise_links(lesson)} |")
+    for lesson in outline.lessons():
+        if lesson.spine == spine:
+            link = f"[{lesson.path.removesuffix('.py')}]({lesson.path})"
+            links = exercise_links(lesson)
+            rows.append(f"| {link} | {lesson.question} | {lesson.minutes} | {links} |")
     return "\n".join(rows)
 
 
@@ -125,10 +106,10 @@ def results() -> str:
 def figures() -> str:
     """Every figure that a lesson saved."""
     rows = []
-    for lesson in LESSONS:
-        name = lesson.replace("/", "_").removesuffix(".py") + ".png"
+    for lesson in outline.lessons():
+        name = lesson.path.replace("/", "_").removesuffix(".py") + ".png"
         if (ROOT / "results/lessons" / name).exists():
-            rows.append(f"- [{lesson}](lessons/{name}): {title(lesson)}")
+            rows.append(f"- [{lesson.path}](lessons/{name}): {lesson.title}")
     return "\n".join(rows)
 
 
@@ -150,7 +131,7 @@ def minutes() -> str:
     """What each folder takes, spine and deeper."""
     rows = ["| Folder | Lessons | Hours |", "|---|--:|--:|"]
     for folder in FOLDERS:
-        times = [ABOUT[lesson]["minutes"] for lesson in LESSONS if lesson.startswith(folder)]
+        times = [lesson.minutes for lesson in outline.lessons() if lesson.folder == folder]
         rows.append(f"| [{folder}]({folder}/README.md) | {len(times)} | {sum(times) / 60:.1f} |")
     return "\n".join(rows)
 

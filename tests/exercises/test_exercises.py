@@ -9,8 +9,8 @@ import pytest
 
 from course.book import Exercise, Mistake, Report, exercises
 from course.judge import judge
-from course.lessons import LESSONS, ROOT
-from course.tables import exercises_after
+from course.lessons import ROOT
+from course.outline import lessons
 
 BOOK = exercises()
 PARTS = "**Task.**", "**Why.**", "**Given.**", "**Cost target.**", "**The hole.**"
@@ -124,8 +124,8 @@ def test_every_interview_answer_points_at_a_claim_that_passed() -> None:
 
 
 def test_each_exercise_follows_from_a_lesson_that_it_names() -> None:
-    follow = {path: lesson for lesson in LESSONS for path in exercises_after(lesson)}
-    assert sorted(follow) == [f"exercises/{exercise.name}" for exercise in BOOK]
+    follow = {name: lesson.path for lesson in lessons() for name in lesson.exercises}
+    assert sorted(follow) == [exercise.name for exercise in BOOK]
     for exercise in BOOK:
         given = exercise.readme.partition("**Given.**")[2].partition("**Cost target.**")[0]
-        assert follow[f"exercises/{exercise.name}"] in given, exercise.name
+        assert follow[exercise.name] in given, exercise.name
