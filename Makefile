@@ -2,6 +2,9 @@
 # make check     what to run before a commit: lint, form, engine (no root, no compiler)
 # make test      set up everything (system packages too, if root or sudo allow) and run what matters
 # make test-all  what `make test` leaves out: every mistake, every broken line, signals, leftovers
+# make gpu       on a machine with GPUs: the doctor, every lesson on 1, 2, 4 and 8 of them, the
+#                benchmarks, into results/MACHINE. RANKS=1,8 ONLY=fsdp/ DEADLINE=SECONDS MACHINE=NAME
+#                narrow it; PRETEND=4 pretends so many GPUs
 # make lessons   run every lesson in reading order, one line each; ONLY=fsdp/ some of them
 # make bench     every speed ratio this course states, ours beside the library's
 # Each may be run again at any time, after an interruption too. To a first installation one may add
@@ -46,6 +49,14 @@ lessons: .venv/core
 bench: .venv/core
 	$(BIN)/python -m benchmarks
 
+GPU_BOX = $(BIN)/python -m course.gpu_box --only=$(ONLY) $(if $(RANKS),--ranks=$(RANKS)) \
+  $(if $(MACHINE),--machine=$(MACHINE)) $(if $(DEADLINE),--deadline=$(DEADLINE)) \
+  $(if $(PRETEND),--pretend=$(PRETEND))
+gpu: .venv/core
+	@$(GPU_BOX) --plan
+	$(if $(PRETEND),,@$(MAKE) --no-print-directory .venv/all)
+	@$(GPU_BOX)
+
 # For those who write lessons: the plumbing into every lesson, measured results into README.
 plumbing: .venv/core
 	$(BIN)/python -m course.write plumbing
@@ -79,10 +90,10 @@ lint: $(RUFF)
 
 .venv/all: .venv/test packages.txt
 	@sh course/system_packages.sh
-	@echo "=== DeepSpeed, FFCV and profiling tools"
-	@sh course/install.sh deepspeed,profiling
+	@echo "=== DeepSpeed, FFCV, profiling tools, and a pretended AWS"
+	@sh course/install.sh deepspeed,profiling,cloud
 	@sh course/install.sh ffcv \
-	  || echo "*** FFCV could not be built: its lesson will say BLOCKED. It needs the packages in packages.txt"
+	  || echo "*** FFCV could not be built: its lessons will say BLOCKED. It needs the packages in packages.txt"
 	@touch $@
 
-.PHONY: start check test test-all lessons bench plumbing results lint
+.PHONY: start check test test-all gpu lessons bench plumbing results lint

@@ -3,7 +3,7 @@
 A file benchmarks/NAME.py brings `ratios(repeats)`, a list of dicts: name, setting, ours and peer
 (seconds, one per repeat, measured alternately), and aim, what ours / peer should be at most. It may
 bring `figure(path, repeats)`. Nothing is judged: a shared machine is no referee. Writes bench.json
-and figures to build/bench, or with --keep to results/bench.
+and figures to build/bench, or with --keep to results/bench, or with --into to any folder.
 """
 
 import argparse
@@ -64,12 +64,13 @@ def merged(new: list[dict], kept: Path) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--keep", action="store_true", help="write to results/bench")
+    parser.add_argument("--into", type=Path, metavar="FOLDER", help="write there")
     parser.add_argument("--repeats", type=int, default=10, help="measurements of each (10)")
     names = [path.stem for path in sorted(ROOT.glob("benchmarks/[a-z]*.py"))]
     parser.add_argument("--no-figures", action="store_true", help="measure the ratios only")
     parser.add_argument("--only", choices=names, help="this one alone; keep the others' results")
     options = parser.parse_args()
-    folder = ROOT / ("results/bench" if options.keep else "build/bench")
+    folder = options.into or ROOT / ("results/bench" if options.keep else "build/bench")
     folder.mkdir(parents=True, exist_ok=True)
     about = {"date": time.strftime("%F"), "torch": torch.__version__, "cpus": os.cpu_count()}
     about |= {"python": platform.python_version(), "repeats": options.repeats}
@@ -88,7 +89,7 @@ def main() -> None:
         rows = merged(rows, folder / "bench.json")
     (folder / "bench.json").write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
     draw(rows, str(folder / "bench.png"))
-    print(f"\nbench.json and figures: {folder.relative_to(ROOT)}")
+    print(f"\nbench.json and figures: {folder}")
 
 
 if __name__ == "__main__":

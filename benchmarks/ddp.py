@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from course.lessons import load
+from course.playing import load
 from course.ranks import run
 
 WIDTH, DEPTH, BATCH, ROUNDS = 512, 80, 8, 5

@@ -7,7 +7,7 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
-from course.lessons import load
+from course.playing import load
 from course.ranks import run
 
 LESSON, ROUNDS = "data-loading/01_ffcv_distributed_optimization.py", 4

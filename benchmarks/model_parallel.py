@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from course.lessons import load
+from course.playing import load
 from course.ranks import run
 
 RANKS = 2

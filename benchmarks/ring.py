@@ -7,7 +7,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from course.lessons import load
+from course.playing import load
 from course.ranks import run
 
 CASES = (  # bytes, algorithm, calls a measurement, aim

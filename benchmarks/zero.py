@@ -8,17 +8,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from course.lessons import load
 from course.passages import GPT
+from course.playing import load
 from course.ranks import run
 
-TOKENS, VOCABULARY = 64, 512
+LAYERS, WIDTH, TOKENS, VOCABULARY = 6, 512, 64, 512  # 19.5 million parameters
 ADAM = partial(torch.optim.Adam, lr=1e-4)
 
 
 def gpt() -> nn.Module:
     torch.manual_seed(0)
-    return GPT(L=6, D=512, T=TOKENS, V=VOCABULARY)
+    return GPT(L=LAYERS, D=WIDTH, T=TOKENS, V=VOCABULARY)
 
 
 def zero1_by_hand():

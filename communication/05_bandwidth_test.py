@@ -449,6 +449,7 @@ def link_seconds(b: Bench, x: Tensor, slowed: int = -1, sleep: float = 0.0) -> l
             start = time.perf_counter()
             for _ in range(b.calls):
                 if sender == slowed and sender == RANK:
+                    b.synchronize()  # sleep after the last message, not beside it
                     time.sleep(sleep)
                 send_alone(x, sender, receiver)
             b.synchronize()
@@ -478,6 +479,7 @@ def all_links_seconds(b: Bench, x: Tensor, slowed: int, sleep: float) -> float:
         start = time.perf_counter()
         for _ in range(b.calls):
             if slowed == RANK:
+                b.synchronize()
                 time.sleep(sleep)
             call_sendrecv(b, out, x)
         b.synchronize()
@@ -514,8 +516,12 @@ def check_links(b: Bench) -> float:
     claim("all links at once / the slow one alone", 1, ratio, atol=0.4, question=3, timed=True)
 
     reached = measure(b, "all_reduce", count, in_place=True)["busbw"] / slowest
-    atol = 0.5 if on_gpus else 0.25  # NVLS; noise
     what = "all-reduce's busbw / the slowest link's"
+    if on_gpus and int(os.environ["LOCAL_WORLD_SIZE"]) < WORLD_SIZE:
+        print0(f"{'':13}all-reduce's busbw: {reached:.2f} times the slowest link's")
+        blocked(what, needs="1 node: rings of several share many network cards")
+        return slowest
+    atol = 0.5 if on_gpus else 0.25  # NVLS; noise
     claim(what, 1, reached, "<=", atol=atol, question=2, timed=True)
     return slowest
 
@@ -529,7 +535,7 @@ def check_links(b: Bench) -> float:
 def show_400_MB(b: Bench, slowest: float) -> None:
     S = 400_000_000
     count = S // b.dtype.itemsize // WORLD_SIZE * WORLD_SIZE
-    b.calls = 1
+    b.calls = 20 if b.device.type == "cuda" else 1
     b.warmup = 1
     seen = measure(b, "all_reduce", count, in_place=True)
     here = "400 MB here, {us:,.0f} us: algbw {algbw:.2f}, busbw {busbw:.2f} GB/s, ".format(**seen)
@@ -593,25 +599,30 @@ def check_options(o: argparse.Namespace) -> None:
         refuse("needs 2 ranks or more, for one rank has no link; got 1; set --nproc-per-node=2")
     if not 1 < ranks <= WORLD_SIZE:
         refuse(f"-g must be 2 to {WORLD_SIZE}, the number of ranks; got {ranks}")
-    if not 0 < o.b <= o.e:
-        refuse(f"-b must be positive and at most -e; got {o.b:,} and {o.e:,}")
-    if o.f < 2:
+    last = o.b if o.e is None else o.e
+    if not 0 < o.b <= last:
+        refuse(f"-b must be positive and at most -e; got {o.b:,} and {last:,}")
+    if o.f is not None and o.f < 2:
         refuse(f"-f must be at least 2, or the sizes do not grow; got {o.f}")
-    if o.n < 1 or o.w < 0:
+    if (o.n is not None and o.n < 1) or o.w < 0:
         refuse(f"-n must be positive, -w not negative; got {o.n} and {o.w}")
+
+
+def sizes_and_calls(o: argparse.Namespace, device: torch.device) -> tuple[int, int, int]:
+    """Return where to end, the factor between sizes, and calls; on GPUs sizes are real ones."""
+    end, factor, calls = ("1G", 4, 20) if device.type == "cuda" else ("4M", 32, 5)
+    return o.e or max(o.b, size(end)), o.f or factor, o.n or calls
 
 
 def main() -> None:
     global WORLD_SIZE
-    gpus = torch.cuda.device_count() > 1  # then sizes are real ones
-    largest, step, calls = ("1G", 4, 20) if gpus else ("4M", 32, 5)
     options = command_line(
         {  # named as in nccl-tests
             "-b": {"type": size, "default": "4K", "metavar": "BYTES", "help": "begin here (4K)"},
-            "-e": {"type": size, "default": largest, "metavar": "BYTES", "help": "end here (4M)"},
-            "-f": {"type": int, "default": step, "metavar": "FACTOR", "help": "between sizes (32)"},
+            "-e": {"type": size, "metavar": "BYTES", "help": "end here (4M; on GPUs 1G)"},
+            "-f": {"type": int, "metavar": "FACTOR", "help": "between sizes (32; on GPUs 4)"},
             "-g": {"type": int, "metavar": "RANKS", "help": "the first so many take part (all)"},
-            "-n": {"type": int, "default": calls, "metavar": "CALLS", "help": "to average (5)"},
+            "-n": {"type": int, "metavar": "CALLS", "help": "to average (5; on GPUs 20)"},
             "-w": {"type": int, "default": 1, "metavar": "CALLS", "help": "to warm up with (1)"},
             "-o": {"choices": ["sum", "max", "min"], "default": "sum", "help": "reduction (sum)"},
             "-d": {"choices": DTYPES, "default": "float", "help": "the data type (float)"},
@@ -625,9 +636,11 @@ def main() -> None:
     os.environ["WORLD_SIZE"] = str(WORLD_SIZE)
     if RANK >= WORLD_SIZE:
         sys.exit()  # takes no part
-    bench = Bench(setup(), DTYPES[options.d], options.o, options.n, options.w)
+    device = setup()
+    end, factor, calls = sizes_and_calls(options, device)
+    bench = Bench(device, DTYPES[options.d], options.o, calls, options.w)
     check_headline()
-    rows = sweep(bench, options.b, options.e, options.f)
+    rows = sweep(bench, options.b, end, factor)
     check_rows(bench, rows)
     slowest = check_links(bench)
     show_400_MB(bench, slowest)
@@ -655,21 +668,30 @@ def command_line(flags: dict[str, dict] | None = None) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def launch() -> None:
-    """Plain `python lesson.py`: be torchrun, one rank per GPU if there are several, else 4."""
+def launch(world_sizes: range | list[int] = range(1, 1025)) -> None:
+    """Plain `python lesson.py`: be torchrun, one rank per GPU if there are several, else 4.
+
+    `world_sizes` are the numbers of ranks that the lesson takes: it gets the largest that fits.
+    """
     if "RANK" in os.environ or WORLD_SIZE > 1:
         return  # this is a rank already: torchrun or srun has started it
+    import tempfile
+
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
     gpus = torch.cuda.device_count()
-    ranks = gpus if gpus > 1 else 4
+    ranks = max(size for size in world_sizes if size <= gpus) if gpus > 1 else 4
+    if ranks < gpus:
+        print(f"{ranks} of {gpus} GPUs: the largest number that this lesson can use")
     os.environ["LAUNCHER"] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
     logging.disable()  # the rank that fails says why
+    arguments = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", *sys.argv]
     try:
-        torchrun(["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", *sys.argv])
+        with tempfile.TemporaryDirectory() as logs:  # the one that torchrun makes would stay
+            torchrun([f"--log-dir={logs}", *arguments])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         sys.exit(f"rank {rank} was ended by {failure.signal_name()}" if failure.exitcode < 0 else 1)
@@ -679,7 +701,7 @@ def launch() -> None:
 
 
 def setup() -> torch.device:
-    """Join the process group: NCCL if every local rank has a GPU of its own, else gloo."""
+    """Join the process group: NCCL if every rank has a GPU of its own, else gloo on all ranks."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the launcher
     parent = str(os.getppid())
@@ -688,21 +710,71 @@ def setup() -> torch.device:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank that waits inside C++ too
     if "RANK" not in os.environ:
         name_ranks_as_torchrun_does()
-    gpus = torch.cuda.device_count()
+    torch.set_float32_matmul_precision("highest")  # some images make TF32 the default
+    patience = timedelta(minutes=2)
+    store, _, _ = next(dist.rendezvous("env://", timeout=patience))
+    device, backend = choose_device(store)
     local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
-    if gpus >= local_ranks:
-        backend = "nccl"
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    if local_ranks < WORLD_SIZE:
+        lead_gloo_to_other_nodes(store)
+    group = {"rank": RANK, "world_size": WORLD_SIZE, "store": store, "timeout": patience}
+    if device.type == "cuda":
         torch.cuda.set_device(device)
-        dist.init_process_group(backend, device_id=device, timeout=timedelta(minutes=2))
+        dist.init_process_group("nccl", device_id=device, **group)
     else:
-        backend = f"gloo ({gpus} GPUs visible, {local_ranks} ranks here)"
-        device = torch.device("cpu")
-        dist.init_process_group("gloo", timeout=timedelta(minutes=2))
+        dist.init_process_group("gloo", **group)
     sys.excepthook = crash  # only now: init_process_group sets one of its own
     print0(f"{WORLD_SIZE} ranks, {backend}, torch {torch.__version__}\n")
     print0(f"{'':13}{'claim':50} {'predicted':22} {'measured':>11}")
     return device
+
+
+def choose_device(store: dist.Store) -> tuple[torch.device, str]:
+    """Agree on one backend before anybody joins; return this rank's device, and what to print."""
+    visible = torch.cuda.device_count()
+    mine = "none"
+    if visible > 0:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % visible)
+        gpu = torch.cuda.get_device_properties(device)
+        mine = str(gpu.uuid)  # not the index: each rank may be shown another GPU as its only one
+        if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+            mine += f", shared by rank {RANK}"  # NCCL allows that from 2.30
+    own = set(tell_all(store, "GPU", mine)) - {"none"}
+    if len(own) < WORLD_SIZE:
+        why = f"NCCL needs {WORLD_SIZE} GPUs, these ranks see {len(own)}"
+        return torch.device("cpu"), f"gloo ({why})"
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    return device, f"NCCL {version} on {gpu.name}"
+
+
+def lead_gloo_to_other_nodes(store: dist.Store) -> None:
+    """Say on which network gloo listens: it would ask for the host's name, often 127.0.1.1."""
+    import psutil
+
+    here = address_towards(os.environ["MASTER_ADDR"])
+    for address in tell_all(store, "address", here):
+        if here.startswith("127.") and not address.startswith("127."):
+            here = address_towards(address)  # on the first node, whose name means itself
+    for network, addresses in psutil.net_if_addrs().items():
+        if here in [one.address for one in addresses]:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", network)
+
+
+def address_towards(host: str) -> str:
+    """Return this node's address on the way to the host."""
+    import socket
+
+    family, kind, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as way:
+        way.connect(there)  # sends nothing: the kernel looks up the route
+        return way.getsockname()[0]
+
+
+def tell_all(store: dist.Store, what: str, value: str) -> list[str]:
+    """Return every rank's `value`, in order, through the store: there is no group yet."""
+    store.set(f"{what} of {RANK}", value)
+    values = store.multi_get([f"{what} of {rank}" for rank in range(WORLD_SIZE)])
+    return [value.decode() for value in values]
 
 
 def name_ranks_as_torchrun_does() -> None:
@@ -792,6 +864,8 @@ def finish() -> None:
         dist.destroy_process_group()
     verdicts = Counter(row["verdict"] for row in ledger)
     print0(f"\n  {verdicts['PASS']} PASS, {verdicts['FAIL']} FAIL, {verdicts['BLOCKED']} BLOCKED")
+    if set(verdicts) == {"BLOCKED"}:
+        print0("  Nothing could be checked: BLOCKED rows say what they need.")
     if RANK == 0 and "LESSON_JSON" in os.environ:
         about = {"ranks": WORLD_SIZE, "torch": torch.__version__, "python": sys.version}
         about["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None

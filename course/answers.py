@@ -5,7 +5,8 @@ import sys
 
 from course import progress
 from course.book import Exercise
-from course.outline import book, find_exercise, steps
+from course.outline import Lesson, book, find_exercise, steps
+from course.overview import next_step
 from course.terminal import command, paint, say, shown
 
 N = {"metavar": "N", "help": "3, 03_ring_shift, or any part of its name"}
@@ -75,11 +76,21 @@ def start(options: argparse.Namespace) -> int:
             f"{command('reset', exercise.number)}."
         )
     print(f"{paint(f'{exercise.number:02d} {exercise.title}', 'bold')}\n")
+    if options.exercise is None:
+        say_what_comes_before(exercise)
     print(f"The task:   {shown(exercise.folder / 'README.md')}")
     print(f"Your file:  {answer}")
     print(f"Then:       {command('check', exercise.number)}")
     print(f"or:         {command('watch', exercise.number)}, which checks whenever you save")
     return 0
+
+
+def say_what_comes_before(exercise: Exercise) -> None:
+    """Name the first lesson before this exercise that has no tick, if there is one."""
+    done = progress.read()
+    before = next_step(done)
+    if isinstance(before, Lesson) and steps().index(before) < steps().index(exercise):
+        print(f"On the path the lesson {before.name} comes first; you may begin all the same.\n")
 
 
 def write_stub(exercise: Exercise) -> None:
@@ -119,15 +130,17 @@ def reset(options: argparse.Namespace) -> int:
     """Put the stub back, having asked; keep what was there."""
     exercise = find_exercise(options.exercise)
     answer = exercise.answer
-    if answer.exists():
-        number = 1
-        while answer.with_suffix(f".kept-{number}.py").exists():
-            number += 1
-        kept = answer.with_suffix(f".kept-{number}.py")
-        question = f"Keep {shown(answer)} as {kept.name} and begin anew? [y/N] "
-        if ask(question).strip().lower() not in ("y", "yes"):
-            sys.exit("Nothing was changed.")
-        answer.rename(kept)
+    if not answer.exists():
+        begin = command("start", exercise.number)
+        sys.exit(f"There is no {shown(answer)}, so nothing to reset. To begin it: {begin}.")
+    number = 1
+    while answer.with_suffix(f".kept-{number}.py").exists():
+        number += 1
+    kept = answer.with_suffix(f".kept-{number}.py")
+    question = f"Keep {shown(answer)} as {kept.name} and begin anew? [y/N] "
+    if ask(question).strip().lower() not in ("y", "yes"):
+        sys.exit("Nothing was changed.")
+    answer.rename(kept)
     write_stub(exercise)
     say(f"{shown(answer)} is the empty stub again.")
     return 0

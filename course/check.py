@@ -5,7 +5,6 @@ import json
 import re
 import sys
 import time
-from datetime import date
 from functools import partial
 from pathlib import Path
 
@@ -64,7 +63,8 @@ def show_end(exercise: Exercise, verdict: Verdict) -> None:
     print()
     if verdict.status == "accepted":
         checks = "1 check" if len(verdict.passed) == 1 else f"{len(verdict.passed)} checks"
-        print(paint(f"Accepted: {checks} passed in {verdict.seconds} s.", "green"))
+        rest = f"; {len(verdict.blocked)} BLOCKED" if verdict.blocked else ""
+        print(paint(f"Accepted: {checks} passed in {verdict.seconds} s{rest}.", "green"))
         print(f"Ours, to compare: {command('solution', exercise.number)}\n")
         print(where_to_go(progress.read()))
     elif verdict.status == "blocked":
@@ -83,7 +83,7 @@ def show_end(exercise: Exercise, verdict: Verdict) -> None:
 def settle(exercise: Exercise, verdict: Verdict) -> None:
     """Tick an exercise that was accepted."""
     if verdict.status == "accepted":
-        progress.remember("exercises", exercise.name, date.today().isoformat())
+        progress.settle("exercises", exercise.name, verdict.blocked)
 
 
 # The commands
@@ -167,7 +167,7 @@ def show_line(told: dict) -> None:
     colours = {"accepted": "green", "failed": "red", "error": "red", "blocked": "yellow"}
     status = paint(f"{told['status']:8}", colours.get(told["status"], "dim"))
     print(f"{tick(told['status'] == 'accepted')} {told['exercise']:26}{status}", end="")
-    print(f"{told['seconds']:7.1f} s" if told["seconds"] else "", flush=True)
+    print("" if told["status"] == "absent" else f"{told['seconds']:7.1f} s", flush=True)
     why = told["failed"] or told["status"] == "error"
     if why:
         first = told["message"].partition("\n")[0]

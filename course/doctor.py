@@ -22,7 +22,6 @@ OLDEST = (3, 11)  # of Python
 NEWEST = (3, 14)
 OLDEST_TORCH = (2, 11)
 SPARE = 8e9  # bytes that `make test` may still need: compilers, DeepSpeed, FFCV
-FFCV_NEEDS = "sudo apt install what packages.txt lists"
 LEAST = 1e9  # bytes without which lessons cannot write their files
 
 
@@ -172,7 +171,7 @@ def extras(root: Path = ROOT) -> list[Finding]:
             found = f"not installed: BLOCKED in {', '.join(using)}"
             remedy = f"{sys.executable} -m pip install -e '.[{extra}]'"
             if extra == "ffcv":
-                remedy = f"make .venv/all, which needs compilers: {FFCV_NEEDS}"
+                remedy = "make .venv/all, which asks apt-get for compilers"
             rows.append(Finding(package, "warn", found, remedy))
     return rows
 

@@ -160,7 +160,7 @@ def _told(outcomes: list[Outcome], answer: Path, deadline: float) -> str:
         said = _cause(first, answer)
         first = next(o for o in causes if _cause(o, answer) == said)  # always the same rank
         same_everywhere = said.startswith("not written yet")
-        return (said if same_everywhere else f"rank {first.rank}: {said}") + _printed(first)
+        return (said if same_everywhere else f"rank {first.rank}: {said}") + _printed(first, said)
     lines = [f"after {deadline:g} s not every rank has come back:"]
     for o in outcomes:
         last = re.findall(rf"{re.escape(WIRE)}(.*)", o.output)
@@ -199,9 +199,12 @@ def _quoted(o: Outcome, answer: Path) -> list[str]:
 QUOTED = 4  # lines of the answer that are shown of a rank that hangs
 
 
-def _printed(o: Outcome) -> str:
+def _printed(o: Outcome, said: str) -> str:
+    """The last lines that the rank printed, less those that its error repeats."""
     lines = [line for line in o.output.splitlines() if line and not line.startswith(WIRE)]
-    return "".join(f"\n  printed: {line[:200]}" for line in lines[-5:])
+    lines = [line for line in lines[-5:] if line.strip() not in said]
+    cut = [line if len(line) <= 200 else line[:199] + "…" for line in lines]
+    return "".join(f"\n  printed: {line}" for line in cut)
 
 
 def expect(got: object, due: object, what: str) -> None:

@@ -12,6 +12,7 @@ import json
 import os
 import random
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest.mock import patch
@@ -74,9 +75,13 @@ class Listener:
 
     def grader_failed(self, why: str) -> None:
         """Put down that no verdict on the answer could be reached."""
-        message = f"the grader itself failed:\n{why}"
-        self.report.failed = self.report.message = message
-        self.tell({"check": "the grader", "verdict": "failed", "message": message})
+        self.put_down("the grader", f"the grader itself failed:\n{why}")
+
+    def put_down(self, title: str, message: str) -> None:
+        """Put down a failure that no check of the grader's has found."""
+        self.report.failed = title
+        self.report.message = message
+        self.tell({"check": title, "verdict": "failed", "message": message})
 
 
 def judge(
@@ -96,8 +101,12 @@ def judge(
     node = f"{exercise.grader}::{only}" if only else str(exercise.grader)
     argv = [node, "-x", "--noconftest", "--import-mode=importlib", f"--rootdir={exercise.folder}"]
     argv += ["-c", os.devnull, "-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:logging"]
+    argv += ["--assert=plain", "-p", "no:unraisableexception"]  # this looks through all of torch
     alone = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "", "PYTEST_PLUGINS": ""}
     listener = Listener(answer.resolve(), report, tell)
+    if no_python := why_python_cannot_read(answer):
+        listener.put_down("Python can read the file", no_python)
+        return report
     sys.modules.pop(exercise.grader.stem, None)  # another exercise's: all have one name
     with patch.dict(os.environ, alone):
         ended = pytest.main(argv, plugins=[listener])
@@ -106,6 +115,19 @@ def judge(
     if ended not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not report.failed:
         listener.grader_failed(f"pytest ended with {ended!r} on {node}")
     return report
+
+
+def why_python_cannot_read(answer: Path) -> str:
+    """The error of syntax in this file and its line, in words; empty if there is none."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            compile(answer.read_bytes(), answer.name, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        line = (error.text or "").strip()
+        return f"{type(error).__name__}: {error.msg}\n  {answer.name}, line {error.lineno}: {line}"
+    except (ValueError, RecursionError, MemoryError) as error:
+        return f"{type(error).__name__}: {error}\n  {answer.name}"
+    return ""
 
 
 def main() -> int:
@@ -119,6 +141,9 @@ def main() -> int:
     def tell(check: dict) -> None:
         print(json.dumps(check), flush=True)
 
+    from course.ranks import fork_server  # loads torch
+
+    fork_server()
     exercise = Exercise(options.folder.resolve())
     adopt_orphans()  # of ranks' server too, should an answer kill it
     try:

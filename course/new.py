@@ -16,7 +16,7 @@ ROW = """\
 [[lesson]]
 path = "{path}"
 minutes = 30
-ranks = [1, 2, 3, 4]
+ranks = [1, 2, 3, 4, 8]
 """
 
 
@@ -26,7 +26,7 @@ def paths() -> list[str]:
 
 
 def title_of(name: str) -> str:
-    """'15_all_to_all' becomes 'All to all'."""
+    """'20_all_to_all' becomes 'All to all'."""
     words = name[3:].replace("_", " ")
     return words[0].upper() + words[1:]
 
@@ -42,7 +42,7 @@ def filled(template: str, **words: str) -> str:
 def check_name(name: str, what: str, taken: list[str]) -> None:
     """End with what to do if `name` is no NN_name, or its number is given to another."""
     if not re.fullmatch(r"\d\d_[a-z][a-z0-9_]*", name):
-        sys.exit(f"{what} is called NN_name, as in 15_all_to_all, and not {name}.")
+        sys.exit(f"{what} is called NN_name, as in 20_all_to_all, and not {name}.")
     for other in taken:
         if other[:2] == name[:2]:
             sys.exit(f"Number {name[:2]} is taken: {other}. The next one free: {free(taken)}.")

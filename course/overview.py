@@ -2,7 +2,6 @@
 
 import argparse
 import textwrap
-from datetime import date
 
 from course import progress
 from course.book import Exercise
@@ -53,6 +52,8 @@ def show(options: argparse.Namespace) -> int:
                 folder = lesson.folder
     for exercise in exercises_of_no_lesson():
         print(f"{'':73}{of_exercise(exercise, marks)}")
+    if any(in_part(step, done) for step in steps()):
+        print(f"\n{tick(True, True)} done in part: the rest was BLOCKED, for want of GPUs mostly")
     print()
     print(where_to_go(done))
     print(f"\n{command('run', 'FOLDER/NN')}   runs any lesson")
@@ -66,7 +67,7 @@ def marks_of(done: dict) -> dict[str, str]:
     marks = {step.name: "·" for step in steps()}
     for step in steps():
         if is_done(step, done):
-            marks[step.name] = tick(True)
+            marks[step.name] = tick(True, in_part(step, done))
     coming = next_step(done)
     if coming:
         marks[coming.name] = paint("→", "bold")
@@ -97,6 +98,12 @@ def is_done(step: Lesson | Exercise, done: dict) -> bool:
     return step.name in done["exercises"]
 
 
+def in_part(step: Lesson | Exercise, done: dict) -> bool:
+    """Whether it is done, apart from what was BLOCKED."""
+    key = step.path if isinstance(step, Lesson) else step.name
+    return is_done(step, done) and key in done["blocked"]
+
+
 def next_step(done: dict) -> Lesson | Exercise | None:
     """The first step of the path that has no tick."""
     return next((step for step in steps() if not is_done(step, done)), None)
@@ -106,7 +113,7 @@ def where_to_go(done: dict) -> str:
     """What comes next, and the command to type."""
     step = next_step(done)
     if step is None:
-        return "All done. exercises/interview_topics.md asks whether you can also say it."
+        return f"{the_end(done)}exercises/interview_topics.md asks whether you can also say it."
     if isinstance(step, Lesson):
         what = f"Next: {step.name}. {step.title}"
         how = command("predict", step.name)
@@ -114,6 +121,16 @@ def where_to_go(done: dict) -> str:
         what = f"Next: exercise {step.number:02d}. {step.title}"
         how = command("check" if step.answer.exists() else "start", step.number)
     return f"{textwrap.fill(what, WIDTH, subsequent_indent=' ' * 6)}\n\n    {how}"
+
+
+def the_end(done: dict) -> str:
+    """What is left, if anything, when the path has been walked."""
+    partly = [step.name for step in steps() if in_part(step, done)]
+    if not partly:
+        return "All done. "
+    what = f"Done, but for what was BLOCKED in {len(partly)} of {len(steps())} steps."
+    text = f"{what} On a machine that has what they need, run these again: {', '.join(partly)}."
+    return f"{textwrap.fill(text, WIDTH)}\n\n"
 
 
 def show_next(options: argparse.Namespace) -> int:
@@ -140,8 +157,9 @@ def tick_lesson(options: argparse.Namespace) -> int:
     lesson = find_lesson(options.lesson)
     if options.off:
         progress.forget("lessons", lesson.path)
+        progress.forget("blocked", lesson.path)
         print(f"No tick at {lesson.name} any more.")
     else:
-        progress.remember("lessons", lesson.path, date.today().isoformat())
+        progress.settle("lessons", lesson.path, [])
         say(f"{tick(True)} {lesson.name}. {lesson.title}")
     return 0

@@ -1,13 +1,14 @@
 """`course run` and `course predict`: run a lesson; ask its questions first, and compare."""
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from datetime import date
+import threading
 from pathlib import Path
 
 from course import progress
@@ -43,8 +44,27 @@ def run(options: argparse.Namespace) -> int:
     lesson = find_lesson(options.lesson)
     status, ledger = play(lesson, options.flags)
     if ledger and status == 0:
-        print(f"\n{tick(True)} {lesson.name} is done.\n{where_to_go(progress.read())}")
+        print()
+        say_done(lesson, ledger)
+        print(where_to_go(progress.read()))
     return status
+
+
+def say_done(lesson: Lesson, ledger: list[dict]) -> None:
+    needs = blocked_in(ledger)
+    say(f"{tick(True, bool(needs))} {lesson.name} is done{in_part(needs)}.")
+
+
+def in_part(needs: list[str]) -> str:
+    """What was BLOCKED, if anything, to be said of a lesson that is done."""
+    if not needs:
+        return ""
+    claims = "1 claim is" if len(needs) == 1 else f"{len(needs)} claims are"
+    return f" in part: {claims} BLOCKED for want of {', '.join(dict.fromkeys(needs))}"
+
+
+def blocked_in(ledger: list[dict]) -> list[str]:
+    return [row["needs"] for row in ledger if row["verdict"] == "BLOCKED"]
 
 
 def play(lesson: Lesson, flags: list[str]) -> tuple[int, list[dict]]:
@@ -57,15 +77,60 @@ def play(lesson: Lesson, flags: list[str]) -> tuple[int, list[dict]]:
         kept = Path(os.environ.get("LESSON_JSON", f"{folder}/ledger.json"))
         kept.unlink(missing_ok=True)
         environment = os.environ | {"LESSON_JSON": str(kept)}
-        process = subprocess.Popen([sys.executable, shown(lesson.file), *flags], env=environment)
+        argv = [sys.executable, shown(lesson.file), *flags]
+        ours, theirs = channel()
+        process = subprocess.Popen(argv, env=environment, stderr=theirs)
+        os.close(theirs)
+        interrupted = threading.Event()
+        passing = threading.Thread(target=pass_on, args=(ours, interrupted), daemon=True)
+        passing.start()
         try:
             status = process.wait()
+        except KeyboardInterrupt:
+            interrupted.set()
+            end(process, patience=2)  # Ctrl-C has reached it, too
+            print(f"\nEnded by Ctrl-C: {lesson.name} gets no tick.", file=sys.stderr)
+            sys.exit(130)
         finally:
-            end(process, patience=2)  # after Ctrl-C, which has reached it too
+            end(process, patience=2)
+        passing.join(2)  # no longer, should something that outlives the lesson hold its end open
         ledger = json.loads(kept.read_text())["ledger"] if kept.exists() else []
     if ledger and status == 0:
-        progress.remember("lessons", lesson.path, date.today().isoformat())
+        progress.settle("lessons", lesson.path, blocked_in(ledger))
     return (128 - status if status < 0 else status), ledger
+
+
+def channel() -> tuple[int, int]:
+    """Our end and the lesson's of what carries its errors: a terminal if ours go to one, for then
+    lessons show their progress.
+    """
+    if not os.isatty(2):
+        return os.pipe()
+    import termios  # Windows, where the course says WSL2, has neither
+    import tty
+
+    ours, theirs = os.openpty()
+    tty.setraw(theirs)
+    termios.tcsetwinsize(theirs, termios.tcgetwinsize(2))
+    return ours, theirs
+
+
+def pass_on(errors: int, interrupted: threading.Event) -> None:
+    """Print what the lesson prints as errors, at once; nothing more after Ctrl-C, at which every
+    process that loads torch just then says where it was.
+    """
+    while said := read_from(errors):
+        if b"Traceback" in said or b"Fatal Python error" in said:
+            interrupted.wait(0.5)  # perhaps we have not heard of Ctrl-C yet
+        if not interrupted.is_set():
+            os.write(2, said)
+
+
+def read_from(descriptor: int) -> bytes:
+    """What came there; nothing when the other end is closed, which a terminal calls an error."""
+    with contextlib.suppress(OSError):
+        return os.read(descriptor, 65_536)
+    return b""
 
 
 def predict(options: argparse.Namespace) -> int:
@@ -78,6 +143,8 @@ def predict(options: argparse.Namespace) -> int:
         print(f"\nThe lesson ended with status {status} and no ledger: nothing to compare.")
         return status
     compare(lesson, answers, ledger)
+    if status == 0:
+        say_done(lesson, ledger)
     print(where_to_go(progress.read()))
     return status
 

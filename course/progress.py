@@ -9,15 +9,17 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from datetime import date
 
 from course.book import ROOT
 from course.terminal import shown
 
 ANSWERS = ROOT / "answers"
 FILE = ANSWERS / ".progress.json"
-# lessons and exercises: when each was done, by its name; hints: how many of an exercise were shown;
-# predictions: of a lesson, what was answered to each question
-KEYS = ("lessons", "exercises", "hints", "predictions")
+# lessons and exercises: when each was done, by its name; blocked: of those done in part, what could
+# not be checked; hints: how many of an exercise were shown; predictions: of a lesson, what was
+# answered to each question
+KEYS = ("lessons", "exercises", "blocked", "hints", "predictions")
 
 
 def read() -> dict[str, dict]:
@@ -48,6 +50,15 @@ def remember(what: str, name: str, value: object) -> None:
         known = read()
         known[what][name] = value
         _write(known)
+
+
+def settle(what: str, name: str, blocked: list[str]) -> None:
+    """Put down that a lesson or an exercise is done today, and what of it could not be checked."""
+    remember(what, name, date.today().isoformat())
+    if blocked:
+        remember("blocked", name, blocked)
+    else:
+        forget("blocked", name)
 
 
 def forget(what: str, name: str) -> None:

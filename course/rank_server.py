@@ -8,6 +8,7 @@ listens: the parent does so at the end, but not if it was killed.
 
 import atexit
 import contextlib
+import gc
 import os
 import shutil
 import socket
@@ -43,3 +44,5 @@ def leave() -> None:
 
 adopt_orphans()
 warnings.filterwarnings("ignore", "forkserver: waitpid returned")
+gc.collect()
+gc.freeze()  # what was loaded here stays shared: no rank looks through it, and so copies it

@@ -20,10 +20,12 @@ share this file.
 import contextlib
 import ctypes
 import faulthandler
+import importlib
 import os
 import pickle
 import re
 import signal
+import socket
 import sys
 import sysconfig
 import tempfile
@@ -52,15 +54,16 @@ GRACE = 1.5  # seconds that the others get to end by themselves once one rank ha
 OUTPUT_LIMIT = 20_000_000  # bytes one rank may print
 WORD_LIMIT = 1_000_000_000  # bytes one rank may return
 STACK_WAIT = 3.0  # seconds that hung ranks get to write their stacks down
+PATIENCE = 6  # deadlines that ranks get which would compute, and are kept from it by other programs
 PRELOAD = ["torch.distributed." + name for name in ("fsdp", "tensor.parallel", "pipelining")]
-PRELOAD += ["torch.distributed.checkpoint", "torch._dynamo", "sklearn.datasets", "cloudpickle"]
+PRELOAD += ["torch.distributed.checkpoint", "torch._dynamo", "cloudpickle", "course.grading"]
 PRELOAD += ["pytest"]  # it may be the main program, which every rank loads again
-PRELOAD += ["course.rank_server", "course.grading"]
+OF_LESSONS = ["sklearn.datasets"]  # their tests' ranks need it, and no exercise
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 COURSE = Path(__file__).resolve().parent
 server = get_context("forkserver")
-server.set_forkserver_preload(PRELOAD)
+server.set_forkserver_preload([*PRELOAD, *OF_LESSONS, "course.rank_server"])
 one_at_a_time = threading.Lock()  # when the ranks have ended, all that the server has is a stray
 
 
@@ -113,9 +116,11 @@ def run(
 ) -> list:
     """Call `function(*args)` on every rank; return what the ranks returned, in order.
 
-    `deadline` is in seconds, from the start of the ranks. With `group`, a gloo process group is
-    there; its own timeout lies far beyond the deadline. Raises RanksFailed if any rank raises,
-    exits, is killed, hangs, prints more than OUTPUT_LIMIT or returns more than WORD_LIMIT bytes.
+    `deadline` is in seconds, from the start of the ranks. It is put off, at most PATIENCE times
+    over, while a rank that would compute has not had so much of a core. With `group`, a gloo
+    process group is there; its own timeout lies far beyond the deadline. Raises RanksFailed if any
+    rank raises, exits, is killed, hangs, prints more than OUTPUT_LIMIT or returns more than
+    WORD_LIMIT bytes.
     """
     outcomes = attempt(function, world_size, *args, deadline=deadline, group=group)
     if any(o.kind != "returned" for o in outcomes):
@@ -163,6 +168,45 @@ def attempt(
 
 
 # The parent's side
+
+
+def fork_server() -> None:
+    """Make the ranks' server a fork of this process, so that torch is loaded once for both.
+
+    Call it first, while there is one thread and nothing was computed. Without it, the first run
+    starts a server of its own, which loads all of PRELOAD anew; so it does on macOS, where a
+    process that has loaded frameworks may not fork, and from Python 3.14 on, whose server asks
+    for a key that only `multiprocessing` has.
+    """
+    if sys.platform != "linux" or sys.version_info >= (3, 14):
+        return
+    for name in PRELOAD:
+        importlib.import_module(name)
+    with socket.socket(socket.AF_UNIX) as listener:
+        address = connection.arbitrary_address("AF_UNIX")
+        listener.bind(address)
+        os.chmod(address, 0o600)
+        listener.listen()
+        alive, hold = os.pipe()  # the server stays up as long as somebody holds the other end
+        pid = os.fork()
+        if pid == 0:
+            _be_server(listener.detach(), alive)
+        os.close(alive)
+    known = forkserver._forkserver
+    known._forkserver_address, known._forkserver_alive_fd = address, hold
+    known._forkserver_pid = pid
+
+
+def _be_server(listener: int, alive: int) -> None:
+    """Do what a forked copy must do to be what `multiprocessing` would have started."""
+    try:
+        kept = {0, 1, 2, listener, alive}
+        for descriptor in {int(name) for name in os.listdir("/dev/fd")} - kept:
+            with contextlib.suppress(OSError):  # the one through which the folder was read
+                os.close(descriptor)
+        forkserver.main(listener, alive, ["course.rank_server"])  # until nobody holds `alive`
+    finally:
+        importlib.import_module("course.rank_server").leave()
 
 
 class Handed:
@@ -244,7 +288,8 @@ def _read_with_care(word: bytes) -> tuple | None:
 
 def _watch(ranks: list[Rank], deadline: float, trusted: bool, own: list[Path]) -> None:
     """Fill in the outcomes as they come; give up at the deadline, or GRACE after a failure."""
-    stop = time.monotonic() + deadline
+    began = time.monotonic()
+    stop = began + deadline
     while running := [rank for rank in ranks if rank.outcome.kind == "running"]:
         signs = [rank.bell for rank in running] + [rank.process.sentinel for rank in running]
         connection.wait(signs, timeout=0.05)
@@ -258,9 +303,21 @@ def _watch(ranks: list[Rank], deadline: float, trusted: bool, own: list[Path]) -
                 o.text = f"printed more than {OUTPUT_LIMIT:,} bytes"
         if any(rank.outcome.kind not in ("running", "returned") for rank in ranks):
             stop = min(stop, time.monotonic() + GRACE)
+        elif stop < time.monotonic() < began + PATIENCE * deadline and _starved(running, deadline):
+            stop = time.monotonic() + deadline / 4
         if time.monotonic() > stop:
             break
-    _ask_for_stacks([rank for rank in ranks if rank.outcome.kind == "running"], own)
+    _ask_for_stacks([rank for rank in ranks if rank.outcome.kind == "running"], trusted, own)
+
+
+def _starved(ranks: list[Rank], deadline: float) -> bool:
+    """Whether one of them would compute, and has had less of a core than the deadline is worth."""
+    for rank in _at_work(ranks):
+        with contextlib.suppress(psutil.Error):
+            used = psutil.Process(rank.process.pid).cpu_times()
+            if used.user + used.system < 0.7 * deadline:
+                return True
+    return False
 
 
 def _died(rank: Rank, own: list[Path]) -> None:
@@ -279,7 +336,7 @@ def _died(rank: Rank, own: list[Path]) -> None:
             o.text = f"{how} at {(o.frames or frames)[0]}"
 
 
-def _ask_for_stacks(hung: list[Rank], own: list[Path]) -> None:
+def _ask_for_stacks(hung: list[Rank], trusted: bool, own: list[Path]) -> None:
     """Tell where each hung rank is: faulthandler answers, even from inside C++."""
     if not hung:
         return
@@ -290,11 +347,13 @@ def _ask_for_stacks(hung: list[Rank], own: list[Path]) -> None:
     stop = time.monotonic() + STACK_WAIT
     for rank in hung:
         o = rank.outcome
-        o.kind = "hung"
         while not (told := _read(rank.stack)).endswith(("in <module>\n", "...\n")):
             if time.monotonic() > stop:
                 break
             time.sleep(0.02)
+        if rank.hear(trusted):  # it has come back just now
+            continue
+        o.kind = "hung"
         o.stack = told
         frames = frames_of(told)
         o.frames = own_frames(frames, own)
@@ -335,7 +394,7 @@ def _end_strays(patience: float = 5) -> None:
     while time.monotonic() < stop:  # one may start another while we look
         with contextlib.suppress(psutil.NoSuchProcess):  # an answer has killed the server
             strays = psutil.Process(_server()[0]).children(recursive=True)
-            alive = [stray for stray in strays if _lives(stray)]
+            alive = [stray for stray in strays if lives(stray)]
             for stray in alive:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     stray.kill()
@@ -345,7 +404,7 @@ def _end_strays(patience: float = 5) -> None:
         return
 
 
-def _lives(process: psutil.Process) -> bool:
+def lives(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.status() != psutil.STATUS_ZOMBIE
     return False

@@ -5,39 +5,125 @@ where README's tables are made. Exits 1 if a lesson failed.
 """
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import psutil
 from tqdm import tqdm
 
 from course.lessons import LESSONS, ROOT, flags_of
+from course.machines import name_of
+
+DEADLINE = 600.0  # seconds for one lesson: many times what the slowest takes
+STACK_WAIT = 3.0  # seconds that hung ranks get to write their stacks down
 
 
-def run_one(lesson: str, folder: Path) -> dict:
-    """Run one lesson as a learner does; return its ledger, with its seconds and exit status."""
-    name = lesson.replace("/", "_").removesuffix(".py")
-    kept = folder / f"{name}.json"
-    figure = folder / f"{name}.png"
-    kept.unlink(missing_ok=True)
+def run_one(
+    lesson: str,
+    folder: Path,
+    launcher: Sequence[str] = (),
+    environment: dict[str, str] | None = None,
+    deadline: float = DEADLINE,
+) -> dict:
+    """Run one lesson as a learner does, or by a launcher, which gets the lesson's path.
+
+    Return its ledger, with its seconds, its exit status ("hung" after the deadline), its output.
+    """
+    kept = folder / f"{name_of(lesson)}.json"
+    figure = folder / f"{name_of(lesson)}.png"
     argv = ["--figure", str(figure)] if "--figure" in flags_of(lesson) else []
-    started = time.monotonic()
-    ran = subprocess.run(
-        [sys.executable, ROOT / lesson, *argv],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | {"LESSON_JSON": str(kept)},
-    )
-    seconds = time.monotonic() - started
-    told = json.loads(kept.read_text()) if kept.exists() else {"ledger": []}
+    with tempfile.TemporaryDirectory() as place:
+        written = Path(place, "ledger.json")
+        env = {"LESSON_JSON": str(written)} | (environment or {})
+        started = time.monotonic()
+        status, said = watch([*launcher, str(ROOT / lesson), *argv], env, deadline)
+        seconds = time.monotonic() - started
+        told = ledger_in(written)
     told["argv"] = [lesson]  # the same on every machine
-    told |= {"lesson": lesson, "exit": ran.returncode, "seconds": round(seconds, 1)}
+    told |= {"lesson": lesson, "exit": status, "seconds": round(seconds, 1)}
     kept.write_text(json.dumps(told, indent=1) + "\n")
-    return told | {"output": ran.stdout}
+    return told | {"output": said}
+
+
+def ledger_in(written: Path) -> dict:
+    """What a lesson wrote; an empty ledger if it was ended before that, or meanwhile."""
+    try:
+        return json.loads(written.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return {"ledger": []}
+
+
+def watch(arguments: Sequence[str], environment: dict, deadline: float) -> tuple[int | str, str]:
+    """Run Python; return its exit status, or "hung", and what it printed. Nothing of it stays."""
+    env = os.environ | {"PYTHONFAULTHANDLER": "1"} | environment
+    command = [sys.executable, *arguments]
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        running = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
+        try:
+            status = running.wait(deadline)
+        except subprocess.TimeoutExpired:
+            status = "hung"
+            ask_for_stacks(running.pid)
+        finally:
+            end(running)
+        output.seek(0)
+        return status, output.read()
+
+
+def ask_for_stacks(pid: int) -> None:
+    """Make all that this process has started write its stack to its output, and abort."""
+    process = psutil.Process(pid)
+    hung = process.children(recursive=True) or [process]
+    for each in hung:
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            if sys.platform == "linux":
+                each.rlimit(psutil.RLIMIT_CORE, (0, 0))  # a stack, and no dump of its memory
+            each.send_signal(signal.SIGABRT)
+    psutil.wait_procs(hung, timeout=STACK_WAIT)
+
+
+def end(running: subprocess.Popen) -> None:
+    """Leave none of its processes behind."""
+    if running.poll() is None:
+        process = psutil.Process(running.pid)
+        started = process.children(recursive=True)
+        for each in [*started, process]:
+            with contextlib.suppress(psutil.Error):
+                each.kill()
+        running.wait()
+        psutil.wait_procs(started, timeout=10)  # a kill takes its time
+
+
+def run_many(runs: dict[str, Callable[[], dict]]) -> list[str]:
+    """Call what runs each lesson, print a row under its label; return the labels that failed."""
+    failed = []
+    total = dict.fromkeys(("PASS", "FAIL", "BLOCKED"), 0)
+    started = time.monotonic()
+    bar = tqdm(runs, bar_format="{n}/{total} {bar} {desc}", leave=False, file=sys.stderr)
+    print(f"{'lesson':52} {'PASS':>5} {'FAIL':>5} {'BLOCKED':>8} {'seconds':>8}")
+    for label in bar:
+        bar.set_description_str(label)
+        told = runs[label]()
+        verdicts = [row["verdict"] for row in told["ledger"]]
+        counts = {v: verdicts.count(v) for v in total}
+        total = {v: total[v] + counts[v] for v in total}
+        row = f"{counts['PASS']:5} {counts['FAIL']:5} {counts['BLOCKED']:8} {told['seconds']:8.1f}"
+        bar.write(f"{label:52} {row}", file=sys.stdout)
+        if told["exit"]:
+            failed.append(label)
+            bar.write(f"  exit status {told['exit']}:\n{told['output'][-3000:]}", file=sys.stdout)
+    counted = ", ".join(f"{count} {verdict}" for verdict, count in total.items())
+    print(f"\n{len(runs) - len(failed)} of {len(runs)} lessons passed ({counted})", end=" ")
+    print(f"in {time.monotonic() - started:.0f} s")
+    return failed
 
 
 def main() -> None:
@@ -48,25 +134,8 @@ def main() -> None:
     folder = ROOT / ("results/lessons" if options.keep else "build/lessons")
     folder.mkdir(parents=True, exist_ok=True)
     lessons = [lesson for lesson in LESSONS if options.only in lesson]
-    started = time.monotonic()
-    failed = []
-    total = dict.fromkeys(("PASS", "FAIL", "BLOCKED"), 0)
-    bar = tqdm(lessons, bar_format="{n}/{total} {bar} {desc}", leave=False, file=sys.stderr)
-    print(f"{'lesson':52} {'PASS':>5} {'FAIL':>5} {'BLOCKED':>8} {'seconds':>8}")
-    for lesson in bar:
-        bar.set_description_str(lesson)
-        told = run_one(lesson, folder)
-        verdicts = [row["verdict"] for row in told["ledger"]]
-        counts = {v: verdicts.count(v) for v in total}
-        total = {v: total[v] + counts[v] for v in total}
-        row = f"{counts['PASS']:5} {counts['FAIL']:5} {counts['BLOCKED']:8} {told['seconds']:8.1f}"
-        bar.write(f"{lesson:52} {row}", file=sys.stdout)
-        if told["exit"]:
-            failed.append(lesson)
-            bar.write(f"  exit status {told['exit']}:\n{told['output'][-3000:]}", file=sys.stdout)
-    counted = ", ".join(f"{count} {verdict}" for verdict, count in total.items())
-    print(f"\n{len(lessons) - len(failed)} of {len(lessons)} lessons passed ({counted})", end=" ")
-    print(f"in {time.monotonic() - started:.0f} s; ledgers and figures: {folder.relative_to(ROOT)}")
+    failed = run_many({lesson: lambda lesson=lesson: run_one(lesson, folder) for lesson in lessons})
+    print(f"Ledgers and figures: {folder.relative_to(ROOT)}")
     sys.exit(bool(failed))
 
 

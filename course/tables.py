@@ -4,26 +4,28 @@ What stands between `<!-- NAME -->` and `<!-- /NAME -->` is made here from cours
 lessons and results/ (`make results`, `course write tables`); nobody types a figure.
 """
 
-import json
 import re
 from collections import Counter
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
-from statistics import median
 
-from course import outline, plumbing
+from course import outline
 from course.book import exercises as book
-from course.lessons import FOLDERS, LESSONS, ROOT
+from course.lessons import FOLDERS, LESSONS, ROOT, world_sizes_of
+from course.machines import (
+    ledger_of,
+    machines,
+    name_of,
+    only_on_gpus,
+    page,
+    ran_on_several_gpus,
+    speeds,
+)
 from course.outline import Lesson
 
 READMES = [ROOT / name for name in ("README.md", "results/README.md", "exercises/README.md")]
 SAMPLE = "parallelism/01_data_parallelism_ddp.py"
-
-
-def ledger_of(lesson: str) -> dict:
-    path = ROOT / "results/lessons" / (lesson.replace("/", "_").removesuffix(".py") + ".json")
-    return json.loads(path.read_text()) if path.exists() else {"ledger": [], "seconds": None}
 
 
 def exercise_links(lesson: Lesson) -> str:
@@ -32,6 +34,8 @@ def exercise_links(lesson: Lesson) -> str:
 
 def sample(most: int = 8) -> str:
     """The first rows of a ledger, as the lesson printed them."""
+    from course import plumbing  # loads torch
+
     rows = [row for row in ledger_of(SAMPLE)["ledger"] if row["verdict"] == "PASS"][:most]
     with redirect_stdout(StringIO()) as out:
         print(f"{'':13}{'claim':50} {'predicted':22} {'measured':>11}")
@@ -107,24 +111,14 @@ def figures() -> str:
     """Every figure that a lesson saved."""
     rows = []
     for lesson in outline.lessons():
-        name = lesson.path.replace("/", "_").removesuffix(".py") + ".png"
+        name = f"{name_of(lesson.path)}.png"
         if (ROOT / "results/lessons" / name).exists():
             rows.append(f"- [{lesson.path}](lessons/{name}): {lesson.title}")
     return "\n".join(rows)
 
 
 def speed() -> str:
-    path = ROOT / "results/bench/bench.json"
-    bench = json.loads(path.read_text()) if path.exists() else {"rows": []}
-    rows = ["| Verdict | Ours against | Setting | Ours, ms | Peer, ms | Ratio (quartiles) | Aim |"]
-    rows += ["|---|---|---|--:|--:|--:|--:|"]
-    for row in bench["rows"]:
-        kept = "KEPT" if row["ratio"] <= row["aim"] else "MISSED"
-        times = f"{1e3 * median(row['ours']):.1f} | {1e3 * median(row['peer']):.1f}"
-        ratio = f"{row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f})"
-        setting = f"{row['name']} | {row['setting']} | {times} | {ratio} | {row['aim']:.2f}"
-        rows.append(f"| {kept} | {setting} |")
-    return "\n".join(rows)
+    return speeds(ROOT / "results/bench/bench.json")
 
 
 def minutes() -> str:
@@ -136,7 +130,49 @@ def minutes() -> str:
     return "\n".join(rows)
 
 
-TABLES = (sample, counts, spine, deeper, minutes, exercises, results, figures, speed)
+def gpus() -> str:
+    """What each lesson measures on 0, 1, 2 and 8 GPUs, and where it passed on how many."""
+    every = machines()
+    if not any(ran_on_several_gpus(lesson, every) for lesson in LESSONS):
+        rows = ["No lesson has been run on several GPUs yet.", ""]
+    else:
+        links = [f"[{one.name}](results/{one.name}/README.md)" for one in every]
+        rows = [f"Run so far on: {', '.join(links)}.", ""]
+    rows += ["| Lesson | 0 GPUs | 1 GPU | 2 GPUs | 8 GPUs | Passed on GPUs |"]
+    rows += ["|---|---|---|---|---|---|"]
+    for lesson in outline.lessons():
+        verdicts = [row["verdict"] for row in ledger_of(lesson.path)["ledger"]]
+        cells = [f"[{lesson.name}]({lesson.path})", f"{verdicts.count('PASS')} claims"]
+        cells += on_gpus(lesson.path)
+        passed = {one.name: ", ".join(map(str, one.passed_on(lesson.path))) for one in every}
+        cells.append("; ".join(f"{name}: {sizes}" for name, sizes in passed.items() if sizes))
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def on_gpus(lesson: str) -> list[str]:
+    """What 1, 2 and 8 GPUs bring: the mark of the same claims, and what is measured only there."""
+    sizes = world_sizes_of(lesson)
+    mark = "●" if uses_device(lesson) and sizes != [1] else "○"
+    claims = only_on_gpus(lesson)
+    cells = []
+    waiting = []  # for a number of ranks that the lesson takes
+    for size in (1, 2, 8):
+        waiting += dict.fromkeys(claims.get(size, []))
+        if size in sizes or sizes == [1]:
+            cells.append(" ".join([mark, "; ".join(waiting)]).strip())
+            waiting = []
+        else:
+            cells.append("no")
+    return cells
+
+
+def uses_device(lesson: str) -> bool:
+    """Whether a lesson takes from `setup()` the device, to put tensors there."""
+    return bool(re.search(r"[=(] ?setup\(\)", (ROOT / lesson).read_text()))
+
+
+TABLES = (sample, counts, spine, deeper, minutes, exercises, results, figures, speed, gpus)
 
 
 def written(readme: Path) -> str:
@@ -152,8 +188,10 @@ def written(readme: Path) -> str:
 
 
 def timed(lesson: str) -> str:
-    """The lesson's source; where its docstring says how long it takes, the seconds measured."""
+    """The lesson's source; its docstring's seconds as measured, and whether GPUs have run it."""
     source = (ROOT / lesson).read_text()
+    run = "Run" if ran_on_several_gpus(lesson) else "Not run"
+    source = re.sub(r"(Not run|Run) on several(?=\sGPUs)", f"{run} on several", source, count=1)
     seconds = ledger_of(lesson)["seconds"]
     if seconds is None:
         return source
@@ -164,6 +202,10 @@ def write() -> list[str]:
     """Write all tables and seconds anew; return the paths of the files that changed."""
     texts = {readme: written(readme) for readme in READMES}
     texts |= {ROOT / lesson: timed(lesson) for lesson in LESSONS}
+    every = machines()
+    for machine in every:
+        others = [other for other in every if other != machine]
+        texts[machine.folder / "README.md"] = page(machine, others)
     changed = [path for path, text in texts.items() if path.read_text() != text]
     for path in changed:
         path.write_text(texts[path])

@@ -22,7 +22,10 @@ def paint(text: str, colour: str) -> str:
     return f"\x1b[{COLOURS[colour]}m{text}\x1b[0m"
 
 
-def tick(done: bool) -> str:
+def tick(done: bool, blocked: bool = False) -> str:
+    """Before a step of the path: done, done in part (a part of it was BLOCKED), or not."""
+    if done and blocked:
+        return paint("◐", "yellow")
     return paint("✓", "green") if done else "·"
 
 

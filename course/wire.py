@@ -101,6 +101,9 @@ class Wire(TorchDispatchMode):
             way = "to" if op == "send" else "from"
             whom = f"{way} rank {'?' if peer is None else event.peer}"
         say(f"{event.op}, {event.nbytes:,} B, {whom}")
+        if op in ("send", "recv") and event.peer == dist.get_rank():
+            what = "sends to" if op == "send" else "receives from"
+            raise ValueError(f"it {what} itself; gloo has no such connection")
         return event
 
     def beneath_a_thread(self) -> "Wire":

@@ -389,6 +389,11 @@ def two_torchruns_make_one_world() -> None:
     claim("ranks left, if they asked to be killed with it", 0, left["tied"])
 
 
+def shortened(text: str, width: int) -> str:
+    """The end of a text that is too long, which tells values apart better than its beginning."""
+    return text if len(text) <= width else "…" + text[1 - width :]
+
+
 def print_table(ranks: list[dict]) -> None:
     """Print each variable with what the four ranks were told; one value if it is the same."""
     print0("\n  what two torchruns of 2 ranks tell them")
@@ -397,7 +402,7 @@ def print_table(ranks: list[dict]) -> None:
             values = [rank.get(name, "unset") for rank in ranks]
             if len(set(values)) == 1:
                 values = values[:1]
-            print0(f"  {name:32} {' '.join(values)[-24:]:24}  {meaning}")
+            print0(f"  {name:32} {shortened(' '.join(values), 24):24}  {meaning}")
             meaning = ""
     print0()
 
@@ -447,9 +452,10 @@ def ranks_meet_at_a_store() -> None:
 
     gave_up = 0
     if RANK == 0:
+        print0(f"{'':13}c10d warns twice now, as it should: nobody sets the key waited for")
         try:
             store.wait(["a rank that never came"], timedelta(seconds=0.3))
-        except dist.DistStoreError as error:  # and c10d adds two warnings
+        except dist.DistStoreError as error:
             gave_up = 1
             print0(f"{'':13}{error}")
     claim("store.wait() ends when its timeout has passed", 1, gave_up, rank=0)
@@ -505,6 +511,10 @@ def a_group_is_a_numbering(device: torch.device) -> None:
 # are made in the first collective that needs them, not with the group, so the first call is many
 # times slower than the second. That is why benchmarks warm up, and why a job with hundreds of
 # groups runs short of memory.
+#
+# torch 2.15's backend "nccl" is a new implementation, ProcessGroupNCCL2, and messages of its
+# watchdog and names in its traces differ from what is written about the old one, ProcessGroupNCCL.
+# `TORCH_DIST_USE_NCCL2=0` brings that back. Which of the two this is gets printed.
 
 
 # %%
@@ -527,7 +537,7 @@ def cost_of_a_group(device: torch.device) -> None:
     free_after, _ = torch.cuda.mem_get_info()
     first, second = seconds
     times = f"first all-reduce {first * 1e3:.1f} ms, second {second * 1e3:.2f} ms"
-    print0(f"{'':13}a new group: {times}")
+    print0(f"{'':13}a new group, a {type(group._get_backend(device)).__name__}: {times}")
     print0(f"{'':13}and {(free_before - free_after) / 1e6:.0f} MB of this GPU's memory")
     claim("NCCL: first all-reduce / second", 3, first / second, ">=", timed=True)
 
@@ -708,17 +718,26 @@ def gather_objects(value: object) -> list:
 #
 # - **`command_line`** reads flags before anything else, so that `--help` starts no rank.
 # - **`launch`** makes plain `python lesson.py` work: without `RANK` in the environment it calls
-#   torchrun's `main`, which starts this same file again, as ranks; in a rank it returns at once.
+#   torchrun's `main`, which starts this same file again, as ranks; in a rank it returns at once. A
+#   lesson that cannot use every number of GPUs says which numbers it can, and gets the largest.
 #   `--local-addr` spares machines whose own name does not resolve. A negative exit code is the
 #   signal that ended a rank, and 128 + signal is how a shell says the same.
 # - **`setup`** first asks for section 8's PR_SET_PDEATHSIG (a launcher killed before that, while
-#   its ranks still import torch, does leave them). Then it takes NCCL if every rank here can have
-#   its own GPU, else gloo, and says which. `set_device` comes before all else that uses CUDA, or
-#   every rank also opens a context on GPU 0. `timeout` is how long a collective waits for a rank
-#   that never comes. NCCL refuses two ranks on one GPU: "Duplicate GPU detected" up to 2.29, since
-#   2.30 "Multiple Ranks are using the same GPU", which NCCL_MULTI_RANK_GPU_ENABLE=1 allows. And
-#   torch 2.15's "nccl" is a new backend; `TORCH_DIST_USE_NCCL2=0` brings the old one back, should
-#   a log look unlike what you read about it.
+#   its ranks still import torch, does leave them). `set_float32_matmul_precision` takes back what
+#   some images set, products of float32 with 10 bits of fraction (TF32). `set_device` comes before
+#   all else that uses CUDA's memory, or every rank also opens a context on GPU 0. `timeout` is how
+#   long a collective waits for a rank that never comes.
+# - **`choose_device`**: NCCL wants a GPU for each rank, and ranks that choose different backends
+#   wait for each other until the timeout. So each rank first tells the store which GPU it would
+#   take, by its serial number (UUID): under Slurm's `--gpus-per-task`, or torchrun's
+#   `--virtual-local-rank`, each rank is shown another GPU as number 0. If no two take the same, all
+#   take NCCL; else all take gloo, and the first line printed says why. Two ranks on one GPU would
+#   be refused: "Duplicate GPU detected" up to NCCL 2.29, since 2.30 "Multiple Ranks are using the
+#   same GPU". From 2.30 on NCCL_MULTI_RANK_GPU_ENABLE=1 allows it, slowly: with it the lessons
+#   share GPUs, too.
+# - **`lead_gloo_to_other_nodes`**: gloo listens at the address of the host's own name. Debian makes
+#   that 127.0.1.1, where no other node finds it, while NCCL works. So on several nodes gloo is told
+#   the network that leads to MASTER_ADDR, unless you have set GLOO_SOCKET_IFNAME.
 # - **`name_ranks_as_torchrun_does`** translates Slurm's names (section 4) under `srun`.
 # - **`print0`** prints on rank 0 only, or every line would come n times.
 # - **`refuse`** ends a run that cannot mean anything with one message instead of n.
@@ -788,21 +807,30 @@ def command_line(flags: dict[str, dict] | None = None) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def launch() -> None:
-    """Plain `python lesson.py`: be torchrun, one rank per GPU if there are several, else 4."""
+def launch(world_sizes: range | list[int] = range(1, 1025)) -> None:
+    """Plain `python lesson.py`: be torchrun, one rank per GPU if there are several, else 4.
+
+    `world_sizes` are the numbers of ranks that the lesson takes: it gets the largest that fits.
+    """
     if "RANK" in os.environ or WORLD_SIZE > 1:
         return  # this is a rank already: torchrun or srun has started it
+    import tempfile
+
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
     gpus = torch.cuda.device_count()
-    ranks = gpus if gpus > 1 else 4
+    ranks = max(size for size in world_sizes if size <= gpus) if gpus > 1 else 4
+    if ranks < gpus:
+        print(f"{ranks} of {gpus} GPUs: the largest number that this lesson can use")
     os.environ["LAUNCHER"] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
     logging.disable()  # the rank that fails says why
+    arguments = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", *sys.argv]
     try:
-        torchrun(["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", *sys.argv])
+        with tempfile.TemporaryDirectory() as logs:  # the one that torchrun makes would stay
+            torchrun([f"--log-dir={logs}", *arguments])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         sys.exit(f"rank {rank} was ended by {failure.signal_name()}" if failure.exitcode < 0 else 1)
@@ -812,7 +840,7 @@ def launch() -> None:
 
 
 def setup() -> torch.device:
-    """Join the process group: NCCL if every local rank has a GPU of its own, else gloo."""
+    """Join the process group: NCCL if every rank has a GPU of its own, else gloo on all ranks."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the launcher
     parent = str(os.getppid())
@@ -821,21 +849,71 @@ def setup() -> torch.device:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank that waits inside C++ too
     if "RANK" not in os.environ:
         name_ranks_as_torchrun_does()
-    gpus = torch.cuda.device_count()
+    torch.set_float32_matmul_precision("highest")  # some images make TF32 the default
+    patience = timedelta(minutes=2)
+    store, _, _ = next(dist.rendezvous("env://", timeout=patience))
+    device, backend = choose_device(store)
     local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
-    if gpus >= local_ranks:
-        backend = "nccl"
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    if local_ranks < WORLD_SIZE:
+        lead_gloo_to_other_nodes(store)
+    group = {"rank": RANK, "world_size": WORLD_SIZE, "store": store, "timeout": patience}
+    if device.type == "cuda":
         torch.cuda.set_device(device)
-        dist.init_process_group(backend, device_id=device, timeout=timedelta(minutes=2))
+        dist.init_process_group("nccl", device_id=device, **group)
     else:
-        backend = f"gloo ({gpus} GPUs visible, {local_ranks} ranks here)"
-        device = torch.device("cpu")
-        dist.init_process_group("gloo", timeout=timedelta(minutes=2))
+        dist.init_process_group("gloo", **group)
     sys.excepthook = crash  # only now: init_process_group sets one of its own
     print0(f"{WORLD_SIZE} ranks, {backend}, torch {torch.__version__}\n")
     print0(f"{'':13}{'claim':50} {'predicted':22} {'measured':>11}")
     return device
+
+
+def choose_device(store: dist.Store) -> tuple[torch.device, str]:
+    """Agree on one backend before anybody joins; return this rank's device, and what to print."""
+    visible = torch.cuda.device_count()
+    mine = "none"
+    if visible > 0:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % visible)
+        gpu = torch.cuda.get_device_properties(device)
+        mine = str(gpu.uuid)  # not the index: each rank may be shown another GPU as its only one
+        if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+            mine += f", shared by rank {RANK}"  # NCCL allows that from 2.30
+    own = set(tell_all(store, "GPU", mine)) - {"none"}
+    if len(own) < WORLD_SIZE:
+        why = f"NCCL needs {WORLD_SIZE} GPUs, these ranks see {len(own)}"
+        return torch.device("cpu"), f"gloo ({why})"
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    return device, f"NCCL {version} on {gpu.name}"
+
+
+def lead_gloo_to_other_nodes(store: dist.Store) -> None:
+    """Say on which network gloo listens: it would ask for the host's name, often 127.0.1.1."""
+    import psutil
+
+    here = address_towards(os.environ["MASTER_ADDR"])
+    for address in tell_all(store, "address", here):
+        if here.startswith("127.") and not address.startswith("127."):
+            here = address_towards(address)  # on the first node, whose name means itself
+    for network, addresses in psutil.net_if_addrs().items():
+        if here in [one.address for one in addresses]:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", network)
+
+
+def address_towards(host: str) -> str:
+    """Return this node's address on the way to the host."""
+    import socket
+
+    family, kind, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as way:
+        way.connect(there)  # sends nothing: the kernel looks up the route
+        return way.getsockname()[0]
+
+
+def tell_all(store: dist.Store, what: str, value: str) -> list[str]:
+    """Return every rank's `value`, in order, through the store: there is no group yet."""
+    store.set(f"{what} of {RANK}", value)
+    values = store.multi_get([f"{what} of {rank}" for rank in range(WORLD_SIZE)])
+    return [value.decode() for value in values]
 
 
 def name_ranks_as_torchrun_does() -> None:
@@ -925,6 +1003,8 @@ def finish() -> None:
         dist.destroy_process_group()
     verdicts = Counter(row["verdict"] for row in ledger)
     print0(f"\n  {verdicts['PASS']} PASS, {verdicts['FAIL']} FAIL, {verdicts['BLOCKED']} BLOCKED")
+    if set(verdicts) == {"BLOCKED"}:
+        print0("  Nothing could be checked: BLOCKED rows say what they need.")
     if RANK == 0 and "LESSON_JSON" in os.environ:
         about = {"ranks": WORLD_SIZE, "torch": torch.__version__, "python": sys.version}
         about["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None

@@ -567,21 +567,30 @@ def command_line(flags: dict[str, dict] | None = None) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def launch() -> None:
-    """Plain `python lesson.py`: be torchrun, one rank per GPU if there are several, else 4."""
+def launch(world_sizes: range | list[int] = range(1, 1025)) -> None:
+    """Plain `python lesson.py`: be torchrun, one rank per GPU if there are several, else 4.
+
+    `world_sizes` are the numbers of ranks that the lesson takes: it gets the largest that fits.
+    """
     if "RANK" in os.environ or WORLD_SIZE > 1:
         return  # this is a rank already: torchrun or srun has started it
+    import tempfile
+
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
     gpus = torch.cuda.device_count()
-    ranks = gpus if gpus > 1 else 4
+    ranks = max(size for size in world_sizes if size <= gpus) if gpus > 1 else 4
+    if ranks < gpus:
+        print(f"{ranks} of {gpus} GPUs: the largest number that this lesson can use")
     os.environ["LAUNCHER"] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
     logging.disable()  # the rank that fails says why
+    arguments = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", *sys.argv]
     try:
-        torchrun(["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", *sys.argv])
+        with tempfile.TemporaryDirectory() as logs:  # the one that torchrun makes would stay
+            torchrun([f"--log-dir={logs}", *arguments])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         sys.exit(f"rank {rank} was ended by {failure.signal_name()}" if failure.exitcode < 0 else 1)
@@ -591,7 +600,7 @@ def launch() -> None:
 
 
 def setup() -> torch.device:
-    """Join the process group: NCCL if every local rank has a GPU of its own, else gloo."""
+    """Join the process group: NCCL if every rank has a GPU of its own, else gloo on all ranks."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the launcher
     parent = str(os.getppid())
@@ -600,21 +609,71 @@ def setup() -> torch.device:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank that waits inside C++ too
     if "RANK" not in os.environ:
         name_ranks_as_torchrun_does()
-    gpus = torch.cuda.device_count()
+    torch.set_float32_matmul_precision("highest")  # some images make TF32 the default
+    patience = timedelta(minutes=2)
+    store, _, _ = next(dist.rendezvous("env://", timeout=patience))
+    device, backend = choose_device(store)
     local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
-    if gpus >= local_ranks:
-        backend = "nccl"
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    if local_ranks < WORLD_SIZE:
+        lead_gloo_to_other_nodes(store)
+    group = {"rank": RANK, "world_size": WORLD_SIZE, "store": store, "timeout": patience}
+    if device.type == "cuda":
         torch.cuda.set_device(device)
-        dist.init_process_group(backend, device_id=device, timeout=timedelta(minutes=2))
+        dist.init_process_group("nccl", device_id=device, **group)
     else:
-        backend = f"gloo ({gpus} GPUs visible, {local_ranks} ranks here)"
-        device = torch.device("cpu")
-        dist.init_process_group("gloo", timeout=timedelta(minutes=2))
+        dist.init_process_group("gloo", **group)
     sys.excepthook = crash  # only now: init_process_group sets one of its own
     print0(f"{WORLD_SIZE} ranks, {backend}, torch {torch.__version__}\n")
     print0(f"{'':13}{'claim':50} {'predicted':22} {'measured':>11}")
     return device
+
+
+def choose_device(store: dist.Store) -> tuple[torch.device, str]:
+    """Agree on one backend before anybody joins; return this rank's device, and what to print."""
+    visible = torch.cuda.device_count()
+    mine = "none"
+    if visible > 0:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % visible)
+        gpu = torch.cuda.get_device_properties(device)
+        mine = str(gpu.uuid)  # not the index: each rank may be shown another GPU as its only one
+        if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+            mine += f", shared by rank {RANK}"  # NCCL allows that from 2.30
+    own = set(tell_all(store, "GPU", mine)) - {"none"}
+    if len(own) < WORLD_SIZE:
+        why = f"NCCL needs {WORLD_SIZE} GPUs, these ranks see {len(own)}"
+        return torch.device("cpu"), f"gloo ({why})"
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    return device, f"NCCL {version} on {gpu.name}"
+
+
+def lead_gloo_to_other_nodes(store: dist.Store) -> None:
+    """Say on which network gloo listens: it would ask for the host's name, often 127.0.1.1."""
+    import psutil
+
+    here = address_towards(os.environ["MASTER_ADDR"])
+    for address in tell_all(store, "address", here):
+        if here.startswith("127.") and not address.startswith("127."):
+            here = address_towards(address)  # on the first node, whose name means itself
+    for network, addresses in psutil.net_if_addrs().items():
+        if here in [one.address for one in addresses]:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", network)
+
+
+def address_towards(host: str) -> str:
+    """Return this node's address on the way to the host."""
+    import socket
+
+    family, kind, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as way:
+        way.connect(there)  # sends nothing: the kernel looks up the route
+        return way.getsockname()[0]
+
+
+def tell_all(store: dist.Store, what: str, value: str) -> list[str]:
+    """Return every rank's `value`, in order, through the store: there is no group yet."""
+    store.set(f"{what} of {RANK}", value)
+    values = store.multi_get([f"{what} of {rank}" for rank in range(WORLD_SIZE)])
+    return [value.decode() for value in values]
 
 
 def name_ranks_as_torchrun_does() -> None:
@@ -704,6 +763,8 @@ def finish() -> None:
         dist.destroy_process_group()
     verdicts = Counter(row["verdict"] for row in ledger)
     print0(f"\n  {verdicts['PASS']} PASS, {verdicts['FAIL']} FAIL, {verdicts['BLOCKED']} BLOCKED")
+    if set(verdicts) == {"BLOCKED"}:
+        print0("  Nothing could be checked: BLOCKED rows say what they need.")
     if RANK == 0 and "LESSON_JSON" in os.environ:
         about = {"ranks": WORLD_SIZE, "torch": torch.__version__, "python": sys.version}
         about["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None

@@ -21,7 +21,8 @@ each other then, and what must they tell each other?
     torchrun --standalone --nproc-per-node=4 03_model_tensor_pipeline_parallel.py   # NCCL, or gloo
     python 03_model_tensor_pipeline_parallel.py                    # the same, started for you
 
-Takes 28 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs.
+Takes 28 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs. With more than 12
+ranks the model has more than 10 MLPs, so that every rank gets a layer.
 
 **Try.** In `column_parallel` replace `CopyToRanks.apply(x_BD)` by `x_BD`: which claims fail, and
 does the model still learn? In `loss_of` replace `/ B` by `/ len(y_bC)`: which ways to split notice?
@@ -67,7 +68,7 @@ Group = dist.ProcessGroup | None  # the ranks that share a layer; None: all rank
 # Shapes: B examples per batch, I = 64 pixels, D features between layers, E = 4 D inside an MLP, C
 # classes, P parameters. A small letter is a share: b rows of a micro-batch, e features.
 B, D, C = 250, 32, 10
-MLPS = 10
+MLPS = max(10, WORLD_SIZE - 2)  # on more than 12 ranks as many more, so that each has a layer
 LAYERS = MLPS + 2  # and one linear layer at either end
 M = 4  # micro-batches
 
@@ -363,12 +364,17 @@ def data_parallel_step(model: nn.Module, x_BI: torch.Tensor, target_B: torch.Ten
 #
 # Every way to split trains the same model on the same batches of scikit-learn's digits. The
 # **oracle** is that training in one process: afterwards each rank compares the weights it holds
-# with the oracle's. In float64 each of the 36 steps adds sums of at most 4 D terms per layer in
-# another order than the oracle does, hence the tolerance.
+# with the oracle's. In float64 each step adds sums of at most 4 D terms per layer in another order
+# than the oracle does, hence the tolerance.
+#
+# A deeper model needs smaller steps, and more of them, because every MLP changes what those behind
+# it get. It also starts with smaller `down` weights, as in GPT-2 (Radford et al., 2019, section
+# 2.3), so that what its MLPs add up to is as large as in ten. For ten MLPs that factor is 1.
 
 
 # %%
-EPOCHS = 6
+EPOCHS = 6 * MLPS // 10
+LEARNING_RATE = 0.5 / MLPS
 TRAINED_ON = 1500  # of 1,797 digits
 STEPS = EPOCHS * TRAINED_ON // B
 TOLERANCE = STEPS * LAYERS * 4 * D * 2**-53
@@ -378,7 +384,10 @@ def untrained(device: torch.device) -> nn.Sequential:
     """Return the model with the same weights on every rank."""
     torch.manual_seed(0)
     middle = [MLP() for _ in range(MLPS)]
-    return nn.Sequential(nn.Linear(64, D), *middle, nn.Linear(D, C)).to(device, torch.float64)
+    model = nn.Sequential(nn.Linear(64, D), *middle, nn.Linear(D, C)).to(device, torch.float64)
+    for mlp in middle:
+        mlp.down.weight.data *= math.sqrt(10 / MLPS)
+    return model
 
 
 @functools.cache  # the file is read once
@@ -394,7 +403,7 @@ def train(
     step: Callable, model: nn.Module, device: torch.device, epochs: int = EPOCHS
 ) -> nn.Module:
     """Train `model` by `step(model, x_BI, target_B)`, which leaves gradients; return the model."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
     for x_BI, target_B in batches(device, epochs):
         optimizer.zero_grad()
         step(model, x_BI, target_B)
@@ -762,9 +771,10 @@ def mark_passes(part: nn.Module, gpu: torch.device, marks: list[torch.cuda.Event
 # 2. One forward, by g, and one backward, by f. 06_tensor_parallel.py measures each layer
 #    alone: by columns it costs the one backward, by rows the one forward.
 # 3. A rank in the middle of the pipeline sends 2 B D = 16,000 elements per step, activations on and
-#    a gradient back; the first and the last rank send half of that. Cut inside, every MLP hands B D
-#    elements to an all-reduce forward and B D backward: 20 B D = 160,000. It is 10 times as many
-#    here, grows with the depth of the model, and each of the 20 sums makes all ranks wait.
+#    a gradient back; the first and the last rank send half of that. Cut inside, each of the 10
+#    MLPs hands B D elements to an all-reduce forward and B D backward: 20 B D = 160,000. It is 10
+#    times as many here, grows with the depth of the model, and each of the 20 sums makes all ranks
+#    wait.
 # 4. (p-1)/(m+p-1) = 3/7, not 3/4. With 32 micro-batches it would be 3/35. Counted in the slots of
 #    section 5, a step takes 3 (m+p-1) = 21 of them, and without micro-batches it takes 3 p m = 48.
 #    So four devices are 16/7 times as fast as one, not 4 times.
@@ -795,10 +805,10 @@ def mark_passes(part: nn.Module, gpu: torch.device, marks: list[torch.cuda.Event
 # %%
 def main() -> None:
     command_line()
-    launch()
-    if WORLD_SIZE > LAYERS:
-        rule = f"each of the ranks needs one of {LAYERS} layers at least; got {WORLD_SIZE} ranks"
-        refuse(f"{rule}; set --nproc-per-node to {LAYERS} or less, or MLPS to more")
+    launch(range(1, 65))
+    if WORLD_SIZE > 64:
+        rule = f"takes at most 64 ranks, for no deeper model was tried; got {WORLD_SIZE}"
+        refuse(f"{rule}; set --nproc-per-node to 64 or less")
     device = setup()
     oracle = train(one_process_step, untrained(device), device)
     check_one_process(device, oracle)
@@ -826,21 +836,30 @@ def command_line(flags: dict[str, dict] | None = None) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def launch() -> None:
-    """Plain `python lesson.py`: be torchrun, one rank per GPU if there are several, else 4."""
+def launch(world_sizes: range | list[int] = range(1, 1025)) -> None:
+    """Plain `python lesson.py`: be torchrun, one rank per GPU if there are several, else 4.
+
+    `world_sizes` are the numbers of ranks that the lesson takes: it gets the largest that fits.
+    """
     if "RANK" in os.environ or WORLD_SIZE > 1:
         return  # this is a rank already: torchrun or srun has started it
+    import tempfile
+
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
     gpus = torch.cuda.device_count()
-    ranks = gpus if gpus > 1 else 4
+    ranks = max(size for size in world_sizes if size <= gpus) if gpus > 1 else 4
+    if ranks < gpus:
+        print(f"{ranks} of {gpus} GPUs: the largest number that this lesson can use")
     os.environ["LAUNCHER"] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
     logging.disable()  # the rank that fails says why
+    arguments = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", *sys.argv]
     try:
-        torchrun(["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", *sys.argv])
+        with tempfile.TemporaryDirectory() as logs:  # the one that torchrun makes would stay
+            torchrun([f"--log-dir={logs}", *arguments])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         sys.exit(f"rank {rank} was ended by {failure.signal_name()}" if failure.exitcode < 0 else 1)
@@ -850,7 +869,7 @@ def launch() -> None:
 
 
 def setup() -> torch.device:
-    """Join the process group: NCCL if every local rank has a GPU of its own, else gloo."""
+    """Join the process group: NCCL if every rank has a GPU of its own, else gloo on all ranks."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the launcher
     parent = str(os.getppid())
@@ -859,21 +878,71 @@ def setup() -> torch.device:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank that waits inside C++ too
     if "RANK" not in os.environ:
         name_ranks_as_torchrun_does()
-    gpus = torch.cuda.device_count()
+    torch.set_float32_matmul_precision("highest")  # some images make TF32 the default
+    patience = timedelta(minutes=2)
+    store, _, _ = next(dist.rendezvous("env://", timeout=patience))
+    device, backend = choose_device(store)
     local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
-    if gpus >= local_ranks:
-        backend = "nccl"
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    if local_ranks < WORLD_SIZE:
+        lead_gloo_to_other_nodes(store)
+    group = {"rank": RANK, "world_size": WORLD_SIZE, "store": store, "timeout": patience}
+    if device.type == "cuda":
         torch.cuda.set_device(device)
-        dist.init_process_group(backend, device_id=device, timeout=timedelta(minutes=2))
+        dist.init_process_group("nccl", device_id=device, **group)
     else:
-        backend = f"gloo ({gpus} GPUs visible, {local_ranks} ranks here)"
-        device = torch.device("cpu")
-        dist.init_process_group("gloo", timeout=timedelta(minutes=2))
+        dist.init_process_group("gloo", **group)
     sys.excepthook = crash  # only now: init_process_group sets one of its own
     print0(f"{WORLD_SIZE} ranks, {backend}, torch {torch.__version__}\n")
     print0(f"{'':13}{'claim':50} {'predicted':22} {'measured':>11}")
     return device
+
+
+def choose_device(store: dist.Store) -> tuple[torch.device, str]:
+    """Agree on one backend before anybody joins; return this rank's device, and what to print."""
+    visible = torch.cuda.device_count()
+    mine = "none"
+    if visible > 0:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % visible)
+        gpu = torch.cuda.get_device_properties(device)
+        mine = str(gpu.uuid)  # not the index: each rank may be shown another GPU as its only one
+        if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+            mine += f", shared by rank {RANK}"  # NCCL allows that from 2.30
+    own = set(tell_all(store, "GPU", mine)) - {"none"}
+    if len(own) < WORLD_SIZE:
+        why = f"NCCL needs {WORLD_SIZE} GPUs, these ranks see {len(own)}"
+        return torch.device("cpu"), f"gloo ({why})"
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    return device, f"NCCL {version} on {gpu.name}"
+
+
+def lead_gloo_to_other_nodes(store: dist.Store) -> None:
+    """Say on which network gloo listens: it would ask for the host's name, often 127.0.1.1."""
+    import psutil
+
+    here = address_towards(os.environ["MASTER_ADDR"])
+    for address in tell_all(store, "address", here):
+        if here.startswith("127.") and not address.startswith("127."):
+            here = address_towards(address)  # on the first node, whose name means itself
+    for network, addresses in psutil.net_if_addrs().items():
+        if here in [one.address for one in addresses]:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", network)
+
+
+def address_towards(host: str) -> str:
+    """Return this node's address on the way to the host."""
+    import socket
+
+    family, kind, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as way:
+        way.connect(there)  # sends nothing: the kernel looks up the route
+        return way.getsockname()[0]
+
+
+def tell_all(store: dist.Store, what: str, value: str) -> list[str]:
+    """Return every rank's `value`, in order, through the store: there is no group yet."""
+    store.set(f"{what} of {RANK}", value)
+    values = store.multi_get([f"{what} of {rank}" for rank in range(WORLD_SIZE)])
+    return [value.decode() for value in values]
 
 
 def name_ranks_as_torchrun_does() -> None:
@@ -963,6 +1032,8 @@ def finish() -> None:
         dist.destroy_process_group()
     verdicts = Counter(row["verdict"] for row in ledger)
     print0(f"\n  {verdicts['PASS']} PASS, {verdicts['FAIL']} FAIL, {verdicts['BLOCKED']} BLOCKED")
+    if set(verdicts) == {"BLOCKED"}:
+        print0("  Nothing could be checked: BLOCKED rows say what they need.")
     if RANK == 0 and "LESSON_JSON" in os.environ:
         about = {"ranks": WORLD_SIZE, "torch": torch.__version__, "python": sys.version}
         about["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None

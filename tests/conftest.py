@@ -20,6 +20,15 @@ def environment() -> Iterator[None]:
         yield
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test that is marked `gpu(n)` where torch finds fewer than n GPUs."""
+    for mark in item.iter_markers("gpu"):
+        import torch  # only such tests need it
+
+        if torch.cuda.device_count() < mark.args[0]:
+            pytest.skip(f"needs {mark.args[0]} GPU" + "s" * (mark.args[0] > 1))
+
+
 COUNTED = {
     "test_the_solution_passes": "solutions accepted by their graders",
     "test_a_mistake_is_refused_and_told_why": "known mistakes refused for their own reason",

@@ -16,6 +16,13 @@ MISTAKES = [
         "rank 0: the mean",
     ),
     (
+        "the mean of three ranks, however many there are",
+        "total / dist.get_world_size()",
+        "total / 3",
+        "test_sum_and_mean",
+        "on 2 ranks, rank 0: the mean",
+    ),
+    (
         "the mean for both",
         "return total, total / dist.get_world_size()",
         "return total / dist.get_world_size(), total / dist.get_world_size()",
@@ -209,6 +216,13 @@ MISTAKES = [
         "dist.send(x, dst=source)",
         "test_hand_over",
         "answer.py, line",
+    ),
+    (
+        "received from itself",
+        "dist.recv(x, src=source)",
+        "dist.recv(x, src=target)",
+        "test_hand_over",
+        "it receives from itself; gloo has no such connection",
     ),
     (
         "received into a copy",

@@ -1,4 +1,6 @@
-"""Ten first calls of torch.distributed, one to three lines each. Read README.md beside this file.
+"""Ten first calls of torch.distributed, one to three lines each.
+
+Task: exercises/00_first_collectives/README.md.
 
 In every example three ranks take part: rank 0 holds [1, 2, 3], rank 1 [10, 20, 30] and rank 2
 [100, 200, 300].
@@ -36,8 +38,8 @@ def agree(x: torch.Tensor, source: int) -> None:
 def stack_all(x: torch.Tensor) -> torch.Tensor:
     """3. Return all ranks' `x`, row r that of rank r, on every rank.
 
-    [[1, 2, 3], [10, 20, 30], [100, 200, 300]]. One dist.all_gather into a list of tensors, or one
-    dist.all_gather_into_tensor.
+    [[1, 2, 3], [10, 20, 30], [100, 200, 300]]. One dist.all_gather into a list of tensors.
+    (dist.all_gather_into_tensor takes one tensor, as long as all ranks' together: end to end.)
     """
     # --- yours
     rows = [torch.empty_like(x) for _ in range(dist.get_world_size())]
@@ -103,8 +105,9 @@ def look_when_all_have_worked(work: Callable[[], None], look: Callable[[], int])
 def sum_of_my_kind(x: torch.Tensor) -> None:
     """8. Ranks 0, 2, 4, ... sum their `x` in place among themselves; so do ranks 1, 3, 5, ...
 
-    Ranks 0 and 2 hold [101, 202, 303], rank 1 still [10, 20, 30]. Two calls of dist.new_group, both
-    on every rank and in the same order, also where a rank is no member; then one dist.all_reduce.
+    Ranks 0 and 2 hold [101, 202, 303], rank 1 still [10, 20, 30]; the grader has 4 ranks. Two calls
+    of dist.new_group, both on every rank and in the same order, also where a rank is no member;
+    then one dist.all_reduce.
     """
     # --- yours
     n = dist.get_world_size()

@@ -1,4 +1,7 @@
-"""Hello from every rank, and a checksum over all of them. Read README.md beside this file first."""
+"""Hello from every rank, and a checksum over all of them.
+
+Task: exercises/01_hello_ranks/README.md.
+"""
 
 import torch
 import torch.distributed as dist

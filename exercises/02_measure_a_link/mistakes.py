@@ -20,18 +20,18 @@ MISTAKES = [
         "a fit of seconds, not of shares",
         (
             "    n = np.array(sizes)\n    t = np.array(times)\n"
-            "    lines = np.stack([1 / t, n / t], axis=1)"
-            "  # (alpha + n/beta) / t = 1: errors relative to t\n",
+            "    lines = np.stack([2 / t, n / t], axis=1)"
+            "  # (2 alpha + n/beta) / t = 1: relative errors\n",
             "alpha, inverse = np.linalg.lstsq(lines, np.ones(len(t)), rcond=None)[0]",
         ),
-        ("", "inverse, alpha = np.polyfit(sizes, times, 1)"),
+        ("", "inverse, alpha = np.polyfit(sizes, times, 1) / [1, 2]"),
         "test_noise",
         "2% of the longest time is more than alpha: count errors relative to the time",
     ),
     (
         "a clock of its own",
-        ("started = link.clock()", "(link.clock() - started)"),
-        ("started = time.perf_counter()", "(time.perf_counter() - started)"),
+        ("started = link.clock()", "append(link.clock() - started)"),
+        ("started = time.perf_counter()", "append(time.perf_counter() - started)"),
         "test_quiet",
         "link.clock() was never read",
     ),
@@ -46,13 +46,13 @@ MISTAKES = [
         "alpha from the smallest size, beta from the largest",
         (
             "    n = np.array(sizes)\n    t = np.array(times)\n"
-            "    lines = np.stack([1 / t, n / t], axis=1)"
-            "  # (alpha + n/beta) / t = 1: errors relative to t\n",
+            "    lines = np.stack([2 / t, n / t], axis=1)"
+            "  # (2 alpha + n/beta) / t = 1: relative errors\n",
             "alpha, inverse = np.linalg.lstsq(lines, np.ones(len(t)), rcond=None)[0]",
         ),
         (
             "    by_size = dict(zip(sizes, times, strict=True))\n",
-            "alpha, inverse = by_size[min(sizes)], by_size[max(sizes)] / max(sizes)",
+            "alpha, inverse = by_size[min(sizes)] / 2, by_size[max(sizes)] / max(sizes)",
         ),
         "test_narrow",
         "in no message here does alpha or n / beta count alone: fit both",
@@ -61,12 +61,12 @@ MISTAKES = [
         "the first time taken for alpha",
         (
             "    n = np.array(sizes)\n    t = np.array(times)\n"
-            "    lines = np.stack([1 / t, n / t], axis=1)"
-            "  # (alpha + n/beta) / t = 1: errors relative to t\n",
+            "    lines = np.stack([2 / t, n / t], axis=1)"
+            "  # (2 alpha + n/beta) / t = 1: relative errors\n",
             "alpha, inverse = np.linalg.lstsq(lines, np.ones(len(t)), rcond=None)[0]",
         ),
         (
-            "    alpha = times[0]\n",
+            "    alpha = times[0] / 2\n",
             "inverse = (times[-1] - times[0]) / (sizes[-1] - sizes[0])",
         ),
         "test_narrow",
@@ -84,7 +84,7 @@ MISTAKES = [
         "float(1 / inverse / 1e9)",
         "float(2 / inverse / 1e9)",
         "test_quiet",
-        "that is both ways summed; one way is asked for",
+        "one way is asked for",
     ),
     (
         "the mean of the pings",
@@ -95,10 +95,17 @@ MISTAKES = [
     ),
     (
         "there and back taken for one way",
-        "taken.append((link.clock() - started) / 2)",
-        "taken.append(link.clock() - started)",
+        "np.stack([2 / t, n / t], axis=1)",
+        "np.stack([1 / t, n / t], axis=1)",
         "test_quiet",
         "a ping is two messages, there and back",
+    ),
+    (
+        "half of a ping taken for one message of that size",
+        ("taken.append(link.clock() - started)", "np.stack([2 / t, n / t], axis=1)"),
+        ("taken.append((link.clock() - started) / 2)", "np.stack([1 / t, n / t], axis=1)"),
+        "test_quiet",
+        "only one message of a ping has those bytes",
     ),
     (
         "an all-gather goes round twice",

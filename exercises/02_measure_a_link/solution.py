@@ -1,4 +1,4 @@
-"""Measure a link: how late, how fast. Read README.md beside this file first."""
+"""Measure a link: how late, how fast. Task: exercises/02_measure_a_link/README.md."""
 
 import mmap
 import multiprocessing
@@ -17,7 +17,7 @@ class Link(Protocol):
     """Two ends, and a clock at the near one."""
 
     def ping(self, nbytes: int) -> None:
-        """Start a message of `nbytes` there and, when it has arrived, the same one back. May
+        """Start a message of `nbytes` there and, when it has arrived, an empty answer back. May
         return before that: then the clock has seen the launch and not the messages."""
 
     def synchronize(self) -> None:
@@ -33,9 +33,9 @@ def measure(link: Link, sizes: list[int]) -> tuple[float, float]:
     sizes: bytes of the messages to try, two or more, in any order.
     Returns alpha in seconds, and beta in GB/s (1 GB is 1e9 bytes).
 
-    A link where a ping of 1,000 bytes takes 22 us and one of 1,000,000 bytes takes 420 us has
-    one-way times of 11 us and 210 us, so n / beta is 199 us for 999,000 bytes: beta is 5.02 GB/s
-    and alpha 10.8 us.
+    A link where a ping of 1,000 bytes takes 22 us and one of 1,000,000 bytes takes 221 us needs
+    199 us for 999,000 bytes more: beta is 5.02 GB/s. The 1,000 bytes themselves take 0.2 us, and
+    two messages wait alpha: alpha is 10.9 us.
 
     The first three pings of each size may be slow, and now and then (one in eight) any ping takes
     twenty times as long; all others are within 2%. At most 50 pings of each size.
@@ -49,11 +49,11 @@ def measure(link: Link, sizes: list[int]) -> tuple[float, float]:
             started = link.clock()
             link.ping(nbytes)
             link.synchronize()
-            taken.append((link.clock() - started) / 2)
+            taken.append(link.clock() - started)
         times.append(median(taken[3:]))
     n = np.array(sizes)
     t = np.array(times)
-    lines = np.stack([1 / t, n / t], axis=1)  # (alpha + n/beta) / t = 1: errors relative to t
+    lines = np.stack([2 / t, n / t], axis=1)  # (2 alpha + n/beta) / t = 1: relative errors
     alpha, inverse = np.linalg.lstsq(lines, np.ones(len(t)), rcond=None)[0]
     return float(alpha), float(1 / inverse / 1e9)
     # --- end
@@ -83,7 +83,7 @@ SIZES = [4**k for k in range(3, 12)]  # bytes: 64 B to 4 MiB, on GPUs to 256 MiB
 
 
 class TCP:
-    """Through the loopback to another process, which sends everything back."""
+    """Through the loopback to another process, which answers with 8 bytes."""
 
     clock = staticmethod(time.perf_counter)
 
@@ -105,22 +105,22 @@ class TCP:
     def ping(self, nbytes: int) -> None:
         self.out[:8] = nbytes.to_bytes(8, "little")  # a message begins with its length
         self.near.sendall(self.out[:nbytes])
-        receive(self.near, self.into[:nbytes])
+        receive(self.near, self.into[:8])
 
     def synchronize(self) -> None:
         """Nothing to wait for: `ping` returns when the message is back."""
 
     def answer(self) -> None:
-        """The other process: send back what comes, until the first one leaves."""
+        """The other process: take what comes and say so, until the first one leaves."""
         self.near.close()
         with suppress(ConnectionError, KeyboardInterrupt):
             while True:
                 receive(self.far, self.into[:8])
-                self.send_back(int.from_bytes(self.into[:8], "little"))
+                self.take(int.from_bytes(self.into[:8], "little"))
+                self.far.sendall(self.into[:8])
 
-    def send_back(self, nbytes: int) -> None:
+    def take(self, nbytes: int) -> None:
         receive(self.far, self.into[8:nbytes])
-        self.far.sendall(self.into[:nbytes])
 
 
 class SharedMemory(TCP):
@@ -133,13 +133,9 @@ class SharedMemory(TCP):
         self.shared[:nbytes] = self.out[:nbytes]
         self.near.sendall(nbytes.to_bytes(8, "little"))
         receive(self.near, self.into[:8])
-        self.into[:nbytes] = self.shared[:nbytes]
 
-    def send_back(self, nbytes: int) -> None:
-        bell = bytes(self.into[:8])
-        self.into[:nbytes] = self.shared[:nbytes]
-        self.shared[:nbytes] = self.into[:nbytes]
-        self.far.sendall(bell)
+    def take(self, nbytes: int) -> None:
+        self.into[8:nbytes] = self.shared[8:nbytes]
 
 
 def receive(end: socket.socket, into: memoryview) -> None:
@@ -159,13 +155,14 @@ class Copies:
     def __init__(self, place: str) -> None:
         import torch
 
-        self.wait = [partial(torch.cuda.synchronize, k) for k in range(torch.cuda.device_count())]
+        gpus = {"cuda:0", place} - {"cpu"}  # to wait for others too would add to alpha
+        self.wait = [partial(torch.cuda.synchronize, gpu) for gpu in gpus]
         self.near = torch.ones(4**14, dtype=torch.uint8, device="cuda:0")
         self.far = torch.ones(4**14, dtype=torch.uint8, device=place, pin_memory=place == "cpu")
 
     def ping(self, nbytes: int) -> None:
         self.far[:nbytes].copy_(self.near[:nbytes], non_blocking=True)
-        self.near[:nbytes].copy_(self.far[:nbytes], non_blocking=True)
+        self.near[:1].copy_(self.far[:1], non_blocking=True)
 
     def synchronize(self) -> None:
         for wait in self.wait:

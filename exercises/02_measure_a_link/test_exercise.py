@@ -17,9 +17,8 @@ WIDE = [4**k for k in range(3, 14)]  # from where only alpha counts to where onl
 LARGE = [64, 1024, 4096, *(4**k for k in range(11, 16))]  # most take far longer than alpha
 NARROW = [64_000, 1_000, 250_000, 4_000, 500_000, 16_000]  # about HALF, in no order
 NAMED = {  # by which factors alpha and beta are off, and whence
-    (2, 0.5): "a ping is two messages, there and back",
-    (1, 2): "that is both ways summed; one way is asked for",
-    (1, 0.5): "alpha is one way, but beta that of there and back",
+    (2, 1): "a ping is two messages, there and back: alpha is one's",
+    (1, 2): "one way is asked for, and only one message of a ping has those bytes",
     (1, 1e9 / 2**30): "that is GiB/s; 1 GB is 1e9 bytes",
     (1, 1e9): "that is bytes/s; asked for are GB/s",
     (1, 8): "those are gigabits",
@@ -37,7 +36,7 @@ def make(alpha: float, beta: float, warm: int, outliers: bool, noise: float, see
     def ping(nbytes: int) -> None:
         nonlocal now, idle_at
         done.pings[nbytes] += 1
-        seconds = 2 * (alpha + nbytes / beta / 1e9) * (1 + chance.uniform(-noise, noise))
+        seconds = (2 * alpha + nbytes / beta / 1e9) * (1 + chance.uniform(-noise, noise))
         if done.pings[nbytes] <= warm or (outliers and done.pings[nbytes] % 8 == 5):
             seconds *= 20
         idle_at = max(now, idle_at) + seconds

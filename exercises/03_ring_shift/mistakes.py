@@ -38,7 +38,7 @@ MISTAKES = [
             "        dist.send(x.contiguous(), (rank + shift) % n)\n"
         ),
         "test_values",
-        "after 10 s not every rank has come back",
+        "not every rank has come back",
     ),
     (
         "everybody sends first",
@@ -179,7 +179,7 @@ MISTAKES = [
         ("    if shift % n == 0:\n        return x.clone(memory_format=torch.contiguous_format)\n"),
         "",
         "test_values",
-        "shift 2, contiguous float32: it sends to itself; gloo has no such connection",
+        "it sends to itself; gloo has no such connection",
     ),
     (
         "shifted the other way",

@@ -1,4 +1,4 @@
-"""Gradient accumulation with no_sync. Read README.md beside this file first."""
+"""Gradient accumulation with no_sync. Task: exercises/06_gradient_accumulation/README.md."""
 
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,4 +1,7 @@
-"""A sampler for many ranks: none lost, padded fairly. Read README.md beside this file first."""
+"""A sampler for many ranks: none lost, padded fairly.
+
+Task: exercises/07_distributed_sampler/README.md.
+"""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""ZeRO-1: an optimizer that holds its share of the state. Read README.md beside this file first."""
+"""ZeRO-1: an optimizer that holds its share of the state. Task: exercises/08_zero1/README.md."""
 
 from collections.abc import Iterable
 
@@ -74,3 +74,39 @@ class ZeRO1(torch.optim.Optimizer):
         for parameter, owner in self.owner.items():
             dist.broadcast(parameter.detach(), src=owner)
         # --- end
+
+
+# Live: torchrun --standalone --nproc-per-node=2 answers/08_zero1.py
+
+
+def main() -> None:
+    """Print the time of a step of AdamW and of its sharded form, how far their weights are apart,
+    and, on GPUs, the bytes of their state."""
+    from course.live import joined, milliseconds, say
+
+    with joined() as device:
+        width = 4096 if device.type == "cuda" else 256
+        say(f"{dist.get_world_size()} ranks on {device.type}, {6 * width**2 / 1e6:.1f}M weights")
+        ended = []
+        for name in ("AdamW", "ZeRO-1"):
+            torch.manual_seed(0)
+            start = torch.randn(6, width, width, device=device)
+            weights = [torch.nn.Parameter(part.clone()) for part in start]
+            for weight in weights:
+                weight.grad = torch.ones_like(weight)
+            held = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+            if name == "AdamW":
+                optimizer = torch.optim.AdamW(weights)
+            else:
+                optimizer = ZeRO1(weights, torch.optim.AdamW)
+            line = f"{name:8}{milliseconds(optimizer.step, device):8.2f} ms per step"
+            if device.type == "cuda":
+                line += f", {(torch.cuda.memory_allocated() - held) / 1e6:,.0f} MB of state"
+            say(line)
+            ended.append(weights)
+        off = max((a - b).abs().max().item() for a, b in zip(*ended, strict=True))
+        say(f"largest difference of the weights {off:g}")
+
+
+if __name__ == "__main__":
+    main()

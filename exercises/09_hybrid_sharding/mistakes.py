@@ -27,12 +27,12 @@ MISTAKES = [
     ),
     (
         "shards over nodes, copies inside a node",
-        '    mesh = init_device_mesh("cpu", (nodes, per_node), '
+        "    mesh = init_device_mesh(device, (nodes, per_node), "
         'mesh_dim_names=("replicate", "shard"))\n',
         "    from torch import arange\n"
         "    from torch.distributed.device_mesh import DeviceMesh\n\n"
         "    ranks = arange(nodes * per_node).view(per_node, nodes).T\n"
-        '    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard"))\n',
+        '    mesh = DeviceMesh(device, ranks, mesh_dim_names=("replicate", "shard"))\n',
         "test_shards",
         "rank 1: first.weight (over mesh [[0, 2], [1, 3]], (Replicate(), Shard(dim=0))): expected "
         "part 1, got part 0 of 2",

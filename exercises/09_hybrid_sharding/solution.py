@@ -1,5 +1,9 @@
-"""Hybrid sharding with FSDP2, every byte predicted. Read README.md beside this file first."""
+"""Hybrid sharding with FSDP2, every byte predicted.
 
+Task: exercises/09_hybrid_sharding/README.md.
+"""
+
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,7 +26,8 @@ def hybrid(model: nn.Module, per_node: int) -> nn.Module:
     """
     # --- yours
     nodes = dist.get_world_size() // per_node
-    mesh = init_device_mesh("cpu", (nodes, per_node), mesh_dim_names=("replicate", "shard"))
+    device = next(model.parameters()).device.type
+    mesh = init_device_mesh(device, (nodes, per_node), mesh_dim_names=("replicate", "shard"))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
@@ -47,3 +52,37 @@ def predict(model: nn.Module, nodes: int, per_node: int) -> tuple[int, int]:
     inside = (gathered + scattered) * (per_node - 1) // per_node
     return inside, 2 * (total // per_node) * (nodes - 1) // nodes
     # --- end
+
+
+# Live: torchrun --standalone --nproc-per-node=4 answers/09_hybrid_sharding.py
+
+
+def main() -> None:
+    """Print the time of a step for each number of ranks per "node", and the bytes it sends."""
+    from course.live import joined, milliseconds, say
+
+    class Model(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x).relu()
+            return x.square().mean()
+
+    with joined() as device:
+        n = dist.get_world_size()
+        width = 4096 if device.type == "cuda" else 256
+        x = torch.ones(width, width, device=device)
+        for per_node in [k for k in range(1, n + 1) if n % k == 0]:
+            model = Model(width).to(device)
+            inside, across = predict(model, n // per_node, per_node)
+            model = hybrid(model, per_node)
+            ms = milliseconds(lambda model=model: model(x).backward(), device)
+            say(f"{n // per_node} x {per_node} ranks on {device.type}: {ms:8.2f} ms per step, ")
+            say(f"    {inside / 1e6:.2f} MB sent inside a node, {across / 1e6:.2f} MB across")
+
+
+if __name__ == "__main__":
+    main()

@@ -47,9 +47,11 @@ MISTAKES = [
     ),
     (
         "requires_grad set on the caller's inputs",
-        '            if rank > 0:\n                x = torch.empty_like(x, device="cpu")\n'
+        "            if rank > 0:\n"
+        "                x = torch.empty_like(x, device=weights[0].device)\n"
         "                dist.recv(x, rank - 1)\n                x.requires_grad_()\n",
-        '            if rank > 0:\n                x = torch.empty_like(x, device="cpu")\n'
+        "            if rank > 0:\n"
+        "                x = torch.empty_like(x, device=weights[0].device)\n"
         "                dist.recv(x, rank - 1)\n            x.requires_grad_()\n",
         "test_values",
         "requires_grad of the inputs was set; they are the caller's",

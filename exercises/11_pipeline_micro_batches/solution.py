@@ -1,4 +1,7 @@
-"""A pipeline whose backward passes come in two parts. Read README.md beside this file first."""
+"""A pipeline whose backward passes come in two parts.
+
+Task: exercises/11_pipeline_micro_batches/README.md.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -43,7 +46,7 @@ def pipeline_step(stage: nn.Module, inputs: Sequence[Tensor], loss_of: Callable)
     its parameters want gradients, and all take part.
     inputs: on rank 0 the micro-batches, of unlike numbers of rows. Elsewhere tensors on the meta
     device, with shape and dtype of what will arrive, and no memory:
-    `torch.empty_like(inputs[k], device="cpu")` makes room for the k-th.
+    `torch.empty_like(inputs[k], device=DEVICE)` makes room for the k-th, DEVICE being the stage's.
     loss_of(y, k): on the last rank, the *mean* loss of micro-batch k's rows, from its output y.
 
     Leaves in every parameter of `stage` the gradient of the mean loss of all rows, as one process
@@ -69,7 +72,7 @@ def pipeline_step(stage: nn.Module, inputs: Sequence[Tensor], loss_of: Callable)
         if kind == "F":
             x = inputs[k]
             if rank > 0:
-                x = torch.empty_like(x, device="cpu")
+                x = torch.empty_like(x, device=weights[0].device)
                 dist.recv(x, rank - 1)
                 x.requires_grad_()
             y = stage(x)
@@ -96,3 +99,38 @@ def pipeline_step(stage: nn.Module, inputs: Sequence[Tensor], loss_of: Callable)
                 send.wait()
     return loss if rank == p - 1 else None
     # --- end
+
+
+# Live: torchrun --standalone --nproc-per-node=2 answers/11_pipeline_micro_batches.py
+
+
+def main() -> None:
+    """Print the time of a step, and its loss beside that of one process.
+
+    On GPUs, messages stay so small that NCCL's buffers take them: larger ones, of which one goes
+    forth while the other comes back, want a process group for each direction.
+    """
+    from course.live import joined, milliseconds, say
+
+    with joined() as device:
+        rank = dist.get_rank()
+        p = dist.get_world_size()
+        torch.manual_seed(0)  # the same stages and input on all ranks
+        stages = [nn.Linear(64, 64, device=device) for _ in range(p)]
+        batch = torch.randn(4 * p, 8, 64, device=device)
+        inputs = list(batch) if rank == 0 else list(torch.empty_like(batch, device="meta"))
+
+        def mean_loss(y: Tensor, k: int) -> Tensor:
+            return y.square().mean()
+
+        loss = pipeline_step(stages[rank], inputs, mean_loss)
+        ms = milliseconds(lambda: pipeline_step(stages[rank], inputs, mean_loss), device)
+        if rank == p - 1:
+            due = nn.Sequential(*stages)(batch).square().mean()
+            print(f"loss {loss.item():.6f}, of one process {due.item():.6f}", flush=True)
+        dist.barrier()
+        say(f"{p} stages on {device.type}: {ms:.2f} ms per step of {len(batch)} micro-batches")
+
+
+if __name__ == "__main__":
+    main()

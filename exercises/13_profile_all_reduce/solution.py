@@ -1,4 +1,7 @@
-"""Profile an all-reduce; report its share of the step. Read README.md beside this file first."""
+"""Profile an all-reduce; report its share of the step.
+
+Task: exercises/13_profile_all_reduce/README.md.
+"""
 
 import contextlib
 import json
@@ -119,34 +122,32 @@ def record(step: Callable[[Tensor], None], batches: list[Tensor], path: str, war
 def main() -> None:
     """Record steps of four layers that compute while they all-reduce; print each rank's share."""
     os.environ["KINETO_LOG_LEVEL"] = "99"  # else the profiler tells when it starts and stops
-    gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
-    if gpu:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None)
-    rank = dist.get_rank()
-    grads = [torch.ones(500_000, device=device) for _ in range(4)]
+    from course.live import joined, say
 
-    def step(x_BB: Tensor) -> None:
-        works = []
-        for grad in grads:
-            x_BB @ x_BB
-            works.append(dist.all_reduce(grad, async_op=True))
-        for work in works:
-            work.wait()
-        if gpu:
-            torch.cuda.synchronize()
+    with joined() as device:
+        grads = [torch.ones(500_000, device=device) for _ in range(4)]
 
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        record(step, [torch.ones(512, 512, device=device)] * 8, file.name, warmup=3)
-        text = Path(file.name).read_text()
-        events = [e | {"pid": rank} for e in json.loads(text)["traceEvents"]]
-    shares: list = [None] * dist.get_world_size()
-    dist.all_gather_object(shares, share(events, rank))
-    for r, (communication, exposed, of_step) in enumerate(shares if rank == 0 else []):
-        print(f"rank {r}: 5 steps; all-reduce {communication / 1e3:.1f} ms, of it", end=" ")
-        print(f"{exposed / 1e3:.1f} ms not hidden by compute: {of_step:.0%} of the step")
-    dist.destroy_process_group()
+        def step(x_BB: Tensor) -> None:
+            works = []
+            for grad in grads:
+                x_BB @ x_BB
+                works.append(dist.all_reduce(grad, async_op=True))
+            for work in works:
+                work.wait()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            record(step, [torch.ones(512, 512, device=device)] * 8, file.name, warmup=3)
+            text = Path(file.name).read_text()
+        events = [e | {"pid": dist.get_rank()} for e in json.loads(text)["traceEvents"]]
+        shares: list = [None] * dist.get_world_size()
+        dist.all_gather_object(shares, share(events, dist.get_rank()))
+        for r, (communication, exposed, of_step) in enumerate(shares):
+            say(
+                f"rank {r}: 5 steps; all-reduce {communication / 1e3:.1f} ms, of it "
+                f"{exposed / 1e3:.1f} ms not hidden by compute: {of_step:.0%} of the step"
+            )
 
 
 if __name__ == "__main__":

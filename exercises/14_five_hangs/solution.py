@@ -1,4 +1,4 @@
-"""Five hanging jobs, each mended by a small change. Read README.md beside this file first."""
+"""Five hanging jobs, each mended by a small change. Task: exercises/14_five_hangs/README.md."""
 
 import torch
 import torch.distributed as dist

@@ -100,7 +100,7 @@ def test_a_solution_is_accepted(core: Path) -> None:
 
 def test_every_lesson_can_be_imported(core: Path) -> None:
     """Those that need more say so when they run: BLOCKED."""
-    code = f"from course.lessons import load\nfor lesson in {LESSONS}: load(lesson)"
+    code = f"from course.playing import load\nfor lesson in {LESSONS}: load(lesson)"
     loaded = run(core, "-c", code)
     assert loaded.returncode == 0, loaded.stdout
 

@@ -102,9 +102,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_what_went_wrong_is_told(way: str, tmp_path: Path) -> None:
     body, words = WAYS[way]
-    started = time.monotonic()
     message = told(tmp_path, body)
-    assert time.monotonic() - started < 20
     for word in words:
         assert word in message, message
 

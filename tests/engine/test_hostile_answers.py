@@ -10,11 +10,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from course.lessons import ROOT
+from tests.helpers.judges import Judges
 from tests.helpers.leftovers import MARKED, gone
 
 EXERCISE = ROOT / "exercises" / "01_hello_ranks"
@@ -26,7 +29,8 @@ class Bomb:
         return os.mkdir, (os.environ["PROOF"],)
 def hello(shard):
 """
-LATE = "after 10 s not every rank has come back"
+DEADLINE = 4  # seconds, for answers that hang; of the command's own judge, 10
+LATE = f"after {DEADLINE} s not every rank has come back"
 TYPE = "returned a value of type {}, which cannot leave the rank"
 LEFT = "exited with status 0, before the function returned"
 
@@ -82,7 +86,7 @@ HOSTILE = {  # the body of `hello`, and what the grader says
     ),
     "stops itself": (
         "os.kill(os.getpid(), signal.SIGSTOP)",
-        [LATE, "rank 0 gave no stack"],
+        ["after 10 s not every rank has come back", "rank 0 gave no stack"],
     ),
     "speaks for the grader": (
         "from course.grading import Wrong; raise Wrong('all is well')",
@@ -93,6 +97,8 @@ HOSTILE = {  # the body of `hello`, and what the grader says
         ["checksum: expected"],
     ),
 }
+# Judged by the command itself; the others by judges that are forked
+BY_COMMAND = {"starts others", "forges its rank's word", "kills the ranks' server", "stops itself"}
 FILES = {  # the whole file
     "is no Python": ("def hello(shard) return", ["SyntaxError", "answer.py, line 1"]),
     "loops on import": ("while True: pass", [LATE, "rank 0 busy at answer.py:1, in <module>"]),
@@ -106,25 +112,42 @@ def short_folder() -> Path:
     return folder
 
 
-def judged(folder: Path, source: str, exercise: Path = EXERCISE) -> tuple[int, list[dict], str]:
+@pytest.fixture(scope="module")
+def judges() -> Iterator[Judges]:
+    """What most judges are forked from, for torch takes seconds to load."""
+    judges = Judges(MARKED)
+    yield judges
+    judges.close()
+
+
+def judged(
+    judges: Judges, folder: Path, source: str, exercise: Path = EXERCISE, by_command: bool = False
+) -> tuple[int, list[dict], str]:
     """The judge's exit status, what it says of each check, and what else it prints."""
     (place := folder / "answers").mkdir()
     temporary = short_folder()
     (answer := place / "answer.py").write_text(source)
+    output, errors = folder / "output", folder / "errors"
+    environment = {"TMPDIR": str(temporary), "PROOF": str(folder / "proof")}
+    arguments = [exercise, answer, "--seed", "1"]
     started = time.monotonic()
-    ran = subprocess.run(
-        [sys.executable, "-m", "course.judge", exercise, answer, "--seed", "1"],
-        env=MARKED | {"TMPDIR": str(temporary), "PROOF": str(folder / "proof")},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    if by_command:
+        status = subprocess.run(
+            [sys.executable, "-m", "course.judge", *arguments],
+            env=MARKED | environment,
+            cwd=ROOT,
+            stdout=output.open("w"),
+            stderr=errors.open("w"),
+            timeout=240,
+        ).returncode
+    else:
+        status = judges.judge(arguments, environment, [output, errors], DEADLINE)
     assert time.monotonic() - started < 200  # 10 s and the start of a server, on a busy machine
-    assert gone(), "a process outlived the judge"
+    assert gone(besides=judges.process.pid), "a process outlived the judge"
     assert left_in(temporary) == []
     assert not (folder / "proof").exists(), "the answer ran code in the grader's process"
-    return ran.returncode, [json.loads(line) for line in ran.stdout.splitlines()], ran.stderr
+    told = [json.loads(line) for line in output.read_text().splitlines()]
+    return status, told, errors.read_text()
 
 
 def left_in(folder: Path) -> list[Path]:
@@ -132,8 +155,8 @@ def left_in(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if not path.name.startswith("torchinductor")]
 
 
-def refused(folder: Path, source: str, words: list[str], exercise: Path = EXERCISE) -> None:
-    code, told, errors = judged(folder, source, exercise)
+def refused(judged: tuple[int, list[dict], str], words: list[str]) -> None:
+    code, told, errors = judged
     assert code == 1, errors
     assert [row["verdict"] for row in told] == ["failed"], told
     message = " ".join(told[0]["message"].split())
@@ -146,32 +169,37 @@ def refused(folder: Path, source: str, words: list[str], exercise: Path = EXERCI
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", HOSTILE)
-def test_a_hostile_answer_is_refused_and_leaves_nothing(how: str, tmp_path: Path) -> None:
+def test_a_hostile_answer_is_refused_and_leaves_nothing(
+    how: str, judges: Judges, tmp_path: Path
+) -> None:
     body, words = HOSTILE[how]
     exercise = PLAIN if "cannot leave" in words[0] else EXERCISE
-    refused(tmp_path, f"{HEAD}    {body}\nsum_and_mean = hello\n", words, exercise)
+    source = f"{HEAD}    {body}\nsum_and_mean = hello\n"
+    refused(judged(judges, tmp_path, source, exercise, how in BY_COMMAND), words)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", FILES)
-def test_a_file_that_cannot_be_imported_is_refused(how: str, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_imported_is_refused(
+    how: str, judges: Judges, tmp_path: Path
+) -> None:
     source, words = FILES[how]
-    refused(tmp_path, source, words)
+    refused(judged(judges, tmp_path, source), words)
 
 
 @pytest.mark.slow
-def test_a_thread_that_never_ends_holds_nothing_up(tmp_path: Path) -> None:
+def test_a_thread_that_never_ends_holds_nothing_up(judges: Judges, tmp_path: Path) -> None:
     thread = (
         "\nimport threading, time\nthreading.Thread(target=time.sleep, args=(10**6,)).start()\n"
     )
     source = (EXERCISE / "solution.py").read_text() + thread
-    code, told, errors = judged(tmp_path, source)
+    code, told, errors = judged(judges, tmp_path, source)
     assert (code, errors) == (0, "")
     assert {row["verdict"] for row in told} == {"passed"}
 
 
 @pytest.mark.slow
-def test_nothing_stays_when_the_judge_is_killed(tmp_path: Path) -> None:
+def test_nothing_stays_when_the_judge_is_killed(judges: Judges, tmp_path: Path) -> None:
     (place := tmp_path / "answers").mkdir()
     temporary = short_folder()
     note = tmp_path / "note"
@@ -187,7 +215,9 @@ def test_nothing_stays_when_the_judge_is_killed(tmp_path: Path) -> None:
     while not note.exists() and time.monotonic() < stop:
         time.sleep(0.05)
     assert note.exists()
+    alike = [p for p in psutil.Process(judge.pid).children() if str(answer) in p.cmdline()]
+    assert len(alike) == 1, "the ranks' server is not forked from the judge: it loads torch anew"
     os.kill(judge.pid, signal.SIGKILL)
     judge.wait()
-    assert gone()
+    assert gone(besides=judges.process.pid)
     assert left_in(temporary) == []

@@ -1,15 +1,31 @@
-"""What exercises show of this machine, not judged: 02's links, 13's share of a step."""
+"""What exercises show of this machine, not judged: links, times, 13's share of a step."""
 
 import os
 import re
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
+import pytest
 
 from course.lessons import ROOT
+from course.ranks import attempt
 
-CPU = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+CPU = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+LIVE = {  # ranks, and what an answer that is right shows
+    "03_ring_shift": (2, r"0 elements are wrong"),
+    "04_ring_all_reduce": (3, r"two rings .* GB/s\nlibrary .* GB/s\nlargest difference 0\n"),
+    "05_data_parallel_hooks": (2, r"gradients are (0|\de-0[789]) of their length"),
+    "08_zero1": (2, r"AdamW .* per step\nZeRO-1 .* per step\nlargest difference .* 0\n"),
+    "09_hybrid_sharding": (
+        4,
+        r"4 x 1 ranks .*\n.*\n2 x 2 ranks .*\n.*\n1 x 4 ranks .*\n.* 0\.00 MB",
+    ),
+    "10_tensor_parallel_mlp": (3, r"outputs are (0|\de-0[789]) of their length"),
+    "11_pipeline_micro_batches": (3, r"loss (\d\.\d{5})\d, of one process \1"),
+}
 
 
 def shown(*command: str) -> list[str]:
@@ -30,6 +46,20 @@ def test_02_shows_the_links_of_this_machine_and_leaves_nothing() -> None:
     assert [line.split("BLOCKED ")[1] for line in lines[3:5]] == ["needs 1 GPU", "needs 2 GPUs"]
     left = [p.info["cmdline"] or [] for p in psutil.process_iter(["cmdline"])]
     assert not [line for line in left if solution in line]
+
+
+def live(solution: Path) -> None:
+    """Do on a rank what torchrun does."""
+    runpy.run_path(str(solution), run_name="__main__")
+
+
+@pytest.mark.parametrize("exercise", LIVE)
+def test_a_solution_runs_live_and_shows_that_it_is_right(exercise: str) -> None:
+    ranks, words = LIVE[exercise]
+    solution = ROOT / "exercises" / exercise / "solution.py"
+    outcomes = attempt(live, ranks, solution, group=False, deadline=60)
+    assert {o.kind for o in outcomes} == {"returned"}, outcomes
+    assert re.search(words, "".join(o.output for o in outcomes)), outcomes
 
 
 def test_13_shows_each_ranks_share() -> None:

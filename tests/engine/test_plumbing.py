@@ -7,12 +7,20 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import psutil
 import pytest
+import torch
 
+from course import plumbing
 from course.lessons import ROOT
+from course.playing import load
+from course.ranks import attempt, run
+from tests.helpers.warm_launch import run_warm
 
 LESSON = """
 def main() -> None:
@@ -25,18 +33,15 @@ def main() -> None:
     last = RANK == WORLD_SIZE - 1
     if ill == "fails on the last rank":
         claim("wrong on the last rank", 10, 13 if last else 10)
-    if ill == "judges one rank only":
+    if ill == "no, but says more":
+        claim("a question's answer", 1, 2, "<=", atol=1, question=3, timed=True)
         claim("wrong on the last rank, rank 0 asked", 10, 13 if last else 10, rank=0)
         claim("wrong on rank 0, the last rank asked", 10, 10 if last else 13, rank=WORLD_SIZE - 1)
-    if ill == "is nan on the last rank":
+    if ill == "fails in three ways":
         claim("not a number there", 0, float("nan") if last else 0, "<=", atol=1e9)
-    if ill == "is infinite":
         claim("no end", 0, float("inf") * (1 if RANK else -1), ">=")
-    if ill == "judges by its own prediction":
         claim("each rank its own", RANK, RANK)
         claim("each rank its own, and rank 0 wrong", RANK, max(RANK, 1))
-    if ill == "says more":
-        claim("a question's answer", 1, 2, "<=", atol=1, question=3, timed=True)
     if ill == "raises on the last rank" and last:
         raise RuntimeError("boom")
     if ill == "raises everywhere":
@@ -48,6 +53,9 @@ def main() -> None:
         time.sleep(1000)
     if ill == "claims nothing":
         ledger.clear()
+    if ill == "fails alone":
+        ledger.clear()
+        claim("wrong", 0, 1)
     blocked("what this machine cannot answer", needs="2 GPUs")
     dist.barrier()
     finish()
@@ -67,28 +75,42 @@ def lesson(tmp_path: Path) -> Path:
     return path
 
 
-def command(lesson: Path, *argv: str, ranks: int = 0) -> list:
+def commanded(lesson: Path, *argv: str, ranks: int = 0) -> list:
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return [sys.executable, *(torchrun if ranks else []), lesson, *argv]
+    return [sys.executable, *(torchrun if ranks else []), str(lesson), *argv]
+
+
+def temporary(lesson: Path) -> Path:
+    (folder := lesson.parent / "tmp").mkdir(exist_ok=True)
+    return folder
 
 
 def environment(lesson: Path) -> dict:
-    return os.environ | {"LESSON_JSON": str(lesson.parent / "ledger.json")}
+    kept = str(lesson.parent / "ledger.json")
+    return os.environ | {"LESSON_JSON": kept, "TMPDIR": str(temporary(lesson))}
 
 
-def end(lesson: Path, *argv: str, ranks: int = 0) -> tuple[int, str, str, list[dict]]:
+def end(
+    lesson: Path, *argv: str, ranks: int = 0, warm: bool = True
+) -> tuple[int, str, str, list[dict]]:
     """Run to the end; return exit status, stdout, stderr and ledger; no process may be left."""
     kept = lesson.parent / "ledger.json"
     kept.unlink(missing_ok=True)
-    ran = subprocess.run(
-        command(lesson, *argv, ranks=ranks),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=environment(lesson),
-        cwd=lesson.parent,
-    )
+    python, *command = commanded(lesson, *argv, ranks=ranks)
+    if warm:
+        ran = run_warm(command, lesson.parent, environment(lesson), timeout=150)
+    else:
+        ran = subprocess.run(
+            [python, *command],
+            capture_output=True,
+            text=True,
+            timeout=150,
+            env=environment(lesson),
+            cwd=lesson.parent,
+        )
     assert left(lesson) == []
+    if not ranks:  # who types torchrun gets torchrun's own folder
+        assert os.listdir(temporary(lesson)) == []
     ledger = json.loads(kept.read_text(), parse_constant=pytest.fail) if kept.exists() else {}
     return ran.returncode, ran.stdout, ran.stderr, ledger.get("ledger", [])
 
@@ -107,13 +129,19 @@ def left(lesson: Path, within: float = 10) -> list[psutil.Process]:
         time.sleep(0.1)
 
 
-def test_a_lesson_that_holds(lesson: Path) -> None:
-    code, out, err, ledger = end(lesson)
+def test_a_lesson_that_holds_and_what_its_rows_say(lesson: Path) -> None:
+    code, out, err, ledger = end(lesson, "--ill", "no, but says more", warm=False)
     assert (code, err) == (0, "")
-    assert [row["verdict"] for row in ledger] == ["PASS", "BLOCKED"]
-    assert "1 PASS, 0 FAIL, 1 BLOCKED" in out
+    assert [row["verdict"] for row in ledger] == ["PASS"] * 4 + ["BLOCKED"]
+    assert "4 PASS, 0 FAIL, 1 BLOCKED" in out
     assert out.count("one that holds") == 1
     assert max(map(len, out.splitlines())) <= 100
+    assert ledger[0] | {"question": None, "timed": False} == ledger[0]
+    assert "PASS    3. a question's answer" in out
+    assert "<= 1 ±1" in out
+    said = {"question": 3, "timed": True, "slack": 1, "sign": "<="}
+    assert ledger[1] | said == ledger[1]
+    assert [row["rank"] for row in ledger[2:4]] == [0, 1], "one rank's figures may count alone"
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
@@ -125,41 +153,22 @@ def test_a_claim_that_fails_on_one_rank_only(lesson: Path, ranks: int) -> None:
     assert ledger[1] | {"verdict": "FAIL", "rank": 1, "measured": 13.0} == ledger[1]
 
 
-def test_one_rank_s_figures_may_count_alone(lesson: Path) -> None:
-    code, _, _, ledger = end(lesson, "--ill", "judges one rank only")
-    assert code == 0
-    assert [row["rank"] for row in ledger[1:3]] == [0, 1]
-
-
-def test_a_row_says_its_question_its_slack_and_whether_a_clock_decides(lesson: Path) -> None:
-    _, out, _, ledger = end(lesson, "--ill", "says more")
-    assert "PASS    3. a question's answer" in out
-    assert "<= 1 ±1" in out
-    said = {"question": 3, "timed": True, "slack": 1, "sign": "<="}
-    assert ledger[1] | said == ledger[1]
-    assert ledger[0] | {"question": None, "timed": False} == ledger[0]
-
-
-def test_not_a_number_is_never_right(lesson: Path) -> None:
-    code, _, _, ledger = end(lesson, "--ill", "is nan on the last rank")
+def test_each_rank_by_its_own_prediction_and_no_number_is_never_right(lesson: Path) -> None:
+    code, _, _, ledger = end(lesson, "--ill", "fails in three ways")
     assert code == 1
-    assert (ledger[1]["verdict"], ledger[1]["measured"], ledger[1]["rank"]) == ("FAIL", "nan", 1)
-    code, _, _, ledger = end(lesson, "--ill", "is infinite")
-    assert code == 1
-    assert (ledger[1]["verdict"], ledger[1]["measured"], ledger[1]["rank"]) == ("FAIL", "-inf", 0)
-
-
-def test_every_rank_is_judged_by_its_own_prediction(lesson: Path) -> None:
-    code, _, _, ledger = end(lesson, "--ill", "judges by its own prediction", ranks=2)
-    assert code == 1
-    assert [row["verdict"] for row in ledger] == ["PASS", "PASS", "FAIL", "BLOCKED"]
-    assert (ledger[2]["rank"], ledger[2]["predicted"], ledger[2]["measured"]) == (0, 0, 1)
+    assert [row["verdict"] for row in ledger] == ["PASS", "FAIL", "FAIL", "PASS", "FAIL", "BLOCKED"]
+    assert (ledger[1]["measured"], ledger[1]["rank"]) == ("nan", 1)
+    assert (ledger[2]["measured"], ledger[2]["rank"]) == ("-inf", 0)
+    assert (ledger[4]["rank"], ledger[4]["predicted"], ledger[4]["measured"]) == (0, 0, 1)
 
 
 def test_no_claim_is_no_success(lesson: Path) -> None:
     code, out, _, _ = end(lesson, "--ill", "claims nothing")
     assert code == 1
-    assert "0 PASS" in out
+    assert "0 PASS, 0 FAIL, 1 BLOCKED\n  Nothing could be checked" in out
+    code, out, _, _ = end(lesson, "--ill", "fails alone")
+    assert code == 1
+    assert out.endswith("0 PASS, 1 FAIL, 1 BLOCKED\n")
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
@@ -210,7 +219,7 @@ def test_help_reads_well_and_starts_nothing(lesson: Path, ranks: int) -> None:
 def hanging(lesson: Path, ranks: int = 0) -> tuple[subprocess.Popen, list[psutil.Process]]:
     """Start a lesson whose last rank hangs; return its launcher and its ranks."""
     launcher = subprocess.Popen(
-        command(lesson, "--ill", "hangs", ranks=ranks),
+        commanded(lesson, "--ill", "hangs", ranks=ranks),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -226,7 +235,7 @@ def hanging(lesson: Path, ranks: int = 0) -> tuple[subprocess.Popen, list[psutil
 def test_ctrl_c_and_sigterm_of_the_launcher(lesson: Path, sent: str, ranks: int) -> None:
     launcher, _ = hanging(lesson, ranks)
     launcher.send_signal(signal.Signals[sent])
-    _, err = launcher.communicate(timeout=15)
+    _, err = launcher.communicate(timeout=100)
     assert left(lesson) == []
     if ranks:
         assert launcher.returncode != 0
@@ -244,7 +253,7 @@ def test_sigkill_of_the_launcher_takes_the_ranks_along(lesson: Path, ranks: int)
 
 
 def test_sigkill_of_the_launcher_before_its_ranks_can_ask_to_die_with_it(lesson: Path) -> None:
-    launcher = subprocess.Popen(command(lesson, "--ill", "hangs"), stdout=subprocess.DEVNULL)
+    launcher = subprocess.Popen(commanded(lesson, "--ill", "hangs"), stdout=subprocess.DEVNULL)
     while len(psutil.Process(launcher.pid).children()) < 2:
         time.sleep(0.02)  # the ranks now import torch, which takes a second
     launcher.kill()
@@ -256,7 +265,7 @@ def test_sigkill_of_a_rank_ends_the_others(lesson: Path) -> None:
     launcher, children = hanging(lesson)
     victim = min(children, key=lambda p: p.pid)
     victim.kill()
-    _, err = launcher.communicate(timeout=15)
+    _, err = launcher.communicate(timeout=100)
     assert (launcher.returncode, err.count("\n")) == (1, 1)
     assert "was ended by SIGKILL" in err
     assert left(lesson) == []
@@ -272,7 +281,9 @@ def test_srun_s_variables_become_torchrun_s(lesson: Path) -> None:
     source = lesson.read_text().replace("\n    main()\n", f"\n    NAMES = {names}\n    {told}\n")
     lesson.write_text(source)
     variables = os.environ | SLURM | {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "6"}
-    ran = subprocess.run(command(lesson), env=variables, capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(
+        commanded(lesson), env=variables, capture_output=True, text=True, timeout=150
+    )
     values = ["3", "6", "1", "2", "gpu07", "23456"]
     assert ast.literal_eval(ran.stdout) == dict(zip(names, values, strict=True)), ran.stderr
 
@@ -284,9 +295,134 @@ def test_one_task_per_rank_is_one_world(lesson: Path) -> None:
     for rank in "01":
         variables = environment(lesson) | here | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank}
         pipe = subprocess.PIPE
-        tasks.append(subprocess.Popen(command(lesson), env=variables, stdout=pipe, text=True))
-    outputs = [task.communicate(timeout=60)[0] for task in tasks]
+        tasks.append(subprocess.Popen(commanded(lesson), env=variables, stdout=pipe, text=True))
+    outputs = [task.communicate(timeout=150)[0] for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0]
-    assert outputs[0].startswith("2 ranks, gloo (0 GPUs visible, 2 ranks here)")
+    assert outputs[0].startswith("2 ranks, gloo (NCCL needs 2 GPUs, these ranks see 0)")
     assert outputs[1] == ""
     assert json.loads((lesson.parent / "ledger.json").read_text())["ranks"] == 2
+
+
+def joined(uuids: list[list[str]], nodes: int, variables: dict[str, str]) -> tuple[str, str, str]:
+    """On a rank that sees the GPUs `uuids[rank]`: set up; return backend, device, and network."""
+    rank = int(os.environ["RANK"])
+    local_ranks = len(uuids) // nodes
+    node, local_rank = divmod(rank, local_ranks)
+    os.environ |= {"LOCAL_WORLD_SIZE": str(local_ranks), "LOCAL_RANK": str(local_rank)} | variables
+    if variables.get("GLOO_SOCKET_IFNAME", "") == "":
+        os.environ.pop("GLOO_SOCKET_IFNAME")  # course/ranks.py has set it
+    plumbing = load("course/plumbing.py")
+    torch.set_float32_matmul_precision("high")
+    asked = []
+
+    def properties(device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(uuid=uuids[rank][device.index], name="Pretended GPU")
+
+    def join(backend: str, **options: object) -> None:
+        assert options["rank"] == rank
+        assert options["world_size"] == len(uuids)
+        asked.append((backend, str(options.get("device_id", "cpu"))))
+
+    def towards(host: str) -> str:
+        """The first node's own name means 127.0.1.1 there, as on Debian."""
+        return "127.0.0.1" if node == 0 and host == "127.0.0.1" else f"10.0.0.{node + 1}"
+
+    network = {"lo": [SimpleNamespace(address="127.0.0.1")]}
+    network["fast0"] = [SimpleNamespace(address=f"10.0.0.{node + 1}")]
+    with (
+        patch("torch.cuda.device_count", lambda: len(uuids[rank])),
+        patch("torch.cuda.get_device_properties", properties),
+        patch("torch.cuda.set_device"),
+        patch("torch.cuda.nccl.version", lambda: (2, 30, 7)),
+        patch("torch.distributed.init_process_group", join),
+        patch("psutil.net_if_addrs", lambda: network),
+        patch.object(plumbing, "address_towards", towards),
+    ):
+        assert str(plumbing.setup()) == asked[0][1]
+    assert torch.get_float32_matmul_precision() == "highest"
+    return *asked[0], os.environ.get("GLOO_SOCKET_IFNAME", "unset")
+
+
+SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+
+
+@pytest.mark.parametrize(
+    ("uuids", "nodes", "variables", "devices"),
+    [
+        pytest.param([["a", "b"]] * 2, 1, {}, ["cuda:0", "cuda:1"], id="all see both"),
+        pytest.param([["a"], ["b"]], 1, {}, ["cuda:0", "cuda:0"], id="each is shown its own"),
+        pytest.param(
+            [["a", "b"]] * 2 + [["c", "d"]] * 2,
+            2,
+            {},
+            ["cuda:0", "cuda:1", "cuda:0", "cuda:1"],
+            id="two nodes",
+        ),
+        pytest.param([["a"]] * 3, 1, SHARED, ["cuda:0"] * 3, id="one for all"),
+        pytest.param(
+            [["a", "b"]] * 3, 1, SHARED, ["cuda:0", "cuda:1", "cuda:0"], id="two for three"
+        ),
+    ],
+)
+def test_nccl_where_every_rank_has_a_gpu(
+    uuids: list, nodes: int, variables: dict, devices: list
+) -> None:
+    ends = run(joined, len(uuids), uuids, nodes, variables, group=False)
+    assert [end[:2] for end in ends] == [("nccl", device) for device in devices]
+
+
+@pytest.mark.parametrize(
+    ("uuids", "nodes", "variables"),
+    [
+        pytest.param([["a"]] * 2, 1, {}, id="two ranks see one"),
+        pytest.param([["a"], []], 1, {}, id="one rank sees none"),
+        pytest.param([["a", "b"]] * 2 + [["c"]] * 2, 2, {}, id="nodes with two and one"),
+        pytest.param([["a", "b"]] * 2 + [[]] * 2, 2, SHARED, id="a node without, though shared"),
+    ],
+)
+def test_gloo_on_all_ranks_where_one_lacks_a_gpu(uuids: list, nodes: int, variables: dict) -> None:
+    outcomes = attempt(joined, len(uuids), uuids, nodes, variables, group=False)
+    assert [outcome.value[:2] for outcome in outcomes] == [("gloo", "cpu")] * len(uuids)
+    seen = len(set(chain.from_iterable(uuids)))
+    why = f"NCCL needs {len(uuids)} GPUs, these ranks see {seen}"
+    told = f"{len(uuids)} ranks, gloo ({why}), torch"
+    assert [outcome.output.count(told) for outcome in outcomes] == [1] + [0] * (len(uuids) - 1)
+
+
+def test_gloo_listens_on_the_network_that_leads_to_the_other_nodes() -> None:
+    none = [[]] * 4
+    networks = [end[2] for end in run(joined, 4, none, 2, {}, group=False)]
+    assert networks == ["fast0"] * 4
+    networks = [end[2] for end in run(joined, 4, none, 1, {}, group=False)]
+    assert networks == ["unset"] * 4
+    told = {"GLOO_SOCKET_IFNAME": "mine"}
+    networks = [end[2] for end in run(joined, 4, none, 2, told, group=False)]
+    assert networks == ["mine"] * 4
+
+
+def test_a_route_starts_at_an_address_of_this_machine() -> None:
+    mine = [one.address for addresses in psutil.net_if_addrs().values() for one in addresses]
+    assert plumbing.address_towards("127.0.0.1") == "127.0.0.1"
+    assert plumbing.address_towards("localhost") in mine
+
+
+@pytest.mark.parametrize(
+    ("gpus", "world_sizes", "ranks"),
+    [(0, [2, 3, 4, 8], 4), (1, [2, 3, 4, 8], 4), (3, [2, 4, 8], 2), (16, [2, 4, 8], 8)],
+)
+def test_plain_python_takes_as_many_gpus_as_the_lesson_can(
+    gpus: int,
+    world_sizes: list,
+    ranks: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    asked = []
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr("torch.distributed.run.main", asked.extend)
+    monkeypatch.setattr("logging.disable", lambda: None)
+    with pytest.raises(SystemExit):
+        plumbing.launch(world_sizes)
+    assert f"--nproc-per-node={ranks}" in asked
+    assert (f"{ranks} of {gpus} GPUs" in capsys.readouterr().out) == (ranks < gpus)

@@ -1,6 +1,7 @@
 """The commands around the course: doctor, new, write, results and benchmarks."""
 
 import argparse
+import importlib
 import json
 import shutil
 import subprocess
@@ -9,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.__main__ import merged
+from benchmarks.__main__ import merged, row_of
 from course import doctor, new, write
 from course.book import exercises
 from course.lessons import LESSONS, ROOT
+from course.playing import load
 from tests.helpers.checkout import changed_files, checkout, python
 
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
@@ -279,21 +281,45 @@ def test_one_file_s_ratios_take_the_places_of_the_old(tmp_path: Path) -> None:
 
 
 BENCHMARKS = sorted(path.stem for path in ROOT.glob("benchmarks/[a-z]*.py"))
+SMALL = {  # every row is measured all the same
+    "ddp": {"WIDTH": 64, "DEPTH": 2, "ROUNDS": 1, "SIZES": (1, 2)},
+    "ffcv": {"ROUNDS": 1, "load": lambda path: load(path, ("\nN = 242 ", "\nN = 32 "))},
+    "model_parallel": {"WIDTH": 64, "TOKENS": 8, "LAYERS": 2, "MICROS": 2, "ROWS": 4},
+    "ring": {"CASES": ((40_000, "tree", 2, 0.7), (40_000, "ring", 2, 1.1))},
+    "zero": {"LAYERS": 1, "WIDTH": 64, "TOKENS": 8},
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_a_benchmark_runs(name: str, tmp_path: Path) -> None:
+def test_a_benchmark_measures_its_rows(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if name == "ffcv":
         pytest.importorskip("ffcv", reason="needs FFCV, which needs packages.txt")
-    checkout(tmp_path)
-    argv = ["--repeats=1", "--no-figures", f"--only={name}"]
-    said = python(tmp_path, "-m", "benchmarks", *argv, timeout=290)
-    rows = json.loads((tmp_path / "build/bench/bench.json").read_text())["rows"]
-    assert rows, said
+    bench = importlib.import_module(f"benchmarks.{name}")
+    for constant, small in SMALL[name].items():
+        monkeypatch.setattr(bench, constant, small)
+    rows = [row_of(result) for result in bench.ratios(3)]
+    assert rows
     for row in rows:
-        assert row["ours"], row
+        assert len(row["ours"]) >= 3, row
         assert len(row["ours"]) == len(row["peer"])
-        assert 0.01 < row["ratio"] < 100, "times in the same unit"
+        assert 0.01 < row["ratio"] < 100, f"times in the same unit: {row}"
+    if hasattr(bench, "figure"):
+        bench.figure(str(tmp_path / "figure.png"), 1)
+        assert (tmp_path / "figure.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_the_command_measures_draws_and_keeps_nothing_unasked(tmp_path: Path) -> None:
+    checkout(tmp_path)
+    ring = tmp_path / "benchmarks/ring.py"
+    small = ring.read_text().replace('000_000, "ring"', '000, "ring"')
+    ring.write_text(small)
+    said = python(tmp_path, "-m", "benchmarks", "--repeats=1", "--only=ring")
+    rows = json.loads((tmp_path / "build/bench/bench.json").read_text())["rows"]
+    assert len(rows) == 6
+    assert [row["name"] for row in rows if row["name"] not in said] == []
     assert (tmp_path / "build/bench/bench.png").stat().st_size > 1000
-    assert changed_files(tmp_path) == set(), "what is measured is not kept without --keep"
+    assert changed_files(tmp_path) == {"benchmarks/ring.py"}, "only --keep writes to results/"

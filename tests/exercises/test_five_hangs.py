@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from course.lessons import ROOT, load
+from course.lessons import ROOT
+from course.playing import load
 from course.ranks import attempt
 
 JOBS = "exercises/14_five_hangs/jobs.py"

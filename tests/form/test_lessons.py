@@ -1,9 +1,12 @@
 """The form of lessons: the order of parts, one plumbing, identical passages, code that reads."""
 
 import ast
+import json
 import re
+import subprocess
 import sys
 from collections import defaultdict
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -152,3 +155,33 @@ def test_nothing_else_repeats() -> None:
                         node.body.pop(0)
                     places[ast.dump(ast.Module(node.body, []))].add(f"{lesson}: {node.name}")
     assert [sorted(where) for where in places.values() if len(where) > 1] == []
+
+
+def is_module(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # `torch.distributed.barrier.x`: barrier is a function
+        return False
+
+
+def used_but_not_imported(source: str, loaded: set[str]) -> set[str]:
+    """Modules of torch's that are named in full and that neither the file nor torch imports."""
+    imported, used = set(loaded), set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch."):
+            used.add(ast.unparse(node))
+    return {name for name in used - imported if is_module(name)}
+
+
+def test_a_lesson_imports_the_modules_it_uses() -> None:
+    """Most tests run lessons in processes that have loaded more than a lesson's own."""
+    show = "import torch, torch.distributed, json, sys; print(json.dumps([*sys.modules]))"
+    ran = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True)
+    loaded = {*json.loads(ran.stdout)}
+    assert used_but_not_imported("torch.distributed.fsdp.fully_shard(x)", loaded)
+    for lesson in LESSONS:
+        assert used_but_not_imported((ROOT / lesson).read_text(), loaded) == set(), lesson

@@ -13,7 +13,8 @@ from course import doctor
 from course.command_line import parser
 from course.lessons import ROOT
 
-PACKAGES = (ROOT / "packages.txt").read_text().split()
+LISTED = (ROOT / "packages.txt").read_text().splitlines()
+PACKAGES = [line for line in LISTED if not line.startswith("#")]
 
 
 def stub(folder: Path, name: str, body: str) -> None:
@@ -189,6 +190,39 @@ def test_lint_asks_for_ruff_alone(checkout: Path) -> None:
         assert word not in planned
 
 
+# A Python that also answers `make gpu`: it notes how, and has so many GPUs as $GPUS says.
+GPU_BOX = """
+case "$*" in "-m course.gpu_box"*) echo "$@" >> "$LOG"; [ "$GPUS" != 0 ]; exit ;; esac
+"""
+
+
+@pytest.fixture
+def gpu_box(checkout: Path) -> Path:
+    stub(checkout, "python3", GPU_BOX + PYTHON)
+    return checkout
+
+
+def test_make_gpu_plans_installs_and_measures(gpu_box: Path) -> None:
+    ran = make(gpu_box, "gpu", "RANKS=1,8", "SYSTEM_PACKAGES=no", GPUS="8", TORCH_HERE="2.15.0")
+    assert ran.returncode == 0, ran.stderr
+    asked = asked_of_pip(gpu_box)
+    plans = [line for line in asked if "--plan" in line]
+    extras = [line for line in asked if "deepspeed" in line]
+    assert asked.index(plans[0]) < asked.index(extras[0]) < len(asked) - 1
+    assert asked[-1] == "-m course.gpu_box --only= --ranks=1,8"
+    assert (gpu_box / ".venv/constraints.txt").read_text() == "torch==2.15.0\n", "the image's torch"
+
+
+def test_make_gpu_installs_no_more_where_there_is_none_or_they_are_pretended(
+    gpu_box: Path,
+) -> None:
+    assert make(gpu_box, "gpu", GPUS="0").returncode != 0
+    assert make(gpu_box, "gpu", "PRETEND=4", GPUS="4").returncode == 0
+    asked = asked_of_pip(gpu_box)
+    assert asked[-1] == "-m course.gpu_box --only= --pretend=4"
+    assert not [line for line in asked if "deepspeed" in line]
+
+
 # What documents tell people to type
 
 
@@ -204,7 +238,7 @@ def test_what_is_to_be_made_can_be_made(document: str) -> None:
     named = re.findall(r"(?:`|run: |^ +|&& |phase \S+ )make ([a-z.][\w./-]*)", text, re.M)
     assert set(named) <= targets
     variables = set(re.findall(r"make [^`\n#]*?\b([A-Z_]+)=", text))
-    assert variables <= {"ONLY", "PYTHON", "TORCH", "TORCH_INDEX", "SYSTEM_PACKAGES"}
+    assert variables <= set(re.findall(r"\b([A-Z_]+)=\S", makefile.partition("\n\n")[0]))
 
 
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "exercises/README.md"])

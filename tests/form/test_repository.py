@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from course import tables
+from course import machines, tables
 from course.lessons import FOLDERS, LESSONS, ROOT
+from course.shared_code import plumbing_of
 
 TRACKED = subprocess.run(
     ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
@@ -37,7 +38,7 @@ def test_every_path_that_is_named_exists(file: str) -> None:
     assert missing == []
 
 
-INVENTED = ("parallelism/10", "exercises/15_all_to_all")  # CONTRIBUTING's examples
+INVENTED = ("parallelism/10", "exercises/20_all_to_all")  # CONTRIBUTING's examples
 
 
 def named(path: str) -> bool:
@@ -60,6 +61,31 @@ def test_a_lesson_says_the_seconds_that_were_measured(lesson: str) -> None:
     assert (ROOT / lesson).read_text() == tables.timed(lesson), "run: make results"
 
 
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_a_lesson_says_whether_gpus_have_run_it(lesson: str) -> None:
+    """`timed`, above, makes these words of results/: a ledger of such a machine, or none."""
+    said = re.findall(r"(?:Not run|Run) on several\s\w+", (ROOT / lesson).read_text())
+    assert len(said) == 1, "Not run on several GPUs"
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_what_waits_for_gpus_is_declared_and_has_code_behind_it(lesson: str) -> None:
+    """README's table reads the ledger measured on CPUs; here it is held to the source."""
+    source = (ROOT / lesson).read_text().removesuffix(plumbing_of(lesson))
+    declared = set(re.findall(r"\bneeds=\"(\d+ GPUs?)[\",]", source))
+    waiting = machines.only_on_gpus(lesson)
+    assert {machines.wanted(needs) for needs in declared} == set(waiting)
+    if waiting:
+        assert re.search(r"torch\.cuda|== \"cuda\"|is_cuda", source), "code that runs there"
+
+
+def test_a_machine_s_page_is_made_of_its_ledgers() -> None:
+    for machine in machines.machines():
+        others = [other for other in machines.machines() if other != machine]
+        text = (machine.folder / "README.md").read_text()
+        assert text == machines.page(machine, others), "run: course write tables"
+
+
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_a_folder_s_readme_names_its_lessons_and_figures(folder: str) -> None:
     text = (ROOT / folder / "README.md").read_text()
@@ -80,7 +106,7 @@ def test_core_needs_no_compiler_and_ci_pins_it() -> None:
         line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()
     }
     extras = [need for extra in project["optional-dependencies"].values() for need in extra]
-    wanted = core | {re.split(r"[><=]", need)[0] for need in extras}
+    wanted = core | {re.split(r"[\[><=]", need)[0] for need in extras}
     assert wanted - pinned <= {"setuptools"}
 
 

@@ -12,13 +12,15 @@ MARK = f"STARTED_BY_TEST={os.getpid()}".encode()  # inherited by all that a less
 MARKED = os.environ | {"CUDA_VISIBLE_DEVICES": "", "STARTED_BY_TEST": str(os.getpid())}
 
 
-def gone() -> bool:
-    """True once no process that bears our mark is left: then none can hold a network, either."""
+def gone(besides: int | None = None) -> bool:
+    """True once no process that bears our mark is left, `besides` this one: then none can hold a
+    network, either.
+    """
     for _ in range(200):
         left = []
         for pid in psutil.pids():
             with contextlib.suppress(OSError):  # it has ended, or is another user's
-                if MARK in Path(f"/proc/{pid}/environ").read_bytes():
+                if pid != besides and MARK in Path(f"/proc/{pid}/environ").read_bytes():
                     left.append(pid)
         if not left:
             return True

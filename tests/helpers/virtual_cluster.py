@@ -8,7 +8,7 @@ import time
 import psutil
 from sklearn.datasets import load_digits
 
-from course import lessons
+from course import playing
 from tests.helpers.leftovers import networks
 
 
@@ -20,7 +20,7 @@ def play_as_nobody(path: str, *changes: tuple[str, str]) -> tuple[int, list[dict
         os.setresgid(65534, 65534, 65534)
         os.setresuid(65534, 65534, 65534)
         ctypes.CDLL(None).prctl(4, 1)  # PR_SET_DUMPABLE: or /proc/self stays root's
-    return lessons._play(path, changes, ())
+    return playing.play_here(path, changes, ())
 
 
 def once_there(lesson: subprocess.Popen, processes: int, nets: int = 2) -> list[psutil.Process]:

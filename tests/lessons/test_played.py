@@ -2,7 +2,7 @@
 
 import pytest
 
-from course.lessons import DecidedByNoClock, Played, play
+from course.playing import DecidedByNoClock, Played, play
 
 
 def ended(code: int | str, **verdicts: str) -> Played:

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from course.lessons import ROOT, load, play
+from course.lessons import ROOT
+from course.playing import load, play
 from course.ranks import run
 
 LESSON = "communication/01_nccl_collectives.py"
@@ -86,6 +87,7 @@ def traffic(size: int) -> tuple[int, int]:
     dist.send(x, 1) if lesson.RANK == 0 else dist.recv(x, 0)
     dist.barrier()
     sent, received = (now - then for now, then in zip(lesson.carried(), was, strict=True))
+    dist.barrier()  # who leaves closes its sockets, and the other's counters go with them
     return sent, received
 
 

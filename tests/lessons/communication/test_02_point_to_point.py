@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from course.lessons import load, play
+from course.playing import load, play
 from course.ranks import attempt, run
 
 LESSON = "communication/02_point_to_point.py"
@@ -138,7 +138,7 @@ def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(what: str) -
 @pytest.mark.slow
 @pytest.mark.clock
 def test_one_message_that_is_many_gains_nothing() -> None:
-    one_message = "microseconds(lambda: there_and_back(x), 32)"
+    one_message = "microseconds(lambda: there_and_back([x]), 32)"
     many = "microseconds(lambda: one_by_one(parts), 1)"
     played = play(LESSON, 3, NO_DEADLOCK, (one_message, many))
     played.expect(set())

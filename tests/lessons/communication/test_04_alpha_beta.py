@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from course.lessons import load, play
+from course.playing import load, play
 
 LESSON = "communication/04_alpha_beta.py"
 FULL_SPEED = ("    show_this_machine(device)\n", "")

@@ -1,12 +1,13 @@
 """The bandwidth test: the checker catches what is planted, the columns mean what they say."""
 
+import argparse
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from course.lessons import load, play
+from course.playing import load, play
 from course.ranks import run
 
 LESSON = "communication/05_bandwidth_test.py"
@@ -23,6 +24,14 @@ def lesson():
 
 def test_sizes_are_read_as_nccl_tests_reads_them(lesson) -> None:
     assert [lesson.size(text) for text in ("8", "4K", "32m", "1G")] == [8, 4096, 2**25, 2**30]
+
+
+def test_sizes_are_real_ones_on_gpus_alone(lesson) -> None:
+    told = argparse.Namespace(b=4096, e=None, f=None, n=None)
+    assert lesson.sizes_and_calls(told, torch.device("cpu")) == (2**22, 32, 5)
+    assert lesson.sizes_and_calls(told, torch.device("cuda")) == (2**30, 4, 20)
+    told = argparse.Namespace(b=2**23, e=None, f=2, n=7)
+    assert lesson.sizes_and_calls(told, torch.device("cpu")) == (2**23, 2, 7)
 
 
 def test_the_check_counts_every_wrong_element(lesson) -> None:

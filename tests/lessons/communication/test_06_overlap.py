@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from course.lessons import ROOT, Played, load, play
+from course.lessons import ROOT
+from course.playing import Played, load, play
 from course.ranks import attempt, run
 from tests.helpers.leftovers import MARKED, gone, machine
 from tests.helpers.virtual_cluster import once_there, play_as_nobody
@@ -121,13 +122,17 @@ BREAKS = {
 }
 
 
+# Nobody waits for the collective, so the memory that it writes to may be gone.
+FREED_TOO_EARLY = ("nobody waits in the end", "a layer does not wait for its weight")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("what", BREAKS)
 def test_a_broken_line_fails_the_claims_that_guard_it(what: str) -> None:
     changes, claims = BREAKS[what]
     played = play(LESSON, 2, *NO_LINK, *NO_HERE, *changes)
-    if what == "nobody waits in the end" and "SIGSEGV" in str(played.code):
-        return  # memory that nobody waits for is freed too early: that is noticed as well
+    if what in FREED_TOO_EARLY and "SIGSEGV" in str(played.code):
+        return  # that is noticed as well
     played.expect(claims)
 
 
@@ -229,6 +234,6 @@ def test_torchrun_killed_leaves_nothing() -> None:
     torchrun = subprocess.Popen(command, env=MARKED, stdout=subprocess.DEVNULL, process_group=0)
     once_there(torchrun, 5)  # two ranks, and a launcher with two ranks in two nodes
     torchrun.kill()
-    assert torchrun.wait(40) != 0
+    assert torchrun.wait(150) != 0
     assert gone()
     assert machine() == was

@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.functional import cross_entropy
 
-from course.lessons import ROOT, Played, load, play
+from course.lessons import ROOT
+from course.playing import Played, load, play
 from course.ranks import attempt, run
 from tests.helpers.leftovers import MARKED, gone, machine
 from tests.helpers.virtual_cluster import once_there, play_as_nobody
@@ -224,7 +225,7 @@ NO_LINK = (
     ("train_across(link, why_not, runs) if WORLD_SIZE > 1 else False", "False"),
     ("    check_published(device)\n", ""),
 )
-SHORT = (FEW, *NO_LINK)
+SHORT = (("\nSTEPS = 60\n", "\nSTEPS = 10\n"), *NO_LINK)  # H steps: bytes and losses per step
 FEEDBACK = "    x += run.residual  # error feedback\n"
 NEAREST = ("torch.floor(x / step + torch.rand_like(x))", "torch.round(x / step)")
 GATHERED = ("Method(lambda: eight_bits,", "Method(lambda: eight_bits_by_all_gather,")

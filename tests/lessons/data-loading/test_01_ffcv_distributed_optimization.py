@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from course.lessons import play
+from course.playing import play
 
 LESSON = "data-loading/01_ffcv_distributed_optimization.py"
 NEEDED = pytest.mark.skipif(find_spec("ffcv") is None, reason="FFCV is not installed")

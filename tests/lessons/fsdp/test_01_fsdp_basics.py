@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from course.lessons import load, play
+from course.playing import load, play
 from course.ranks import run
 
 LESSON = "fsdp/01_fsdp_basics.py"

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from course.lessons import load, play
+from course.playing import load, play
 from course.ranks import run
 
 pytest.importorskip("deepspeed")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from course.lessons import play
+from course.playing import play
 
 LESSON = "fsdp/04_fsdp_refinements.py"
 GRADIENTS = {f"{name}: gradients, error" for name in ("as a rule", "with prefetch")}

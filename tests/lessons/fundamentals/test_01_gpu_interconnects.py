@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from course.lessons import load, play
+from course.playing import load, play
 
 LESSON = "fundamentals/01_gpu_interconnects.py"
 READ, NEIGHBORS = (

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from course.lessons import load, play
+from course.playing import load, play
 
 LESSON = "fundamentals/03_measure_your_machine.py"
 COPIED, CACHE = "memory copy: bytes that arrived wrong", "GB/s copying 256 KiB / 256 MiB"

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from course.lessons import load, play
+from course.playing import load, play
 from course.ranks import RanksFailed, run
 
 LESSON = "fundamentals/04_latency_and_bandwidth.py"

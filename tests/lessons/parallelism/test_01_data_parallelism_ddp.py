@@ -2,7 +2,7 @@
 
 import pytest
 
-from course.lessons import play
+from course.playing import play
 
 LESSON = "parallelism/01_data_parallelism_ddp.py"
 HAND, DDP = "by hand: ", "DDP: "

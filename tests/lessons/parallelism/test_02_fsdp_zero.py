@@ -2,7 +2,7 @@
 
 import pytest
 
-from course.lessons import load, play
+from course.playing import load, play
 
 LESSON = "parallelism/02_fsdp_zero.py"
 TABLE_1 = """\

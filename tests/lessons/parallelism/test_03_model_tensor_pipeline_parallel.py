@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import os
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from course.lessons import load, play
+from course.playing import load, play
 from course.ranks import run
 
 LESSON = "parallelism/03_model_tensor_pipeline_parallel.py"
@@ -23,21 +25,52 @@ def here():
     return load(LESSON)
 
 
-QUICK = [("EPOCHS = 6\n", "EPOCHS = 1\n")]
+QUICK = [("EPOCHS = 6 * MLPS // 10\n", "EPOCHS = 1\n")]
 LEARNING = {"pipeline: accuracy on new digits", "tensor: accuracy on new digits"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 5, 12])  # 1, 3 and 4: test_every_lesson.py
+@pytest.mark.parametrize("ranks", [2, 5, 12, 16])  # 1, 3 and 4: test_every_lesson.py
 def test_the_lesson_holds_on_other_world_sizes(ranks: int) -> None:
     played = play(LESSON, ranks, *QUICK)
     assert played.failed <= LEARNING, played.output
 
 
-def test_it_refuses_more_ranks_than_layers() -> None:
-    changes = ("MLPS = 10\n", "MLPS = 1\n"), ("time.sleep(30)", "time.sleep(0)")
-    played = play(LESSON, 4, *changes)
-    assert "needs one of 3 layers at least; got 4 ranks; set --nproc-per-node to 3" in played.code
+def with_ranks(ranks: int) -> object:
+    """The lesson as one of so many ranks has it, of which the others are not there."""
+    os.environ["WORLD_SIZE"] = str(ranks)
+    sys.argv = [LESSON]
+    return load(LESSON)
+
+
+def refusal(ranks: int) -> str:
+    with pytest.raises(SystemExit) as end:
+        with_ranks(ranks).main()
+    return end.value.code
+
+
+def test_it_refuses_more_ranks_than_were_tried() -> None:
+    (said,) = run(refusal, 1, 65, group=False)
+    assert "takes at most 64 ranks, for no deeper model was tried; got 65; set --nproc" in said
+
+
+def learned(ranks: int) -> tuple[int, float]:
+    """Of the model that so many ranks would share, trained here: its layers, its accuracy."""
+    lesson = with_ranks(ranks)
+    cpu = torch.device("cpu")
+    model = lesson.train(lesson.one_process_step, lesson.untrained(cpu), cpu)
+    x, target = lesson.digits(cpu)
+    with torch.no_grad():
+        right = lesson.accuracy(model(x[lesson.TRAINED_ON :]), target[lesson.TRAINED_ON :])
+    return lesson.LAYERS, right
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "layers"), [(12, 12), (13, 13), (16, 16)])
+def test_every_rank_gets_a_layer_and_the_deeper_model_learns(ranks: int, layers: int) -> None:
+    ((there_are, right),) = run(learned, 1, ranks, group=False, deadline=120)
+    assert there_are == layers
+    assert right >= 0.9
 
 
 @settings(max_examples=10, deadline=None)

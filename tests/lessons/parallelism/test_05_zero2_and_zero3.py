@@ -2,7 +2,7 @@
 
 import pytest
 
-from course.lessons import play
+from course.playing import play
 
 LESSON = "parallelism/05_zero2_and_zero3.py"
 
@@ -108,6 +108,11 @@ BREAKS = {
         {RESUMED},
     ),
 }
+
+
+@pytest.mark.slow
+def test_it_holds_on_16_ranks_whose_shares_are_padded() -> None:
+    play(LESSON, 16, deadline=200).expect(set())
 
 
 @pytest.mark.slow

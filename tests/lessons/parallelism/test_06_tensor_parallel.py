@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from course.lessons import load, play
+from course.playing import load, play
 from course.ranks import run
 
 LESSON = "parallelism/06_tensor_parallel.py"

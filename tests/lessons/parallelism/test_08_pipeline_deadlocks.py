@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from course.lessons import load, play
+from course.playing import load, play
 
 LESSON = "parallelism/08_pipeline_deadlocks.py"
 sizes = st.integers(1, 8), st.integers(1, 24)
@@ -149,6 +149,11 @@ BREAKS = {
         {f"torch's 1F1B: {UNLIKE}"},
     ),
 }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_it_holds_on_16_ranks_which_need_more_micro_batches() -> None:
+    play(LESSON, 16, deadline=200).expect(set())
 
 
 @pytest.mark.slow

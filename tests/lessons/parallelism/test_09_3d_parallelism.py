@@ -5,7 +5,7 @@ import math
 import pytest
 import torch.distributed as dist
 
-from course.lessons import load, play
+from course.playing import load, play
 from course.ranks import run
 
 LESSON = "parallelism/09_3d_parallelism.py"

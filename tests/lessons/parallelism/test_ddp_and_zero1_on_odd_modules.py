@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from course.lessons import changed, load
+from course.playing import changed, load
 from course.ranks import attempt, run
+from tests.helpers.odd_modules import CountingAdam, Moody, Odd, batches
 
 ZERO = "parallelism/02_fsdp_zero.py"
 DDP = "parallelism/04_buckets_and_overlap.py"
@@ -57,45 +56,6 @@ def layers(*widths: int, seed: int = 5) -> nn.Sequential:
 # ZeRO1: any module, any elementwise optimizer
 
 
-class Odd(nn.Module):
-    """Tied, frozen, unused, empty, transposed and integer parameters, a buffer, a layer called
-    twice, an LSTM (which keeps its own list of weights), a number of float32 among float64."""
-
-    def __init__(self, seed: int = 0, again: str = "", mixed: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.embed = nn.Embedding(13, 5)
-        self.head = nn.Linear(5, 13)
-        self.unused = nn.Linear(3, 3)
-        self.body = nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 5))
-        self.twice = nn.Linear(5, 5)
-        self.memory = nn.LSTM(5, 5, batch_first=True)
-        self.head.weight = self.embed.weight
-        self.body[0].bias.requires_grad_(False)
-        self.table = nn.Parameter(torch.arange(3), requires_grad=False)
-        self.empty = nn.Parameter(torch.zeros(0, 4))
-        self.turned = nn.Parameter(torch.randn(5, 4).t())
-        torch.manual_seed(0)
-        self.register_buffer("offset", torch.randn(5))  # equal: an optimizer sees no buffers
-        self.double()
-        self.gain = nn.Parameter(torch.tensor(1.5)) if mixed else 1.0
-        self.again = again
-
-    def forward(self, pairs_B2: torch.Tensor) -> torch.Tensor:
-        x_BD = self.embed(pairs_B2[:, 0]) + self.offset + self.turned.sum(0)
-        if self.again:
-            x_BD = x_BD + checkpoint(self.body, x_BD, use_reentrant=self.again == "reentrant")
-        else:
-            x_BD = x_BD + self.body(x_BD)
-        x_BD = self.twice(x_BD) + self.twice(x_BD.sin())
-        x_BD = (x_BD + self.memory(x_BD[:, None])[0][:, 0]) * self.gain
-        return F.cross_entropy(self.head(x_BD), pairs_B2[:, 1])
-
-
-def batches(n: int) -> torch.Tensor:
-    return torch.randint(13, (3, n, 8, 2), generator=torch.Generator().manual_seed(3))
-
-
 def train(
     sharded: bool, again: str = "", mixed: bool = False, pieces: int = 2, changes: tuple = ()
 ) -> float:
@@ -109,13 +69,13 @@ def train(
     far = 0.0
     for batch_RB2 in batches(dist.get_world_size()):
         optimizer.zero_grad()
-        alone(batch_RB2.flatten(0, 1)).backward()
+        alone(batch_RB2.flatten(0, 1))["loss"].backward()
         norm = nn.utils.clip_grad_norm_(alone.parameters(), 0.3)
         optimizer.step()
         with torch.no_grad():
             model(batch_RB2[rank])  # evaluation in between leaves no trace
         for piece_B2 in batch_RB2[rank].chunk(pieces):
-            (model(piece_B2) / pieces).backward()
+            (model(piece_B2)["loss"] / pieces).backward()
         far = max(far, abs(zero.step() - norm).item())
     return max(far, distance(model, alone))
 
@@ -166,23 +126,6 @@ def test_any_widths_and_buckets(n: int, widths: list, numel: int) -> None:
     assert max(run(follow, n, torch.optim.SGD, tuple(widths), numel)) < TINY
 
 
-class CountingAdam(torch.optim.Optimizer):
-    """Counts its steps in the parameter group, as some optimizers do."""
-
-    def __init__(self, params, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "t": 0})
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for group in self.param_groups:
-            group["t"] += 1
-            for p in group["params"]:
-                if p.grad is not None:
-                    mean = self.state[p].setdefault("mean", torch.zeros_like(p))
-                    mean.lerp_(p.grad, 0.1)
-                    p.sub_(mean / (1 - 0.9 ** group["t"]), alpha=group["lr"])
-
-
 OTHERS = [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad, CountingAdam]
 
 
@@ -202,7 +145,7 @@ def hooks_called() -> list[int]:
     for _ in range(2):
         model(inputs(2, 4)).sum().backward()
         zero.step()
-    return [called.count("outer"), called.count("inner"), zero.param_groups[0]["t"]]
+    return [called.count("outer"), called.count("inner"), zero.param_groups[0]["step"]]
 
 
 def test_a_step_is_one_step() -> None:
@@ -246,20 +189,6 @@ def test_parameter_groups_and_schedulers(n: int) -> None:
 
 
 # ZeRO1: gradients that are unused, dropped, half made
-
-
-class Moody(nn.Module):
-    """Which parameters are used depends on the mood; the last are never used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.parts = nn.ModuleList(nn.Linear(3, 3) for _ in range(5)).double()
-
-    def forward(self, x_BD: torch.Tensor, mood: int) -> torch.Tensor:
-        for part in list(self.parts)[mood % 2 : 4 : 2]:
-            x_BD = part(x_BD)
-        return x_BD.square().mean()
 
 
 def moody(which: str, changes: tuple = ()) -> float:

@@ -8,14 +8,14 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from course.lessons import changed, load
+from course.playing import changed, load
 from course.ranks import RanksFailed, run
+from tests.helpers.odd_modules import CountingAdam, Moody, Odd, batches
 
 LESSON = "parallelism/05_zero2_and_zero3.py"
 LR = EPS = 0.1
@@ -52,51 +52,6 @@ def mini(model: nn.Module, *args, **options):
     return load_lesson().MiniFSDP(model, *args, **options)
 
 
-class Odd(nn.Module):
-    """Tied, frozen, unused and integer parameters, a buffer, nested units, one called twice, an
-    LSTM (which keeps its own list of weights), a 0-dimensional float32 parameter among float64,
-    a transposed weight, an empty one, and fewer rows than ranks."""
-
-    def __init__(self, seed: int = 0, again: str = "", mixed: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.embed = nn.Embedding(13, 5)
-        self.head = nn.Linear(5, 13)
-        self.unused = nn.Linear(3, 3)
-        self.body = nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 5))
-        self.twice = nn.Linear(5, 5)
-        self.memory = nn.LSTM(5, 5, batch_first=True)
-        self.head.weight = self.embed.weight
-        self.body[0].bias.requires_grad_(False)
-        self.twice.weight = nn.Parameter(torch.randn(5, 5).t())
-        self.table = nn.Parameter(torch.arange(3), requires_grad=False)
-        self.none = nn.Parameter(torch.zeros(0, 4))
-        self.single = nn.Parameter(torch.randn(1, 5))
-        self.register_buffer("offset", torch.randn(5))
-        self.register_buffer("mask", torch.tensor([True, False]))
-        self.double()
-        self.gain = nn.Parameter(torch.tensor(1.5)) if mixed else 1.0
-        self.again = again
-
-    def units(self) -> list[nn.Module]:
-        return [self.body, self.body[2], self.twice, self.memory, self.unused, self.head]
-
-    def forward(self, pairs_B2: torch.Tensor) -> dict[str, torch.Tensor]:
-        assert dict(self.named_parameters())["embed.weight"].shape == (13, 5)  # as some expect
-        x_BD = self.embed(pairs_B2[:, 0]) + self.offset + self.single
-        if self.again:
-            x_BD = x_BD + checkpoint(self.body, x_BD, use_reentrant=self.again == "reentrant")
-        else:
-            x_BD = x_BD + self.body(x_BD)
-        x_BD = self.twice(x_BD) + self.twice(x_BD.sin())
-        x_BD = (x_BD + self.memory(x_BD[:, None])[0][:, 0]) * self.gain
-        return {"loss": F.cross_entropy(self.head(x_BD), pairs_B2[:, 1])}
-
-
-def batches(n: int, steps: int = 3, size: int = 8) -> torch.Tensor:
-    return torch.randint(13, (steps, n, size, 2), generator=torch.Generator().manual_seed(3))
-
-
 def train(
     stage: int, again: str = "", mixed: bool = False, pieces: int = 2, small: int = 1
 ) -> float:
@@ -104,7 +59,7 @@ def train(
     rank = dist.get_rank()
     n = dist.get_world_size()
     alone = Odd(0, mixed=mixed)
-    model = Odd(rank, again, mixed)
+    model = Odd(rank, again, mixed, buffer_seed=rank)
     names = [name for name, _ in model.named_parameters()]
     fsdp = mini(model, iter(model.units()), stage, replicate_below=small)
     assert [name for name, _ in model.named_parameters()] == names
@@ -261,29 +216,6 @@ def any_widths(stage: int, widths: list[int], tie: bool, small: int, kind) -> fl
 )
 def test_any_widths(n: int, stage: int, widths: list, tie: bool, small: int) -> None:
     assert max(run(any_widths, n, stage, widths, tie, small, torch.optim.SGD)) < DOUBLE
-
-
-class CountingAdam(torch.optim.Optimizer):
-    """Counts its steps in the group, as many a published optimizer does, and writes to `.data`."""
-
-    def __init__(self, parameters, lr: float) -> None:
-        super().__init__(parameters, {"lr": lr, "step": 0})
-
-    def step(self, closure=None) -> None:
-        for group in self.param_groups:
-            group["step"] += 1
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["m"] = torch.zeros_like(p)
-                    state["v"] = torch.zeros_like(p)
-                state["m"].lerp_(p.grad, 0.1)
-                state["v"].lerp_(p.grad.square(), 0.01)
-                m = state["m"] / (1 - 0.9 ** group["step"])
-                v = state["v"] / (1 - 0.99 ** group["step"])
-                p.data -= group["lr"] * m / (v.sqrt() + 0.1)
 
 
 @pytest.mark.parametrize(
@@ -519,20 +451,6 @@ def test_freezing_and_thawing_after_sharding(stage: int) -> None:
     assert max(run(thawing, 3, stage)) < DOUBLE
 
 
-class Moody(nn.Module):
-    """Which parameters are used depends on the rank and on the step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.parts = nn.ModuleList(nn.Linear(3, 3) for _ in range(5)).double()
-
-    def forward(self, x_BD: torch.Tensor, mood: int) -> torch.Tensor:
-        for part in list(self.parts)[:4:2] if mood % 2 else list(self.parts)[1:4:2]:
-            x_BD = part(x_BD)
-        return x_BD.square().mean()
-
-
 def moody(stage: int, small: int) -> float:
     """The last part is used by nobody: weight decay must leave it alone."""
     rank = dist.get_rank()
@@ -646,7 +564,7 @@ def test_a_group_of_ranks(stage: int) -> None:
 
 def first_half(path: str, stage: int, kind) -> None:
     lesson = load_lesson()
-    model = Odd(dist.get_rank())
+    model = Odd(dist.get_rank(), buffer_seed=dist.get_rank())
     fsdp = mini(model, model.units(), stage, replicate_below=6)
     optimizer = kind(model.parameters(), lr=LR)
     for batch_B2 in batches(1)[:2, 0]:
@@ -661,7 +579,7 @@ def first_half(path: str, stage: int, kind) -> None:
 def second_half(path: str, stage: int, kind) -> float:
     """The model has run before it loads: what was loaded must not be undone."""
     lesson = load_lesson()
-    model = Odd(7 + dist.get_rank())
+    model = Odd(7 + dist.get_rank(), buffer_seed=7 + dist.get_rank())
     alone = Odd(0)
     fsdp = mini(model, model.units(), stage)
     ours = kind(model.parameters(), lr=LR)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from course.lessons import load, play
+from course.playing import load, play
 
 LESSON = "profiling/02_one_trace_for_all_ranks.py"
 merging = load(LESSON)
@@ -21,12 +21,15 @@ def test_merging_aligns_bases_and_renames_rows() -> None:
     traces = [
         {
             "baseTimeNanoseconds": 5_000_000,
-            "traceEvents": [event("step", 1, 2, pid=77), event("kernel", 1, 2, pid=0)],
+            "traceEvents": [
+                event("step", 1, 2, pid=77, cat="user_annotation"),
+                event("kernel", 1, 2, pid=0),
+            ],
         },
         {
             "baseTimeNanoseconds": 2_000_000,
             "traceEvents": [
-                event("step", 4, 5, pid=78),
+                event("step", 4, 5, pid=78, cat="user_annotation"),
                 {"ph": "s", "id": 3, "pid": 78, "ts": 4000.0, "name": "ac2g"},
                 {"ph": "M", "name": "process_name", "pid": 78, "args": {"name": "python"}},
             ],
@@ -129,7 +132,7 @@ def test_a_break_is_seen(name: str) -> None:
 
 @pytest.mark.slow
 def test_ranks_that_keep_the_numbers_of_their_processes_are_not_found() -> None:
-    played = play(LESSON, 2, ("rows = {steps[0] if steps else None: rank}", "rows = {}"))
+    played = play(LESSON, 2, ('            rows[event["pid"]] = rank\n', "            pass\n"))
     assert re.search(r"rank \d raised: .*(Index|Key)Error", str(played.code), re.S), played.code
 
 
@@ -141,3 +144,13 @@ def test_the_lesson_holds_and_saves_what_perfetto_reads(tmp_path) -> None:
     saved = json.loads(path.read_text())["traceEvents"]
     names = {e["args"]["name"] for e in saved if e["name"] == "process_name"}
     assert {f"rank {rank}" for rank in range(3)} <= names
+
+
+@pytest.mark.slow
+def test_nsys_that_fails_is_told_and_fails_no_claim() -> None:
+    there = ('shutil.which("nsys") is None or nvtx is None:', "False:")
+    fails = ('profiled = ["nsys", "profile"', 'profiled = ["false", "profile"')
+    played = play(LESSON, 2, there, fails)
+    played.expect(set())
+    assert "returned non-zero exit status 1" in played.output
+    assert played.ledger[-1]["needs"] == "nsys that works here"

@@ -1,0 +1,107 @@
+"""Load a lesson by its path, or play it on the harness's ranks, a line changed."""
+
+import sys
+import types
+from dataclasses import dataclass
+from pathlib import Path
+
+from course.lessons import ROOT
+from course.ranks import attempt
+
+
+class DecidedByNoClock(AssertionError):
+    """Something differs from what is expected that no clock decides: no second try for it."""
+
+
+@dataclass
+class Played:
+    """How a lesson ended: rank 0's exit status (or what became of the ranks), ledger and output."""
+
+    code: int | str
+    ledger: list[dict]
+    output: str
+
+    @property
+    def failed(self) -> set[str]:
+        """The claims that FAILED, those apart that a clock decides.
+
+        Raises DecidedByNoClock if the lesson did not come to its end: then none FAILED, either.
+        """
+        return {row["claim"] for row in self._failed() if not row["timed"]}
+
+    @property
+    def failed_by_clock(self) -> set[str]:
+        """The claims that FAILED and that a clock decides: a busy machine may be the cause."""
+        return {row["claim"] for row in self._failed() if row["timed"]}
+
+    def _failed(self) -> list[dict]:
+        if not isinstance(self.code, int) or not self.ledger:
+            raise DecidedByNoClock(f"no ledger; ended with {self.code}\n{self.output[-3000:]}")
+        return [row for row in self.ledger if row["verdict"] == "FAIL"]
+
+    def expect(self, failed: set[str]) -> None:
+        """Check that these claims FAILED and no other, apart from those that a clock decides.
+
+        Raises DecidedByNoClock if not, or if the exit status does not tell.
+        """
+        if self.failed != failed:
+            raise DecidedByNoClock(
+                f"FAIL: {sorted(self.failed)}\nexpected: {sorted(failed)}\n{self.output[-3000:]}"
+            )
+        due = int(bool(self.failed or self.failed_by_clock))
+        if self.code != due:
+            raise DecidedByNoClock(
+                f"exit status {self.code}, expected {due}\n{self.output[-3000:]}"
+            )
+
+
+def changed(path: str, *changes: tuple[str, str]) -> str:
+    """The lesson's source with each (old, new) replaced; old must occur once."""
+    source = (ROOT / path).read_text()
+    for old, new in changes:
+        assert source.count(old) == 1, f"{path} holds {source.count(old)} times: {old}"
+        source = source.replace(old, new)
+    return source
+
+
+def load(path: str, *changes: tuple[str, str]) -> types.ModuleType:
+    """Import the lesson at `path` afresh, with each (old, new) replaced; old must occur once."""
+    source = changed(path, *changes)
+    lesson = types.ModuleType("lesson_" + Path(path).stem)
+    lesson.__file__ = str(ROOT / path)
+    sys.modules[lesson.__name__] = lesson  # dataclasses and pickle look it up there
+    exec(compile(source, lesson.__file__, "exec"), lesson.__dict__)
+    return lesson
+
+
+def play(
+    path: str,
+    world_size: int,
+    *changes: tuple[str, str],
+    argv: tuple[str, ...] = (),
+    deadline: float = 90,
+) -> Played:
+    """Run a lesson's `main` on so many ranks, with `argv` as its command line."""
+    changed(path, *changes)  # a change that no longer applies fails here, not on a rank
+    outcomes = attempt(play_here, world_size, path, changes, argv, deadline=deadline, group=False)
+    first = outcomes[0]
+    if any(o.kind != "returned" for o in outcomes):
+        return Played("\n".join(map(str, outcomes)), [], first.output)
+    code, ledger = first.value
+    return Played(code, ledger, first.output)
+
+
+def play_here(path: str, changes: tuple, argv: tuple[str, ...]) -> tuple[int | str, list[dict]]:
+    """Run the lesson's `main` on this rank; return its exit status, or message, and its ledger."""
+    sys.argv = [str(ROOT / path), *argv]
+    lesson = load(path, *changes)
+    return how_it_ends(lesson), lesson.ledger
+
+
+def how_it_ends(lesson: types.ModuleType) -> int | str:
+    """Run the lesson's `main`; return its exit status, or message."""
+    try:
+        lesson.main()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, str) else int(end.code or 0)
+    raise AssertionError(f"{lesson.__name__}: main ended without finish()")

@@ -1,0 +1,163 @@
+"""Grader of 15: two real torchruns in two networks make one world; hosts' names become places."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.run
+
+from course.grading import Wrong, expect, grade
+from course.passages import die_with, enter, two_nodes
+from course.ranks import attempt
+
+HEAD = "10.0.0.1"  # two_nodes gives its nodes 10.0.0.1 and 10.0.0.2
+PATIENCE = 20  # seconds in which two torchruns have to meet
+TELL = "echo $RANK of $WORLD_SIZE, local $LOCAL_RANK of $LOCAL_WORLD_SIZE, store at $MASTER_ADDR"
+
+# The flags
+
+
+def flags_of(answer, wire, ranks: int) -> list:
+    """The flags for node 0 and for node 1."""
+    wire.only()
+    made = []
+    for node, here in enumerate([HEAD, "10.0.0.2"]):
+        made.append(answer.torchrun_flags(node, 2, ranks, HEAD, here))
+    return made
+
+
+def be_torchrun(flags: list[str], output: int) -> None:
+    """In a child: be torchrun, whose ranks run a line of shell, until it ends."""
+    os.setsid()  # all that is of this node can be ended at once
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    code = 0
+    try:
+        torch.distributed.run.main([*flags, "--no-python", "sh", "-c", TELL])
+    except SystemExit as end:
+        code = end.code
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+        code = 1
+    os._exit(1 if code else 0)
+
+
+def launch(both_flags: list[list[str]], patience: float) -> tuple[str, list[str]]:
+    """Start node 1, then node 0; return why there are no nodes, and what each node wrote.
+
+    A node that has not ended in time is told to be "still waiting".
+    """
+    try:
+        networks = two_nodes(1000)
+    except OSError as error:
+        return str(error), []
+    for name in list(os.environ):
+        if name.startswith(("MASTER_", "TORCHELASTIC_", "PET_")) or name.endswith("RANK"):
+            del os.environ[name]
+    outputs = [os.memfd_create("output") for _ in networks]
+    running = {}
+    parent = os.getpid()
+    for node in (1, 0):
+        enter(networks[node])
+        pid = os.fork()
+        if pid == 0:
+            die_with(parent)
+            be_torchrun(both_flags[node], outputs[node])
+        running[pid] = node
+        time.sleep(0.5)
+    stop = time.monotonic() + patience
+    while running and time.monotonic() < stop:
+        pid, _ = os.waitpid(-1, os.WNOHANG)
+        running.pop(pid, None)
+        time.sleep(0.02)
+    for pid, node in running.items():
+        os.write(outputs[node], b"still waiting\n")
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    said = []
+    for output in outputs:
+        os.lseek(output, 0, os.SEEK_SET)
+        with open(output) as file:
+            said.append(file.read())
+    return "", said
+
+
+@pytest.mark.parametrize("ranks", [2, 1])
+def test_two_torchruns_make_one_world(answer: Path, ranks: int) -> None:
+    """Two real torchruns, node 1 first, become one job, {ranks} ranks on each node"""
+    (both_flags,) = grade(answer, flags_of, 1, ranks)
+    for node, flags in enumerate(both_flags):
+        if not (isinstance(flags, list) and all(isinstance(flag, str) for flag in flags)):
+            raise Wrong(f"node {node}: expected a list of flags, got {flags!r}")
+    (ended,) = attempt(launch, 1, both_flags, PATIENCE, deadline=PATIENCE + 60, group=False)
+    assert ended.kind == "returned", ended
+    why_not, said = ended.value
+    if why_not:
+        pytest.skip(f"needs root or user namespaces ({why_not})")
+    stores = set()
+    for node, text in enumerate(said):
+        told = [line for line in text.splitlines() if ", store at " in line]
+        if not told:
+            lines = [line for line in text.splitlines() if line.strip()] or ["nothing"]
+            raise Wrong(f"node {node}: no rank was started; in the end torchrun said: {lines[-1]}")
+        for line in told:
+            if f"of {2 * ranks}, local" not in line:
+                raise Wrong(f"node {node}: a rank is told: {line}; expected {2 * ranks} ranks")
+            stores.add(line.partition(" at ")[2])
+        expect(len(told), ranks, f"node {node}: ranks started")
+    if len(stores) != 1 or stores & {"localhost", "127.0.0.1"}:
+        raise Wrong(f"the ranks are told to meet at {', '.join(sorted(stores))}")
+
+
+# Hello
+
+HOSTS = {
+    "node by node": ["b", "b", "a", "a"],
+    "dealt out in turn": ["a", "b", "a", "b"],
+    "unequal nodes": ["b", "a", "b", "b"],
+    "names that begin alike": ["node10", "node1", "node1", "node10"],
+    "one node": ["a", "a", "a", "a"],
+    "a node per rank": ["d", "c", "b", "a"],
+}
+
+
+def greet(answer, wire, hosts: list[str]) -> tuple:
+    return answer.hello(hosts[dist.get_rank()]), wire.calls()
+
+
+def due_of(hosts: list[str], rank: int) -> tuple[str, list[int], list[int]]:
+    order = sorted(set(hosts), key=hosts.index)
+    inside = [other for other in range(len(hosts)) if hosts[other] == hosts[rank]]
+    local = sum(other < rank for other in inside)
+    across = []
+    for name in order:
+        ranks = [other for other in range(len(hosts)) if hosts[other] == name]
+        across += ranks[local : local + 1]
+    node = f"node {order.index(hosts[rank])} of {len(order)}"
+    greeting = f"rank {rank} of {len(hosts)}: local rank {local} of {len(inside)} on {node}"
+    return greeting, inside, across
+
+
+@pytest.mark.parametrize("case", HOSTS)
+def test_hello(answer: Path, case: str) -> None:
+    """Greeting and neighbors, {case}"""
+    hosts = HOSTS[case]
+    for rank, (said, _) in enumerate(grade(answer, greet, 4, hosts)):
+        if not (isinstance(said, tuple) and len(said) == 3):
+            raise Wrong(f"expected a greeting and two lists of ranks, got {said!r}")
+        due = due_of(hosts, rank)
+        names = "greeting", "the ranks of this node", "the ranks with this local rank"
+        for part, right, name in zip(said, due, names, strict=True):
+            expect(part, right, f"hosts {', '.join(hosts)}; rank {rank}: {name}")
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_cost(answer: Path, n: int) -> None:
+    """One all_gather_object and nothing else, on {n} ranks"""
+    for rank, (_, calls) in enumerate(grade(answer, greet, n, ["a", "b", "a"])):
+        made = [event.op for event in calls]
+        expect(made, ["all_gather", "all_gather"], f"rank {rank}: its calls")

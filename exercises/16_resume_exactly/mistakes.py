@@ -1,0 +1,118 @@
+"""Known mistakes: name, passage of solution.py, what replaces it, check, what that check says."""
+
+MISTAKES = [
+    (
+        "random numbers not restored",
+        '        torch.set_rng_state(state["random"])\n',
+        "",
+        "test_resume",
+        "rank 0, stopped after step 0 of 20: weights",
+    ),
+    (
+        "seeded anew instead of restored",
+        'torch.set_rng_state(state["random"])',
+        "torch.manual_seed(self.seed + 1 + dist.get_rank())",
+        "test_resume",
+        "rank 0, stopped after step 5 of 20: weights",
+    ),
+    (
+        "momentum forgotten",
+        '        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))\n',
+        "",
+        "test_resume",
+        "rank 0, stopped after step",
+    ),
+    (
+        "the step forgotten",
+        '        self.step = state["step"]\n',
+        "",
+        "test_resume",
+        "rank 0, stopped after step 0 of 20: weights",
+    ),
+    (
+        "all ranks go on with rank 0's random numbers",
+        "        return copy.deepcopy(state)\n",
+        '        dist.broadcast(state["random"], 0)\n        return copy.deepcopy(state)\n',
+        "test_resume",
+        "rank 0: collectives of state() and load(): expected 0",
+    ),
+    (
+        "the epoch is begun again",
+        "own[done * self.batch : (done + 1) * self.batch]",
+        "own[: self.batch]",
+        "test_batches",
+        "rank 0, step 1, which is step 1 of epoch 0: samples",
+    ),
+    (
+        "every epoch in the same order",
+        "manual_seed(self.seed + epoch)",
+        "manual_seed(self.seed)",
+        "test_batches",
+        "rank 0, step 13, which is step 0 of epoch 1: samples",
+    ),
+    (
+        "an order drawn from everybody's generator",
+        (
+            "generator = torch.Generator().manual_seed(self.seed + epoch)",
+            "torch.randperm(len(self.data), generator=generator)",
+        ),
+        ("torch.manual_seed(self.seed + epoch)", "torch.randperm(len(self.data))"),
+        "test_batches",
+        "torch's global random numbers have moved",
+    ),
+    (
+        "all ranks take the same samples",
+        "own = order[dist.get_rank() :: n]",
+        "own = order",
+        "test_batches",
+        "rank 0, step 0, which is step 0 of epoch 0: samples",
+    ),
+    (
+        "a last batch that is too short",
+        "len(self.data) // n // self.batch",
+        "-(-len(self.data) // (n * self.batch))",
+        "test_batches",
+        "rank 0, step 13, which is step 0 of epoch 1: samples",
+    ),
+    (
+        "no copy",
+        "return copy.deepcopy(state)",
+        "return state",
+        "test_copies",
+        "state() has changed while training went on: it is to be a copy",
+    ),
+    (
+        "a copy that is too shallow",
+        "return copy.deepcopy(state)",
+        "return dict(state)",
+        "test_copies",
+        "state() has changed while training went on: it is to be a copy",
+    ),
+    (
+        "the optimizer takes the state's own tensors",
+        'copy.deepcopy(state["optimizer"])',
+        'state["optimizer"]',
+        "test_copies",
+        "training went on after load(state), and has changed the state",
+    ),
+    (
+        "the model itself in the state",
+        (
+            '"model": self.model.state_dict()',
+            'self.model.load_state_dict(state["model"])',
+        ),
+        (
+            '"model": self.model',
+            'self.model.load_state_dict(state["model"].state_dict())',
+        ),
+        "test_resume",
+        "torch.load(weights_only=True) refuses the state",
+    ),
+    (
+        "all the data in the state",
+        '"step": self.step}',
+        '"step": self.step, "data": self.data.repeat(9, 1)}',
+        "test_size",
+        "rank 0: the state takes",
+    ),
+]

@@ -1,0 +1,159 @@
+"""Known mistakes: name, passage of solution.py, what replaces it, check, what that check says."""
+
+MISTAKES = [
+    (
+        "written under its own name",
+        ('    temporary = final.with_suffix(".tmp")\n', "    temporary.rename(final)\n"),
+        ("    temporary = final\n", ""),
+        "test_killed",
+        "half a checkpoint has the name of a whole one: ['step-000003']",
+    ),
+    (
+        "the checksums last, under the final name",
+        (
+            "    write(temporary / CHECKSUMS, json.dumps(sums).encode())\n",
+            "    flush(folder)\n    for old in",
+        ),
+        (
+            "",
+            "    write(final / CHECKSUMS, json.dumps(sums).encode())\n"
+            "    flush(folder)\n    for old in",
+        ),
+        "test_killed",
+        "half a checkpoint has the name of a whole one: ['step-000003']",
+    ),
+    (
+        "old ones deleted before the new one is there",
+        (
+            "    temporary.mkdir()\n",
+            "    for old in newest_first(folder)[keep:]:\n"
+            '        old.rename(old.with_suffix(".tmp"))\n',
+        ),
+        (
+            "    for old in newest_first(folder):\n        shutil.rmtree(old)\n"
+            "    temporary.mkdir()\n",
+            "",
+        ),
+        "test_save",
+        "after steps 1, 2, 5, 12 with keep=2, left in the folder",
+    ),
+    (
+        "what a kill left stands in the way",
+        "    shutil.rmtree(temporary, ignore_errors=True)\n",
+        "",
+        "test_killed",
+        "FileExistsError",
+    ),
+    (
+        "leftovers stay",
+        (
+            "    for old in newest_first(folder)[keep:]:\n"
+            '        old.rename(old.with_suffix(".tmp"))\n'
+            '    for leftover in folder.glob("*.tmp"):\n'
+            "        shutil.rmtree(leftover)\n"
+        ),
+        "    for old in newest_first(folder)[keep:]:\n        shutil.rmtree(old)\n",
+        "test_killed",
+        ", then saved up to step 4: in the folder",
+    ),
+    (
+        "the oldest kept instead of the newest",
+        "newest_first(folder)[keep:]",
+        "newest_first(folder)[:-keep]",
+        "test_save",
+        "after steps 1, 2, 5, 12 with keep=2, left in the folder",
+    ),
+    (
+        "files not flushed",
+        "        write(temporary / name, data)\n",
+        "        (temporary / name).write_bytes(data)\n",
+        "test_power_cut",
+        "a power cut: step-000002 has its name, and model is not on the disk",
+    ),
+    (
+        "the names of the files not flushed",
+        "    flush(temporary)\n",
+        "",
+        "test_power_cut",
+        "a power cut: step-000002 has its name, and its files' names are not on the disk",
+    ),
+    (
+        "the new name not flushed",
+        "    temporary.rename(final)\n    flush(folder)\n",
+        "    temporary.rename(final)\n",
+        "test_power_cut",
+        "a power cut after save: the name step-000002 itself is not on the disk",
+    ),
+    (
+        "checksums are written and not compared",
+        "if all(hashlib.sha256(parts[name]).hexdigest() == sums[name] for name in sums):",
+        "if parts:",
+        "test_damaged",
+        "model of step-000003: a bit is flipped: newest_whole, step: expected 2, got 3",
+    ),
+    (
+        "the newest or nothing",
+        "    for path in newest_first(folder):\n",
+        "    for path in newest_first(folder)[:1]:\n",
+        "test_damaged",
+        "ValueError: no checkpoint is whole",
+    ),
+    (
+        "checksums that cannot be read are not expected",
+        "except (OSError, ValueError, TypeError):",
+        "except OSError:",
+        "test_damaged",
+        "Error:",
+    ),
+    (
+        "the damaged one is not named",
+        "        damaged.append(path.name)\n",
+        "",
+        "test_damaged",
+        "model of step-000003: missing: newest_whole, damaged: expected ['step-000003'], got []",
+    ),
+    (
+        "the damaged one is deleted",
+        "        damaged.append(path.name)\n",
+        "        damaged.append(path.name)\n        shutil.rmtree(path)\n",
+        "test_damaged",
+        "newest_whole, damaged: expected ['step-000003', 'step-000002'], got ['step-000002']",
+    ),
+    (
+        "from nothing, by accident",
+        '    if damaged:\n        raise ValueError(f"no checkpoint is whole: {damaged}")\n',
+        "",
+        "test_none",
+        "no checkpoint is whole, and newest_whole starts anew",
+    ),
+    (
+        "every rank looks for itself",
+        (
+            "    if dist.get_rank() == 0:\n        try:\n"
+            "            word = [newest_whole(folder)]\n"
+            "        except ValueError as error:\n"
+            "            word = [str(error)]\n"
+            "    dist.broadcast_object_list(word, src=0)\n"
+        ),
+        (
+            "    try:\n"
+            "        word = [newest_whole(folder)]\n"
+            "    except ValueError as error:\n"
+            "        word = [str(error)]\n"
+        ),
+        "test_everywhere",
+        "rank 1: load_everywhere",
+    ),
+    (
+        "rank 0 raises, and the others wait",
+        (
+            "        try:\n"
+            "            word = [newest_whole(folder)]\n"
+            "        except ValueError as error:\n"
+            "            word = [str(error)]\n"
+        ),
+        "        word = [newest_whole(folder)]\n",
+        "test_everywhere",
+        "rank 1 waits in broadcast",
+    ),
+]

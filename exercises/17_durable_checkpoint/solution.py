@@ -1,0 +1,106 @@
+"""Checkpoints that a kill while writing, a power cut and a flipped bit leave whole, or named.
+
+Task: exercises/17_durable_checkpoint/README.md.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch.distributed as dist
+
+CHECKSUMS = "checksums.json"  # {name of a part: its sha256 in hexadecimal}
+
+
+def write(path: Path, data: bytes) -> None:
+    """Write a file, and return when it is on the disk."""
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def flush(folder: Path) -> None:
+    """Return when the names in this folder are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def newest_first(folder: Path) -> list[Path]:
+    """The checkpoints: folders named step-000012, and so on; not step-000012.tmp."""
+    return sorted((path for path in folder.glob("step-*") if not path.suffix), reverse=True)
+
+
+def save(folder: Path, step: int, parts: dict[str, bytes], keep: int = 2) -> None:
+    """Write the checkpoint folder/step-000012: a file per part, and CHECKSUMS.
+
+    Wherever the process is killed, this checkpoint is there whole or not at all, and the ones
+    before it are whole. When it has its name, files and names are on the disk: a power cut loses
+    nothing. At the end the last `keep` checkpoints are left, and nothing else in the folder, not
+    even what a process left that was killed here earlier.
+    """
+    # --- yours
+    final = folder / f"step-{step:06}"
+    temporary = final.with_suffix(".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    sums = {name: hashlib.sha256(data).hexdigest() for name, data in parts.items()}
+    for name, data in parts.items():
+        write(temporary / name, data)
+    write(temporary / CHECKSUMS, json.dumps(sums).encode())
+    flush(temporary)
+    temporary.rename(final)
+    flush(folder)
+    for old in newest_first(folder)[keep:]:
+        old.rename(old.with_suffix(".tmp"))
+    for leftover in folder.glob("*.tmp"):
+        shutil.rmtree(leftover)
+    # --- end
+
+
+def newest_whole(folder: Path) -> tuple[int, dict[str, bytes], list[str]]:
+    """The newest checkpoint whose files all have their checksums: (step, parts, damaged).
+
+    damaged: names of newer ones, newest first, that are not whole: a file is missing or cut off,
+    a bit is flipped, CHECKSUMS is unreadable. They are left as they are.
+
+    (0, {}, []) if there is no checkpoint at all. Raises ValueError that names all of them if there
+    are some and none is whole: to start from nothing must not happen by accident.
+    """
+    # --- yours
+    damaged = []
+    for path in newest_first(folder):
+        try:
+            sums = json.loads((path / CHECKSUMS).read_bytes())
+            parts = {name: (path / name).read_bytes() for name in sums}
+            if all(hashlib.sha256(parts[name]).hexdigest() == sums[name] for name in sums):
+                return int(path.name.removeprefix("step-")), parts, damaged
+        except (OSError, ValueError, TypeError):
+            pass
+        damaged.append(path.name)
+    if damaged:
+        raise ValueError(f"no checkpoint is whole: {damaged}")
+    return 0, {}, []
+    # --- end
+
+
+def load_everywhere(folder: Path) -> tuple[int, dict[str, bytes], list[str]]:
+    """On every rank what `newest_whole` returns on rank 0; only rank 0 sees the folder.
+
+    If it raises ValueError there, all ranks raise ValueError with the same words.
+    """
+    # --- yours
+    word = [None]
+    if dist.get_rank() == 0:
+        try:
+            word = [newest_whole(folder)]
+        except ValueError as error:
+            word = [str(error)]
+    dist.broadcast_object_list(word, src=0)
+    if isinstance(word[0], str):
+        raise ValueError(word[0])
+    return word[0]
+    # --- end

@@ -1,0 +1,251 @@
+"""Grader of 17: killed before every line, power cuts by the order of writes, bits flipped."""
+
+import os
+import random
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from course.grading import Wrong, expect, grade
+
+
+class Killed(BaseException):
+    """As if the process had been killed: no answer catches it."""
+
+
+def parts_of(step: int, seed: int) -> dict[str, bytes]:
+    dice = random.Random(f"{seed} {step}")
+    return {"model": dice.randbytes(300), "optimizer": dice.randbytes(500)}
+
+
+def folder_with(answer, seed: int, *steps: int, keep: int = 2) -> Path:
+    folder = Path(tempfile.mkdtemp(dir=os.environ.get("TMPDIR", "/tmp")))
+    for step in steps:
+        answer.save(folder, step, parts_of(step, seed), keep)
+    return folder
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def expect_found(answer, folder: Path, step: int, damaged: list[str], where: str, seed: int):
+    found, parts, named = answer.newest_whole(folder)
+    expect(found, step, f"{where}: newest_whole, step")
+    expect(named, damaged, f"{where}: newest_whole, damaged")
+    if parts != (parts_of(step, seed) if step else {}):
+        raise Wrong(f"{where}: newest_whole, parts: they are not what was saved at step {step}")
+
+
+def saved(answer, wire, seed: int) -> None:
+    for keep in (2, 3):
+        folder = folder_with(answer, seed, 1, 2, 5, 12, keep=keep)
+        due = [f"step-{step:06}" for step in (1, 2, 5, 12)[-keep:]]
+        expect(names(folder), due, f"after steps 1, 2, 5, 12 with keep={keep}, left in the folder")
+        for step in (5, 12):
+            path = folder / f"step-{step:06}"
+            for name, data in parts_of(step, seed).items():
+                if not (path / name).is_file() or (path / name).read_bytes() != data:
+                    raise Wrong(f"step-{step:06}/{name} does not hold what was to be saved")
+        expect_found(answer, folder, 12, [], "nothing is damaged", seed)
+        shutil.rmtree(folder)
+
+
+def test_save(answer: Path, seed: int) -> None:
+    """The last ones are kept, as they were given"""
+    grade(answer, saved, 1, seed)
+
+
+def killed(answer, wire, seed: int) -> int:
+    """How many lines of the answer were tried."""
+    file = answer.__file__
+    os.fsync = lambda descriptor: None  # it is slow, and a kill loses nothing that was written
+    line = 0
+    done = False
+    while not done:
+        line += 1
+        folder = folder_with(answer, seed, 1, 2)
+        left = [line]
+
+        def count(frame, event, argument, left=left):
+            if frame.f_code.co_filename != file:
+                return None
+            if event == "line":
+                left[0] -= 1
+                if left[0] == 0:
+                    raise Killed(f"{frame.f_lineno}")
+            return count
+
+        where = ""
+        sys.settrace(count)
+        try:
+            answer.save(folder, 3, parts_of(3, seed))
+            done = True
+        except Killed as last:
+            where = f"killed before line {last} of the answer"
+        finally:
+            sys.settrace(None)
+        check_after(answer, folder, where, seed)
+        shutil.rmtree(folder)
+    return line - 1
+
+
+def check_after(answer, folder: Path, where: str, seed: int) -> None:
+    try:
+        step, parts, damaged = answer.newest_whole(folder)
+    except ValueError as error:
+        raise Wrong(f"{where}: newest_whole finds none: {error}") from None
+    if damaged:
+        raise Wrong(f"{where}: half a checkpoint has the name of a whole one: {damaged}")
+    if step not in (2, 3) or parts != parts_of(step, seed):
+        raise Wrong(f"{where}: the newest whole checkpoint is that of step {step}")
+    for first in (step + 1, 4)[step - 2 :]:  # that step once more, or the next one right away
+        copy = folder.with_suffix(f".{first}")
+        shutil.copytree(folder, copy)
+        for again in range(first, 5):
+            answer.save(copy, again, parts_of(again, seed))
+        due = ["step-000003" if first == 3 else f"step-{step:06}", "step-000004"]
+        expect(names(copy), due, f"{where}, then saved up to step 4: in the folder")
+        shutil.rmtree(copy)
+
+
+def test_killed(answer: Path, seed: int) -> None:
+    """Killed before any line of save, it leaves whole checkpoints"""
+    (lines,) = grade(answer, killed, 1, seed, deadline=60)
+    if lines < 10:
+        raise Wrong(f"only {lines} lines of the answer ran: is all of it in the file?")
+
+
+def ordered(answer, wire, seed: int) -> None:
+    """What is on the disk when the checkpoint gets its name, and when save returns."""
+    folder = folder_with(answer, seed, 1)
+    on_disk = []
+    renamed = []
+    fsync = os.fsync
+    renames = {"rename": os.rename, "replace": os.replace}
+
+    def see_fsync(descriptor):
+        on_disk.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def see(name):
+        def rename(source, target, **how):
+            if Path(target).name == "step-000002":
+                renamed.append((Path(source), len(on_disk)))
+            return renames[name](source, target, **how)
+
+        return rename
+
+    os.fsync = see_fsync
+    os.rename = see("rename")
+    os.replace = see("replace")
+    answer.save(folder, 2, parts_of(2, seed))
+    if not renamed:
+        raise Wrong("step-000002 never got its name by a rename: write elsewhere, then rename")
+    source, when = renamed[0]
+    for name in (*parts_of(2, seed), "checksums.json"):
+        if str(source / name) not in on_disk[:when]:
+            raise Wrong(f"a power cut: step-000002 has its name, and {name} is not on the disk")
+    if str(source) not in on_disk[:when]:
+        raise Wrong(
+            "a power cut: step-000002 has its name, and its files' names are not on the disk"
+        )
+    if str(folder) not in on_disk[when:]:
+        raise Wrong("a power cut after save: the name step-000002 itself is not on the disk")
+    shutil.rmtree(folder)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux")
+def test_power_cut(answer: Path, seed: int) -> None:
+    """All is on the disk before it gets its name, and then the name"""
+    grade(answer, ordered, 1, seed)
+
+
+def damage(path: Path, how: str, dice: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    if how == "missing":
+        path.unlink()
+        return
+    if how == "a bit is flipped":
+        bit = dice.randrange(8 * len(data))
+        data[bit // 8] ^= 1 << bit % 8
+    elif how == "cut off":
+        del data[dice.randrange(len(data)) :]
+    path.write_bytes(data)
+
+
+def read(answer, wire, seed: int) -> None:
+    dice = random.Random(seed)
+    for how in ("missing", "a bit is flipped", "cut off"):
+        for file in ("model", "optimizer", "checksums.json"):
+            folder = folder_with(answer, seed, 1, 2, 3, keep=3)
+            damage(folder / "step-000003" / file, how, dice)
+            there = names(folder)
+            where = f"{file} of step-000003: {how}"
+            expect_found(answer, folder, 2, ["step-000003"], where, seed)
+            damage(folder / "step-000002" / file, how, dice)
+            both = ["step-000003", "step-000002"]
+            expect_found(answer, folder, 1, both, f"{where}, and of step-000002", seed)
+            expect(names(folder), there, f"{where}: the folder afterwards")
+            shutil.rmtree(folder)
+
+
+def test_damaged(answer: Path, seed: int) -> None:
+    """A damaged one is named, and the one before it used"""
+    grade(answer, read, 1, seed, deadline=30)
+
+
+def nothing(answer, wire, seed: int) -> None:
+    folder = folder_with(answer, seed)
+    expect_found(answer, folder, 0, [], "an empty folder", seed)
+    for step in (1, 2):
+        answer.save(folder, step, parts_of(step, seed))
+        (folder / f"step-{step:06}" / "model").unlink()
+    try:
+        got = answer.newest_whole(folder)
+    except ValueError as error:
+        for name in ("step-000001", "step-000002"):
+            if name not in str(error):
+                raise Wrong(f"no checkpoint is whole, and the error does not name {name}") from None
+    else:
+        raise Wrong(f"no checkpoint is whole, and newest_whole starts anew: {got}")
+    shutil.rmtree(folder)
+
+
+def test_none(answer: Path, seed: int) -> None:
+    """Without any it starts from nothing; without a whole one it refuses"""
+    grade(answer, nothing, 1, seed)
+
+
+def everywhere(answer, wire, seed: int) -> tuple:
+    if dist.get_rank() == 0:
+        folder = folder_with(answer, seed, 1, 2)
+        damage(folder / "step-000002" / "model", "missing", random.Random(seed))
+    else:
+        folder = Path("/nowhere/at/all")
+    found = answer.load_everywhere(folder)
+    if dist.get_rank() == 0:
+        damage(folder / "step-000001" / "model", "missing", random.Random(seed))
+    said = "nothing was raised"
+    try:
+        answer.load_everywhere(folder)
+    except ValueError as error:
+        said = str(error)
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+    return found, said
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_everywhere(answer: Path, seed: int, n: int) -> None:
+    """Rank 0 decides for all, what to load and what to raise, on {n} ranks"""
+    told = grade(answer, everywhere, n, seed)
+    for rank, (found, said) in enumerate(told):
+        due = (1, parts_of(1, seed), ["step-000002"])
+        expect(tuple(found), due, f"rank {rank}: load_everywhere")
+        if said == "nothing was raised" or said != told[0][1]:
+            raise Wrong(f"rank {rank}: none is whole, and load_everywhere says: {said}")

@@ -1,0 +1,176 @@
+"""Grader of 18: steps of unequal ranks, efficiency of any batch, a fit, its minimum, a figure."""
+
+import random
+import statistics
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from course.grading import Wrong, expect, grade
+
+STEPS = 12
+RANKS = (1, 2, 3, 4, 6, 8)
+
+
+def close(got: object, due: float, what: str, why: str = "") -> None:
+    """Compare two numbers, to nine digits."""
+    if isinstance(got, bool) or not isinstance(got, int | float):
+        raise Wrong(f"{what}: expected a number, got {got!r}")
+    if abs(got - due) > 1e-9 * max(abs(due), 1e-3):
+        raise Wrong(f"{what}: expected {due:.6g}, got {got:.6g}{why and ': ' + why}")
+
+
+def steps_of(seed: int, rank: int) -> list[float]:
+    """Seconds of one rank's steps: the first three are slow; now one rank is late, now another."""
+    chance = random.Random(1000 * seed + rank)
+    times = [chance.uniform(0.1, 0.2) for _ in range(STEPS)]
+    return [5 * seconds if step < 3 else seconds for step, seconds in enumerate(times)]
+
+
+def call_seconds(answer, wire, seed: int) -> tuple:
+    mine = steps_of(seed, dist.get_rank())
+    got = answer.seconds_per_step(mine)
+    if mine != steps_of(seed, dist.get_rank()):
+        raise Wrong("the list was changed; it is the caller's")
+    return got, [event.nbytes for event in wire.calls()]
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_seconds(answer: Path, seed: int, n: int) -> None:
+    """A step ends with its slowest rank, on {n} ranks"""
+    ranks = [steps_of(seed, rank) for rank in range(n)]
+    slowest = [max(step) for step in zip(*ranks, strict=True)]
+    named = {
+        statistics.median(slowest): "do the slow first steps count?",
+        statistics.mean(slowest[3:]): "that is the mean; asked for is the median",
+        max(statistics.median(times[3:]) for times in ranks): "the slowest rank of each *step*",
+    }
+    due = statistics.median(slowest[3:])
+    for rank, (got, handed) in enumerate(grade(answer, call_seconds, n, seed)):
+        close(got, due, f"rank {rank}: seconds per step", why_of(got, named))
+        if n > 1:
+            expect(handed, [8 * STEPS], f"rank {rank}: bytes of each collective")
+
+
+def why_of(got: object, named: dict[float, str]) -> str:
+    for value, why in named.items():
+        if isinstance(got, float) and abs(got - value) < 1e-9:
+            return why
+    return ""
+
+
+def call_efficiency(answer, wire, times: dict, batch: dict) -> dict:
+    got = answer.efficiency(dict(times), dict(batch))
+    if not isinstance(got, dict) or sorted(got) != sorted(times):
+        raise Wrong(f"expected a dict with {sorted(times)}, got {got!r}")
+    return got
+
+
+@pytest.mark.parametrize("kind", ["strong", "weak", "neither"])
+def test_efficiency(answer: Path, seed: int, kind: str) -> None:
+    """Efficiency in {kind} scaling"""
+    chance = random.Random(seed)
+    times = {n: chance.uniform(0.1, 0.2) for n in RANKS}
+    some = {n: chance.randrange(100, 1000) for n in RANKS}
+    batch = {n: {"strong": 240, "weak": 240 * n, "neither": some[n]}[kind] for n in RANKS}
+    (got,) = grade(answer, call_efficiency, 1, times, batch, group=False)
+    for n in RANKS:
+        due = batch[n] / times[n] / (n * batch[1] / times[1])
+        close(got[n], due, f"efficiency of {n} ranks")
+
+
+def call_fit(answer, wire, times: dict) -> list:
+    got = answer.fit(dict(times))
+    if not isinstance(got, tuple | list) or len(got) != 3:
+        raise Wrong(f"expected three numbers, got {got!r}")
+    return list(got)
+
+
+def judge_fit(answer: Path, times: dict[int, float], due: tuple) -> None:
+    (got,) = grade(answer, call_fit, 1, times, group=False)
+    for name, value, expected in zip("abc", got, due, strict=True):
+        if isinstance(value, int | float) and abs(value - expected) < 1e-6 * abs(expected):
+            continue
+        raise Wrong(f"{name}: expected {expected:.6g} s, got {value!r}")
+
+
+@pytest.mark.parametrize("ranks", [(1, 2, 4), (8, 2, 1, 4, 16)])
+def test_fit(answer: Path, seed: int, ranks: tuple) -> None:
+    """Constants of times that follow the law, on {ranks} ranks"""
+    chance = random.Random(seed)
+    a = chance.uniform(0.01, 0.1)
+    b = chance.uniform(0.3, 0.9)
+    c = chance.uniform(0.001, 0.005)
+    judge_fit(answer, {n: a + b / n + c * (n - 1) for n in ranks}, (a, b, c))
+
+
+def test_least_squares(answer: Path, seed: int) -> None:
+    """Constants of times that follow it nearly: least squares"""
+    chance = random.Random(seed)
+    times = {n: (0.05 + 0.6 / n + 0.004 * (n - 1)) * chance.uniform(0.9, 1.1) for n in RANKS}
+    lines = np.array([[1, 1 / n, n - 1] for n in times])
+    due = np.linalg.lstsq(lines, np.array(list(times.values())), rcond=None)[0]
+    judge_fit(answer, times, tuple(due))
+
+
+def call_fastest(answer, wire, cases: list) -> list:
+    return [answer.fastest(*case) for case in cases]
+
+
+def test_fastest(answer: Path, seed: int) -> None:
+    """The fastest number of ranks, also at the ends"""
+    chance = random.Random(seed)
+    cases = [(0.01, chance.uniform(0.2, 0.9), chance.uniform(1e-3, 5e-3), 64) for _ in range(20)]
+    cases += [(0.01, 0.4, 0.001, 8), (0.01, 0.4, 0.0, 16), (0.01, 0.0, 0.001, 16)]
+    cases += [(0.0, 0.75, 0.125, 16), (0.5, 0.0, 0.0, 16)]  # two, or all, are equally fast
+    (got,) = grade(answer, call_fastest, 1, cases, group=False)
+    for (a, b, c, most), found in zip(cases, got, strict=True):
+        seconds = [a + b / n + c * (n - 1) for n in range(1, most + 1)]
+        due = 1 + seconds.index(min(seconds))
+        expect(found, due, f"fastest of 1 to {most} ranks, a {a:g}, b {b:.4g}, c {c:.4g}")
+
+
+def call_draw(answer, wire, times: dict, most: int) -> tuple:
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    answer.draw(axes, dict(times), most)
+    lines = {}
+    for line in axes.get_lines():
+        x, y = (np.asarray(part, dtype=float).tolist() for part in line.get_data())
+        lines[line.get_label()] = (x, y, line.get_linestyle())
+    legend = axes.get_legend()
+    words = [text.get_text() for text in legend.get_texts()] if legend else []
+    return lines, words, axes.get_xlabel(), axes.get_ylabel()
+
+
+def test_drawing(answer: Path, seed: int) -> None:
+    """Three lines: ideal, measured, fitted"""
+    chance = random.Random(seed)
+    most = 12
+    measured = {n: (0.05 + 0.6 / n + 0.004 * (n - 1)) * chance.uniform(0.9, 1.1) for n in RANKS}
+    times = dict(sorted(measured.items(), reverse=True))
+    ((lines, words, x_label, y_label),) = grade(answer, call_draw, 1, times, most, group=False)
+    whole = list(range(1, most + 1))
+    design = np.array([[1, 1 / n, n - 1] for n in measured])
+    a, b, c = np.linalg.lstsq(design, np.array(list(measured.values())), rcond=None)[0]
+    due = {
+        "ideal": (whole, whole),
+        "measured": (list(RANKS), [measured[1] / measured[n] for n in RANKS]),
+        "fitted": (whole, [(a + b) / (a + b / n + c * (n - 1)) for n in whole]),
+    }
+    expect(sorted(lines), sorted(due), "labels of the lines")
+    for name, (ranks, speed_ups) in due.items():
+        x, y, style = lines[name]
+        expect([round(n) for n in x], ranks, f"{name}: numbers of ranks")
+        for n, got, expected in zip(ranks, y, speed_ups, strict=True):
+            if abs(got - expected) > 1e-6 * expected:
+                due_and_got = f"expected {expected:.4f}, got {got:.4f}"
+                raise Wrong(f"{name}: speed-up of {n} ranks: {due_and_got}")
+        if name == "measured" and style not in ("None", "", " ", "none"):
+            raise Wrong("measured: points are asked for, without a line between them")
+    expect(sorted(words), sorted(due), "words of the legend")
+    if not (x_label and y_label):
+        raise Wrong("name both axes")

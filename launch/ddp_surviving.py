@@ -1,0 +1,562 @@
+"""Train on images with DistributedDataParallel, and survive: the complete file to copy.
+
+    torchrun --standalone --nproc-per-node=2 --max-restarts=3 ddp_surviving.py
+    torchrun ... ddp_surviving.py --data FOLDER --epochs 90 --batch 64 --precision bfloat16
+
+FOLDER has train/ and val/ in it, and there a folder of images per class: ResNet-18 learns them.
+Without it a small CNN learns scikit-learn's digits. Put your own in `build_model` and `load_data`.
+After whatever end, type the same line again: it goes on where the last checkpoint was written.
+On several nodes `export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` first: `join` below says why.
+
+**The claim.** Killed at any point and started again with as many ranks, it ends with the same
+weights, bit for bit, as if nothing had happened: on the same kind of machine and the same torch.
+
+**It survives**
+- a rank that is killed or raises: torchrun starts all ranks anew, from the last checkpoint;
+- a rank that hangs: the others give up after --timeout seconds, and torchrun starts all anew;
+- SIGTERM, as spot instances and Slurm send it, and Ctrl-C: all ranks end the same step, save, and
+  leave with status 143 or 130. torchrun gives them 30 seconds for that (--shutdown-timeout), in
+  which --listen-every steps and the saving have to fit;
+- the death of torchrun itself: its ranks see that they are orphans, save, and leave. Until they
+  have left, a new run waits for them: two never write into one folder;
+- death while a checkpoint is written, and a full disk: the checkpoint before it is still whole;
+- a checkpoint that is cut off, incomplete, or has a bit flipped: it is named, put aside as
+  step-N.damaged, and the one before it is used. If none is whole, nothing starts.
+
+**It does not survive**
+- another number of ranks, another batch, another learning rate: refused, and told what differs;
+- the loss of the disk; a --checkpoints folder that rank 0's node does not see after a restart;
+- wrong arithmetic: a GPU that computes nonsense has it saved with a correct checksum;
+- transforms that draw from numpy or from Python's `random`: a batch's seed is torch's alone.
+"""
+
+import argparse
+import fcntl
+import hashlib
+import io
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+import traceback
+import zlib
+from collections.abc import Iterator
+from contextlib import nullcontext
+from copy import deepcopy
+from datetime import timedelta
+from itertools import islice
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
+
+try:
+    from tqdm import tqdm
+except ImportError:
+    tqdm = None
+try:
+    from torch.utils.tensorboard import SummaryWriter
+except ImportError:
+    SummaryWriter = None
+
+PARTS = ("model.pt", "optimizer.pt", "progress.pt")  # the files of a checkpoint
+CHECKSUMS = "checksums.json"  # and the one that vouches for them
+DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LOCK_SECONDS = 60  # that orphans of a run before may take to leave
+log = logging.getLogger("training")
+
+
+def read_flags() -> argparse.Namespace:
+    flags = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    flags.add_argument("--data", type=Path, help="folder with train/ and val/, else the digits")
+    flags.add_argument("--checkpoints", type=Path, default="checkpoints", help="folder for them")
+    flags.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
+    flags.add_argument("--keep", type=int, default=3, help="how many checkpoints stay")
+    flags.add_argument("--epochs", type=int, default=6)
+    flags.add_argument("--batch", type=int, default=24, help="images of one rank at a time")
+    flags.add_argument("--accumulate", type=int, default=2, help="batches of a step")
+    flags.add_argument("--learning-rate", type=float, default=0.1, help="falls to 0 by a cosine")
+    flags.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradients")
+    flags.add_argument("--precision", choices=DTYPES, default="bfloat16")
+    flags.add_argument("--loss-scale", type=float, default=2.0**16, help="first one, for float16")
+    flags.add_argument("--seed", type=int, default=0)
+    flags.add_argument("--workers", type=int, default=0, help="loader processes of one rank")
+    flags.add_argument("--log-every", type=int, default=10, help="steps between lines")
+    flags.add_argument("--listen-every", type=int, default=10, help="steps until SIGTERM is heard")
+    flags.add_argument("--timeout", type=float, default=600, help="seconds to wait for a rank")
+    args = flags.parse_args()
+    if args.keep < 2:
+        flags.error("--keep must be at least 2: the newest checkpoint may be the damaged one")
+    return args
+
+
+# What is yours: the model and the data
+
+
+def build_model(args: argparse.Namespace, classes: int) -> nn.Module:
+    if args.data:
+        from torchvision.models import resnet18
+
+        return resnet18(num_classes=classes)
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),  # 8 x 8 pixels to 4 x 4
+        nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),  # to 2 x 2
+        nn.Flatten(), nn.Dropout(0.2), nn.Linear(32 * 2 * 2, classes),
+    )  # fmt: skip
+
+
+def load_data(args: argparse.Namespace) -> tuple[Dataset, Dataset, int]:
+    """Images to learn from, images to be judged by, number of classes."""
+    if args.data:
+        from torchvision import transforms
+        from torchvision.datasets import ImageFolder
+
+        crop = [transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip()]
+        middle = [transforms.Resize(256), transforms.CenterCrop(224)]
+        scale = [transforms.ToTensor(), transforms.Normalize([0.485, 0.456, 0.406], [0.225] * 3)]
+        train = ImageFolder(args.data / "train", transforms.Compose(crop + scale))
+        test = ImageFolder(args.data / "val", transforms.Compose(middle + scale))
+        return train, test, len(train.classes)
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
+    data = TensorDataset(images, torch.tensor(digits.target))
+    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0)).tolist()
+    return Subset(data, order[:1440]), Subset(data, order[1440:]), 10
+
+
+# Data that can go on anywhere
+
+
+class ResumingSampler(DistributedSampler):
+    """Torch's sampler, which can begin an epoch at any of its samples, and names the epoch."""
+
+    first = 0  # how many samples of the epoch are done
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return ((self.epoch, index) for index in islice(super().__iter__(), self.first, None))
+
+    def __len__(self) -> int:
+        return super().__len__() - self.first
+
+
+class Seeded(Dataset):
+    """Draws the augmentation of a batch from (seed, epoch, its first index) alone.
+
+    So it does not matter which worker makes it, nor what was made before.
+    """
+
+    def __init__(self, data: Dataset, seed: int) -> None:
+        self.data = data
+        self.seed = seed
+
+    def __getitems__(self, places: list[tuple[int, int]]) -> list:
+        epoch, first = places[0]
+        with torch.random.fork_rng(devices=[]):  # the model's own dropout must not notice
+            # 32 bits are all that torch's generator takes of a seed: sums would collide.
+            torch.default_generator.manual_seed(zlib.crc32(f"{self.seed} {epoch} {first}".encode()))
+            return [self.data[index] for _, index in places]
+
+
+# Checkpoints: rank 0 alone writes and reads, so their folder need not be shared
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Newest first. Neither step-N.tmp nor step-N.damaged is one."""
+    return sorted((path for path in folder.glob("step-*") if not path.suffix), reverse=True)
+
+
+def to_bytes(state: object) -> bytes:
+    file = io.BytesIO()  # into memory: on a full disk torch.save raises no OSError
+    torch.save(state, file)
+    return file.getvalue()
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())  # else the name may outlive a power cut, and the bytes not
+
+
+def sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def write_checkpoint(folder: Path, step: int, states: dict[str, object], keep: int) -> None:
+    """Write all of it or nothing; then delete what is older than the last `keep`."""
+    final = folder / f"step-{step:09}"
+    if final.exists():  # it was loaded from there, or saved before SIGTERM came
+        return
+    temporary = final.with_suffix(".tmp")
+    temporary.mkdir()
+    sums = {}
+    for name, state in states.items():
+        data = to_bytes(state)
+        sums[name] = hashlib.sha256(data).hexdigest()
+        write_durably(temporary / name, data)
+    write_durably(temporary / CHECKSUMS, json.dumps(sums).encode())
+    sync_folder(temporary)
+    temporary.rename(final)  # at this moment it begins to exist
+    sync_folder(folder)
+    for old in checkpoints_in(folder)[keep:]:
+        old.rename(old.with_suffix(".tmp"))  # half of one must not look like one
+    remove_leftovers(folder)
+
+
+def remove_leftovers(folder: Path) -> None:
+    for leftover in folder.glob("step-*.tmp"):
+        shutil.rmtree(leftover)
+
+
+def read_checkpoint(path: Path) -> dict[str, bytes]:
+    """Its files, each as it was written. Raises ValueError if one is not."""
+    try:
+        sums = json.loads((path / CHECKSUMS).read_bytes())
+        files = {name: (path / name).read_bytes() for name in PARTS}
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    for name, data in files.items():
+        if not isinstance(sums, dict) or sums.get(name) != hashlib.sha256(data).hexdigest():
+            raise ValueError(f"{path} is damaged: {name} does not have the checksum it had")
+    return files
+
+
+def newest_whole(folder: Path) -> dict[str, bytes]:
+    """On rank 0: the files of the newest whole checkpoint; none if there never was a checkpoint."""
+    remove_leftovers(folder)
+    found = checkpoints_in(folder)
+    for path in found:
+        try:
+            return read_checkpoint(path)
+        except ValueError as error:
+            log.error("%s. It is put aside; the one before it is used.", error)
+            aside = path.with_suffix(".damaged")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+    if found or [*folder.glob("step-*.damaged")]:
+        raise ValueError(f"no checkpoint in {folder} is whole. Remove the folder to start anew.")
+    return {}
+
+
+def load_checkpoint(folder: Path, device: torch.device) -> dict[str, dict]:
+    """What `states` made, the same on every rank; empty if there is none."""
+    newest = [path.name for path in checkpoints_in(folder)[:1]]
+    seen = [None] * dist.get_world_size()
+    dist.all_gather_object(seen, newest)
+    if max(seen) > seen[0]:
+        raise ValueError(f"a rank sees {max(seen)[0]} in {folder}, and rank 0 does not: share it")
+    word = [None]
+    if dist.get_rank() == 0:
+        try:
+            word = [newest_whole(folder)]
+        except ValueError as error:
+            word = [str(error)]
+    dist.broadcast_object_list(word, src=0)  # rank 0 decides for all
+    if isinstance(word[0], str):
+        raise ValueError(word[0])
+    how = {"map_location": device, "weights_only": True}  # tensors and plain values: no code is run
+    return {name: torch.load(io.BytesIO(data), **how) for name, data in word[0].items()}
+
+
+def lock(folder: Path) -> None:
+    """Keep other runs out until this process ends, however it ends."""
+    descriptor = os.open(folder / "lock", os.O_CREAT | os.O_RDWR)
+    for _ in range(10 * LOCK_SECONDS):
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except (BlockingIOError, PermissionError):
+            time.sleep(0.1)
+    raise ValueError(f"another run trains into {folder}. End it, or choose other --checkpoints.")
+
+
+# Randomness and signals
+
+
+def random_state(device: torch.device) -> dict:
+    state = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: dict, device: torch.device) -> None:
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"].cpu())
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"].cpu(), device)
+
+
+class Stop:
+    """Whether any rank was told to stop. All ranks learn of it at the end of the same step."""
+
+    def __init__(self) -> None:
+        self.number = 0  # the signal that came
+        self.parent = os.getppid()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.hear)
+
+    def hear(self, number: int, frame: object) -> None:
+        self.number = number
+
+    def ask(self) -> None:
+        """At the start of a step: the answer travels while the step computes."""
+        if os.getppid() != self.parent:  # torchrun has died
+            self.number = signal.SIGTERM
+        self.flag = torch.tensor(self.number)  # on the CPU, through gloo: no GPU waits for it
+        self.work = dist.all_reduce(self.flag, dist.ReduceOp.MAX, async_op=True)
+
+    def answer(self) -> int:
+        """The largest number of a signal that came to any rank before it asked, or 0."""
+        self.work.wait()
+        return int(self.flag)
+
+
+# Training
+
+
+class Trainer:
+    """All that a checkpoint holds, and the step that changes it."""
+
+    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+        self.args = args
+        self.device = device
+        self.rank = dist.get_rank()
+        train, self.test, classes = load_data(args)
+        self.sampler = ResumingSampler(train, seed=args.seed, drop_last=True)
+        own = torch.Generator()  # else each new iterator draws from the generator of dropout
+        how = {"num_workers": args.workers, "generator": own, "pin_memory": device.type == "cuda"}
+        self.loader = DataLoader(
+            Seeded(train, args.seed), args.batch, sampler=self.sampler, drop_last=True, **how
+        )
+        self.steps_per_epoch = len(self.sampler) // (args.batch * args.accumulate)
+        if self.steps_per_epoch == 0:
+            told = f"an epoch has {len(self.sampler)} images per rank, a step would take"
+            raise ValueError(f"{told} {args.batch} x {args.accumulate}: lower --batch")
+        self.total_steps = args.epochs * self.steps_per_epoch
+
+        torch.manual_seed(args.seed)
+        model = build_model(args, classes).to(device)
+        self.ddp = DistributedDataParallel(model)
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=args.learning_rate, momentum=0.9)
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR
+        self.scheduler = cosine(self.optimizer, self.total_steps)
+        scales = args.precision == "float16"  # whose small gradients would else be 0
+        self.scaler = torch.amp.GradScaler(device.type, args.loss_scale, enabled=scales)
+        self.step = 0
+        self.batches = None  # what is left of the epoch
+        self.warm_up([train[0], train[1]])
+        torch.manual_seed(args.seed + 1 + self.rank)  # each rank drops out others
+        random.seed(args.seed + 1 + self.rank)
+        same = ("epochs", "batch", "accumulate", "learning_rate", "clip", "precision", "seed")
+        self.settings = {name: getattr(args, name) for name in same}
+        self.settings |= {"ranks": dist.get_world_size(), "images": len(train)}
+
+    def warm_up(self, samples: list) -> None:
+        """Let DDP do now what it does after its first backward: arrange its buckets anew.
+
+        From three ranks on, a gradient's place in its bucket decides in which order the ranks'
+        shares are added. Without this, the first step after a restart would round otherwise.
+        """
+        before = deepcopy(self.ddp.module.state_dict())
+        self.loss(*next(iter(DataLoader(samples, 2)))).backward()
+        self.optimizer.zero_grad()
+        self.ddp.module.load_state_dict(before)  # batch norm has counted along
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x, y = x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
+        dtype = DTYPES[self.args.precision]
+        with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
+            return nn.functional.cross_entropy(self.ddp(x), y)
+
+    def train_step(self) -> torch.Tensor:
+        """Take the next step; return this rank's loss of it."""
+        args = self.args
+        epoch, done = divmod(self.step, self.steps_per_epoch)
+        if self.batches is None or done == 0:
+            self.sampler.set_epoch(epoch)
+            self.sampler.first = done * args.batch * args.accumulate
+            self.batches = iter(self.loader)
+        total = 0
+        for left in reversed(range(args.accumulate)):
+            with self.ddp.no_sync() if left else nullcontext():  # one all-reduce per step
+                loss = self.loss(*next(self.batches)) / args.accumulate
+                self.scaler.scale(loss).backward()
+            total += loss.detach()
+        self.update()
+        self.step += 1
+        return total
+
+    def update(self) -> None:
+        self.scaler.unscale_(self.optimizer)  # clip the gradients, not what the scale makes of them
+        nn.utils.clip_grad_norm_(self.ddp.parameters(), self.args.clip)
+        scale = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)  # does nothing if a gradient is infinite
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        if self.scaler.get_scale() < scale:
+            log.warning("step %d overflowed in float16 and is skipped", self.step + 1)
+        else:
+            self.scheduler.step()
+
+    @torch.no_grad()
+    def evaluate(self) -> tuple[int, int]:
+        """How many test images are recognised, and of how many: each counts once."""
+        for buffer in self.ddp.module.buffers():
+            dist.broadcast(buffer, 0)  # batch norm's statistics: all ranks judge by rank 0's
+        own = Subset(self.test, range(self.rank, len(self.test), dist.get_world_size()))
+        counts = torch.zeros(2, dtype=torch.long, device=self.device)
+        self.ddp.eval()
+        for x, y in DataLoader(own, 100, generator=torch.Generator()):
+            right = self.ddp.module(x.to(self.device)).argmax(1) == y.to(self.device)
+            counts += torch.tensor([right.sum(), len(y)], device=self.device)
+        self.ddp.train()
+        dist.all_reduce(counts)  # whatever the sizes of the last batches were
+        return tuple(counts.tolist())
+
+    def save(self, must: bool) -> None:
+        """Write a checkpoint. Where there is no room for it, go on without, unless it `must` be."""
+        states = [None] * dist.get_world_size()
+        dist.all_gather_object(states, random_state(self.device))
+        if self.rank > 0:
+            return
+        progress = {"step": self.step, "settings": self.settings, "random": states}
+        progress |= {"scheduler": self.scheduler.state_dict(), "scaler": self.scaler.state_dict()}
+        model = self.ddp.module.state_dict()
+        parts = dict(zip(PARTS, (model, self.optimizer.state_dict(), progress), strict=True))
+        try:
+            write_checkpoint(self.args.checkpoints, self.step, parts, self.args.keep)
+            log.info("step %d is saved", self.step)
+        except OSError as error:
+            remove_leftovers(self.args.checkpoints)  # the room is needed
+            log.error("step %d could not be saved: %s", self.step, error)
+            if must:
+                raise
+
+    def resume(self) -> None:
+        """Go on from the newest whole checkpoint, if there is one."""
+        parts = load_checkpoint(self.args.checkpoints, self.device)
+        if not parts:
+            return
+        model, optimizer, progress = (parts[name] for name in PARTS)
+        for name, was in progress["settings"].items():
+            if (now := self.settings[name]) != was:
+                told = f"{self.args.checkpoints} was written with {name} {was}, this run has {now}"
+                raise ValueError(f"{told}: take the same, or other --checkpoints")
+        self.ddp.module.load_state_dict(model)
+        self.optimizer.load_state_dict(optimizer)
+        self.scheduler.load_state_dict(progress["scheduler"])
+        self.scaler.load_state_dict(progress["scaler"])
+        self.step = progress["step"]
+        set_random_state(progress["random"][self.rank], self.device)
+        log.info("goes on after step %d of %d", self.step, self.total_steps)
+
+
+def join(backend: str, timeout: timedelta) -> None:
+    """Do what init_process_group does, and forget the addresses of ranks that have died.
+
+    torchrun's store outlives its ranks (seen in torch 2.15): who starts anew may find in it where
+    a dead rank could be reached. On several nodes the restarts are not counted alike.
+    """
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    how = {"store": store, "rank": rank, "world_size": world_size, "timeout": timeout}
+    dist.init_process_group(backend, **how)
+
+
+class Display:
+    """What rank 0 shows: a progress bar and TensorBoard's scalars, each if it is installed."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.bar = None
+        self.writer = None
+        if trainer.rank > 0:
+            return
+        if tqdm and sys.stderr.isatty():  # a file gets the log's lines alone
+            self.bar = tqdm(total=trainer.total_steps, initial=trainer.step)
+        if SummaryWriter:  # what a run before wrote beyond this step is taken back
+            folder = trainer.args.checkpoints / "tensorboard"
+            self.writer = SummaryWriter(folder, purge_step=trainer.step)
+
+    def advance(self) -> None:
+        if self.bar:
+            self.bar.update()
+
+    def scalar(self, name: str, value: float, step: int) -> None:
+        if self.writer:
+            self.writer.add_scalar(name, value, step)
+
+
+def run(trainer: Trainer, stop: Stop) -> None:
+    """Train to the end, or until a signal comes."""
+    args = trainer.args
+    display = Display(trainer)
+    while trainer.step < trainer.total_steps:
+        listens = trainer.step % args.listen_every == 0  # the same steps on all ranks
+        if listens:
+            stop.ask()
+        loss = trainer.train_step()
+        number = stop.answer() if listens else 0
+        step = trainer.step
+        last = step == trainer.total_steps
+        display.advance()
+        if step % args.log_every == 0 or last:
+            log.info("step %d of %d, loss %.4f", step, trainer.total_steps, loss)
+            display.scalar("loss", loss, step)
+        if step % trainer.steps_per_epoch == 0:  # before saving: who dies here does it again
+            right, seen = trainer.evaluate()
+            log.info("epoch %d: %d of %d right", step // trainer.steps_per_epoch, right, seen)
+            display.scalar("accuracy", right / seen, step)
+        if number or last or step % args.save_every == 0:
+            trainer.save(must=last)
+        if number and not last:
+            dist.barrier()  # torchrun ends all ranks when the first has left: rank 0 is to be done
+            log.warning("leaves after step %d: %s", step, signal.Signals(number).name)
+            dist.destroy_process_group()
+            sys.exit(128 + number)  # not 0, which would mean that training is over
+
+
+@record  # an exception reaches torchrun's report, with the rank that had it first
+def main() -> None:
+    args = read_flags()
+    stop = Stop()
+    device = torch.device("cpu")
+    if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):  # a GPU for every rank
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    join(backend, timedelta(seconds=args.timeout))
+    rank = dist.get_rank()
+    level = logging.INFO if rank == 0 else logging.WARNING
+    logging.basicConfig(format=f"[rank {rank}] %(message)s", level=level, stream=sys.stdout)
+    if rank == 0:
+        args.checkpoints.mkdir(parents=True, exist_ok=True)
+        lock(args.checkpoints)
+    trainer = Trainer(args, device)
+    trainer.resume()
+    run(trainer, stop)
+    dist.barrier()  # gloo's threads are done with the last gradients: else an exit may abort
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except Exception:
+        traceback.print_exc()
+        os._exit(1)  # at once: a tidy end would wait for ranks that are gone

@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# Start a training script under torchrun: on this machine, or on several, one line for all of them.
+#
+#     launch_ddp.sh train.py --its-own flags               # one rank per GPU; without GPUs, 2
+#     launch_ddp.sh --ranks 4 train.py                     # so many ranks on this machine
+#     launch_ddp.sh --nodes 2 --head 10.0.0.1 train.py     # the same on both, at about the same time
+#
+# --head is the address of one of the nodes, any, as the others reach it: an IPv4 address, or a name
+# that means the same everywhere (Debian's /etc/hosts lets a host's own name mean 127.0.1.1).
+# --port (29500) must be free there and open to the others; further ports are the kernel's choice,
+# so between nodes nothing should be blocked. --ranks, if given, is the same on all nodes.
+#
+# Without GPUs, gloo asks for this host's name to find its network: GLOO_SOCKET_IFNAME=eth0 tells
+# it. With GPUs: nccl/ here has the variables.
+set -euo pipefail
+
+nodes=1
+head=
+port=29500
+ranks=
+while [[ ${1:-} == --* ]]; do
+  case $1 in
+    --nodes) nodes=$2 ;;
+    --head) head=$2 ;;
+    --port) port=$2 ;;
+    --ranks) ranks=$2 ;;
+    *) echo "$0: unknown flag $1: --nodes, --head, --port and --ranks come before the script" >&2; exit 2 ;;
+  esac
+  shift 2
+done
+[[ $# -gt 0 ]] || { sed -n '2,/^set/{/^set/!s/^# \{0,1\}//p}' "$0" >&2; exit 2; }
+if [[ $nodes -gt 1 && -z $head ]]; then
+  echo "$0: $nodes nodes need --head ADDRESS, the address of one of them" >&2
+  exit 2
+fi
+
+command -v torchrun >/dev/null || { echo "$0: no torchrun: activate the environment with torch" >&2; exit 2; }
+
+if [[ -z $ranks ]]; then
+  ranks=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU') || true
+  [[ $ranks -gt 0 ]] || ranks=2
+fi
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # as torchrun does, which would say so at length
+
+if [[ $nodes == 1 ]]; then
+  exec torchrun --standalone --nproc-per-node="$ranks" "$@"
+fi
+
+# This node's own address on the way to the head; the head is the node where the two are the same.
+# Told so, torchrun need not guess from the hosts' names, which in clouds and containers often
+# resolve to nothing or to 127.0.0.1.
+read -r here is_head < <(python3 - "$head" <<'END'
+import socket
+import sys
+
+with socket.socket(type=socket.SOCK_DGRAM) as way:
+    way.connect((sys.argv[1], 9))  # sends nothing: the kernel looks up the route
+    here = way.getsockname()[0]
+    print(here, int(here == way.getpeername()[0]))
+END
+)
+exec torchrun --nnodes="$nodes" --nproc-per-node="$ranks" --local-addr="$here" \
+  --rdzv-backend=c10d --rdzv-endpoint="$head:$port" --rdzv-conf="is_host=$is_head" "$@"

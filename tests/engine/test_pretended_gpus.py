@@ -1,0 +1,306 @@
+"""The pretended GPUs themselves: each refusal, each cleaning, devices, events, memory."""
+
+import linecache
+
+import pytest
+
+from course.ranks import RanksFailed, run
+from tests.helpers.gpu_nccl import what_would_hang
+
+START = """
+import os
+import time
+import torch
+import torch.distributed as dist
+RANK = int(os.environ["RANK"])
+DEVICE = torch.device("cuda", RANK)
+
+def join():
+    torch.cuda.set_device(DEVICE)
+    dist.init_process_group("nccl", device_id=DEVICE)
+
+def peers(x):
+    join()
+    return x.to(DEVICE), 1 - RANK
+"""
+
+
+def program(text: str, gpus: list[int]) -> object:
+    """Run `text` as if it were a lesson's; return its `told`, and what was noted for NCCL."""
+    import torch.distributed as dist
+
+    from tests.helpers import gpu_nccl, pretended_gpus
+
+    rank = int(pretended_gpus.os.environ["RANK"])
+    source = START + text
+    linecache.cache["planted.py"] = (len(source), None, source.splitlines(True), "planted.py")
+    names = {}
+    with pretended_gpus.pretended_gpus(gpus[rank], "planted.py"):
+        exec(compile(source, "planted.py", "exec"), names)
+        if dist.is_initialized():
+            dist.barrier()
+    return names.get("told"), gpu_nccl.notes
+
+
+def told(text: str, ranks: int = 1, gpus: list[int] | None = None) -> list:
+    return [told for told, _ in run(program, ranks, text, gpus or [ranks] * ranks, group=False)]
+
+
+def refused(text: str, why: str, ranks: int = 1, gpus: list[int] | None = None) -> None:
+    with pytest.raises(RanksFailed, match=why):
+        told(text, ranks, gpus)
+
+
+MIXED = r"found at least two devices, cuda:0 and cpu!"
+MIXTURES = {
+    "add": ("torch.ones(2, device=DEVICE) + torch.ones(2)", MIXED),
+    "matrix product": ("torch.ones(2, 2, device=DEVICE) @ torch.ones(2, 2)", MIXED),
+    "a layer left behind": ("torch.nn.Linear(2, 2)(torch.ones(2, device=DEVICE))", MIXED),
+    "cat": ("torch.cat([torch.ones(2, device=DEVICE), torch.ones(2)])", MIXED),
+    "embedding": ("torch.nn.Embedding(2, 2).cuda()(torch.zeros(1, dtype=torch.long))", MIXED),
+    "scalar on the GPU": ("torch.ones(2) + torch.ones((), device=DEVICE)", MIXED),
+    "index": ("torch.ones(2)[torch.zeros(1, dtype=torch.long, device=DEVICE)]", "indices should"),
+    "arange": ("torch.ones(2, device=DEVICE) + torch.arange(2)", MIXED),
+    "numpy": ("torch.ones(2, device=DEVICE).numpy()", "can't convert cuda:0 device type tensor"),
+    "two GPUs": ("torch.ones(2).cuda(0) + torch.ones(2).cuda(1)", "cuda:1 and cuda:0"),
+    "no such GPU": ("torch.ones(2).cuda(2)", "invalid device ordinal"),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_what_a_gpu_refuses(name: str) -> None:
+    text, why = MIXTURES[name]
+    refused(text, why, gpus=[2])
+
+
+def test_what_a_gpu_allows() -> None:
+    text = """
+x = torch.ones(4, device=DEVICE)
+x[torch.tensor([0, 1])] = 2.0      # indices may lie on the CPU
+x += torch.tensor(1.0)             # and so may scalars
+x.copy_(torch.ones(4))
+y = torch.from_numpy(__import__("numpy").ones(4)).to(DEVICE)
+z = torch.nn.Linear(4, 4).to(DEVICE)(x.requires_grad_()).sum()
+z.backward()
+places = [x.device, x.is_cuda, x.cpu().is_cuda, x.grad.device, (x * 2).view(2, 2).device]
+told = [str(place) for place in places] + [str(y.device), str(torch.empty_like(x).device)]
+"""
+    (places,) = told(text)
+    assert places == ["cuda:0", "True", "False", "cuda:0", "cuda:0", "cuda:0", "cuda:0"]
+
+
+def test_a_gradient_goes_back_to_where_its_parameter_lies() -> None:
+    text = """
+w = torch.ones(3, requires_grad=True)
+(w.to(DEVICE) * torch.ones(3, device=DEVICE)).sum().backward()
+told = str(w.grad.device)
+"""
+    assert told(text) == ["cpu"]
+
+
+WAIT = "torch.cuda.synchronize()"
+CLEANINGS = {
+    "synchronize": WAIT,
+    "item": "x.sum().item()",
+    "tolist": "x.tolist()",
+    "cpu": "x.cpu()",
+    "bool": "bool(x.sum() > 0)",
+    "float": "float(x.sum())",
+    "nonzero": "x.nonzero()",
+    "print": "print(x)",
+    "an event": "e = torch.cuda.Event(); e.record(); e.synchronize()",
+    "the stream": "torch.cuda.current_stream().synchronize()",
+    "barrier": "dist.barrier()",
+}
+
+
+@pytest.mark.parametrize("name", CLEANINGS)
+def test_after_this_the_clock_may_be_read(name: str) -> None:
+    text = f"join()\nx = torch.ones(4, device=DEVICE) * 2\n{CLEANINGS[name]}\ntime.perf_counter()"
+    told(text)
+
+
+BUSY = {
+    "kernel": "x = torch.ones(4, device=DEVICE) * 2",
+    "factory": "x = torch.zeros(4, device=DEVICE)",
+    "copy that does not block": "x = torch.ones(4).to(DEVICE, non_blocking=True)",
+    "collective": f"{WAIT}\ndist.all_reduce(x)",
+    "collective waited for": f"{WAIT}\ndist.all_reduce(x, async_op=True).wait()",
+    "collective not waited for": f"{WAIT}\nw = dist.all_reduce(x, async_op=True)\nx.sum().item()",
+    "another stream": f"s = torch.cuda.Stream()\n{WAIT}\nwith torch.cuda.stream(s):\n    y = x + 1",
+    "sleep of the GPU": f"{WAIT}\ntorch.cuda._sleep(1000)",
+}
+
+
+@pytest.mark.parametrize("clock", ["perf_counter()", "sleep(0.001)"])
+@pytest.mark.parametrize("name", BUSY)
+def test_no_clock_while_the_gpu_is_busy(name: str, clock: str) -> None:
+    text = f"join()\nx = torch.ones(4, device=DEVICE)\n{BUSY[name]}\ntime.{clock}"
+    refused(text, rf"planted.py:\d+, in <module>: time.{clock[:5]}\w* while the GPU has not")
+    told(text + "  # launch time is what this reads")
+
+
+def test_events_tell_time_once_somebody_waited() -> None:
+    text = """
+a = torch.cuda.Event(enable_timing=True)
+b = torch.cuda.Event(enable_timing=True)
+a.record()
+torch.cuda._sleep(20_000_000)
+b.record()
+"""
+    refused(text + "a.elapsed_time(b)", "Both events must be completed")
+    (ms,) = told(text + "b.synchronize()\ntold = a.elapsed_time(b)")
+    assert ms >= 20
+
+
+def test_memory_is_what_lives_and_what_lived_at_most() -> None:
+    text = """
+x = torch.ones(1024, device=DEVICE)
+y = x.view(32, 32)                     # the same storage
+z = torch.empty(2048, dtype=torch.uint8, device=DEVICE)
+w = torch.ones(1024)                   # on the CPU
+told = [torch.cuda.memory_allocated()]
+z.untyped_storage().resize_(0)
+del x
+told += [torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()]
+"""
+    assert told(text) == [[4096 + 2048, 4096, 4096 + 2048]]
+
+
+def test_large_kernels_keep_shape_and_place_and_take_no_time() -> None:
+    text = """
+a = torch.empty(65536, 65536, dtype=torch.bfloat16, device=DEVICE)
+b = a @ a
+b += 1
+told = [tuple(b.shape), str(b.dtype), str(b.device), torch.cuda.memory_allocated()]
+"""
+    assert told(text) == [[(65536, 65536), "torch.bfloat16", "cuda:0", 2 * 2**33]]
+
+
+NCCL = {
+    "a CPU tensor": ("dist.all_reduce(torch.ones(2))", "device type cpu"),
+    "a list on the CPU": ("dist.all_gather([torch.ones(2)] * 2, x)", "device type cpu"),
+    "a tag": ("dist.send(x, peer, tag=1)", "NCCL has no tags"),
+    "any source": ("dist.recv(x)", "recvAnysource"),
+    "bits": ("dist.all_reduce(x, op=dist.ReduceOp.BXOR)", "Cannot use ReduceOp.BXOR with NCCL"),
+    "stripes": ("dist.all_reduce(x[::2])", "must be contiguous"),
+    "unequal sizes": ("dist.gather(x, [x, x[:1]] if RANK == 0 else None)", "of one size"),
+    "the wrong GPU": (
+        "torch.cuda.set_device(0)\ndist.all_reduce(x)",
+        "torch.cuda.set_device first",
+    ),
+    "monitored barrier": ("dist.monitored_barrier()", "only implemented for GLOO"),
+    "a gloo group of some": ("dist.new_group([0], backend='gloo')", "ncclCommSplit for ever"),
+}
+
+
+@pytest.mark.parametrize("name", NCCL)
+def test_what_nccl_refuses(name: str) -> None:
+    text, why = NCCL[name]
+    refused(f"x, peer = peers(torch.ones(4))\n{text}", why, ranks=2)
+
+
+def test_what_nccl_allows() -> None:
+    text = """
+x, peer = peers(torch.ones(4) + RANK)
+dist.all_reduce(x, op=dist.ReduceOp.AVG)
+host = dist.new_group(backend="gloo")
+y = torch.ones(1)
+dist.all_reduce(y, group=host)             # a gloo group of all ranks takes CPU tensors
+pair = dist.new_group([0, 1])              # and an NCCL group may be of some
+z = torch.empty(8, device=DEVICE)
+dist.all_gather_single(z, x, group=pair) if hasattr(dist, "all_gather_single") else (
+    dist.all_gather_into_tensor(z, x, group=pair))
+objects = [None, None]
+dist.all_gather_object(objects, RANK)
+told = [x.tolist(), y.item(), z.sum().item(), objects, dist.get_backend(), dist.get_backend(host)]
+"""
+    assert told(text, 2) == [[[1.5] * 4, 2.0, 12.0, [0, 1], "nccl", "gloo"]] * 2
+
+
+def test_a_future_is_complete_at_launch_and_the_work_is_not() -> None:
+    text = """
+join()
+x = torch.ones(4, device=DEVICE)
+work = dist.all_reduce(x, async_op=True)
+told = [work.get_future().done(), work.is_completed()]
+torch.cuda.synchronize()
+told += [work.is_completed(), x.tolist()]
+"""
+    assert told(text, 2) == [[True, False, True, [2.0] * 4]] * 2
+
+
+def hangs(text: str, ranks: int = 2) -> str:
+    both = run(program, ranks, f"x, peer = peers(torch.ones(4))\n{text}", [2, 2], group=False)
+    return what_would_hang([notes for _, notes in both])
+
+
+ORDERS = {
+    "both send first": (
+        "w = dist.isend(x, peer)\ndist.recv(x.clone(), peer)\nw.wait()",
+        "rank 0 waits in send to rank 1, 4 elements",
+    ),
+    "one sends, one receives": (
+        "(dist.send if RANK else dist.recv)(x, peer)\n(dist.recv if RANK else dist.send)(x, peer)",
+        "",
+    ),
+    "a batch": (
+        "ops = [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, x.clone(), peer)]\n"
+        "[w.wait() for w in dist.batch_isend_irecv(ops)]",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_the_order_of_sends_and_receives(name: str) -> None:
+    text, why = ORDERS[name]
+    found = hangs(text)
+    assert why in found if why else found == ""
+
+
+def both(*asked: tuple) -> list[tuple]:
+    return [("world", (0, 1), i, what, peer, size) for i, (what, peer, size) in enumerate(asked)]
+
+
+def test_collectives_meet_in_one_order_and_one_size() -> None:
+    sum_, copy = ("allreduce", None, 4), ("broadcast", None, 4)
+    assert what_would_hang([both(sum_, copy), both(sum_, copy)]) == ""
+    assert "rank 0 waits in allreduce" in what_would_hang([both(sum_, copy), both(copy, sum_)])
+    unlike = what_would_hang([both(sum_), both(("allreduce", None, 8))])
+    assert "rank 1 waits in allreduce, 8" in unlike
+
+
+def test_ranks_that_see_unlike_numbers_of_gpus() -> None:
+    """B2: one rank takes NCCL, and the other falls back to gloo."""
+    text = """
+if torch.cuda.device_count() >= 2:
+    join()
+else:
+    dist.init_process_group("gloo")
+"""
+    told(text, 2, [2, 2])
+    told(text, 2, [1, 1])
+    refused(text, "nccl on rank 0, gloo on rank 1: they would wait", 2, [2, 1])
+
+
+def test_a_synchronize_that_visits_every_gpu() -> None:
+    """C3: a context on each GPU of the machine, inside the clock."""
+    text = """
+join()
+x = torch.ones(4, device=DEVICE)
+for gpu in range(torch.cuda.device_count()):
+    torch.cuda.synchronize(gpu)
+"""
+    refused(text, r"synchronize\(0\) makes a context on GPU 0", 2)
+
+
+def test_ranks_without_set_device() -> None:
+    """D3: every rank's current device is GPU 0."""
+    text = "dist.init_process_group('nccl', device_id=DEVICE)\nx = torch.ones(4, device=DEVICE)\n"
+    refused(text + "dist.all_reduce(x)", "current device, where all ranks would meet", 2)
+
+
+def test_it_is_the_fault_that_is_refused() -> None:
+    text = "x, peer = peers(torch.ones(4))\ndist.all_reduce(x)\nlist_ = [x, x.clone()]\n"
+    told(text + "dist.gather(x, list_ if RANK == 0 else None)", 2)

@@ -1,0 +1,238 @@
+"""Real Slurm on this machine: two slurmd, and jobs that are the repository's own files."""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from course.lessons import ROOT
+from tests.helpers.leftovers import MARKED, gone
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
+SBIN = f"{os.environ['PATH']}:/usr/sbin"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not all(shutil.which(program, path=SBIN) for program in PROGRAMS),
+        reason="needs Slurm: sudo apt install slurm-wlm munge",
+    ),
+]
+HELLO = ROOT / "launch/distributed_hello.py"
+BATCH = ROOT / "launch/slurm.sbatch"
+
+# Two nodes on one host, told apart by their ports. Their names are addresses, so that they mean
+# something to the ranks without a line in /etc/hosts.
+CONFIGURATION = """
+ClusterName=here
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/linear
+MpiDefault=none
+ReturnToService=2
+NodeName=127.0.0.1 NodeHostname={host} Port={ports[1]} CPUs=2
+NodeName=127.0.0.2 NodeHostname={host} Port={ports[2]} CPUs=2
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+@dataclass
+class Cluster:
+    """A running Slurm. Each method is a command of it."""
+
+    folder: Path
+    env: dict[str, str]
+
+    def call(self, *argv: str) -> str:
+        how = {"cwd": self.folder, "env": self.env, "capture_output": True, "text": True}
+        ran = subprocess.run(argv, **how, timeout=120)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        return ran.stdout
+
+    def submit(self, script: Path) -> str:
+        """Submit the script through slurm.sbatch, a rank per node; return the job's number."""
+        ranks = "--export=ALL,RANKS=1"
+        return self.call("sbatch", "--parsable", ranks, str(BATCH), str(script)).strip()
+
+    def output(self, job: str) -> str:
+        path = self.folder / f"slurm-{job}.out"
+        return path.read_text() if path.exists() else ""
+
+    def end_of(self, job: str) -> tuple[str, str]:
+        """The job's state and its exit code, "code:signal", once it has ended."""
+        for _ in patience():
+            said = self.call("scontrol", "show", "job", job)
+            state = re.search(r"JobState=(\w+)", said)[1]
+            if state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
+                return state, re.search(r"ExitCode=(\S+)", said)[1]
+        raise AssertionError(f"{said}\n{self.output(job)}")
+
+
+def patience(seconds: float = 120) -> Iterator[None]:
+    """Go round until the time is up."""
+    stop = time.monotonic() + seconds
+    while time.monotonic() < stop:
+        yield
+        time.sleep(0.3)
+
+
+def await_socket(path: Path, munged: subprocess.Popen) -> None:
+    for _ in patience():
+        assert munged.poll() is None, "munged has ended"
+        if path.exists():
+            return
+    raise AssertionError(f"no {path}")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        folder = Path(name)
+        folder.chmod(0o711)  # munged wants its socket in everybody's reach
+        bin_folder = Path(sys.executable).parent
+        env = MARKED | {"PATH": f"{bin_folder}:{SBIN}", "OMP_NUM_THREADS": "1"}
+        env |= {"SLURM_CONF": f"{folder}/slurm.conf"}
+        yield from running(Cluster(folder, env))
+        assert gone()
+
+
+def running(cluster: Cluster) -> Iterator[Cluster]:
+    """Start the daemons as whoever we are, and end them; all their files lie in the folder."""
+    folder = cluster.folder
+    (folder / "state").mkdir()
+    (folder / "munge.key").touch(mode=0o600)
+    (folder / "munge.key").write_bytes(os.urandom(128))
+    user = psutil.Process().username()
+    host = socket.gethostname().partition(".")[0]
+    facts = {"folder": folder, "user": user, "host": host, "ports": free_ports(3)}
+    (folder / "slurm.conf").write_text(CONFIGURATION.format(**facts))
+    files = {"socket": "socket", "key-file": "key", "pid-file": "pid"}
+    files |= {"log-file": "log", "seed-file": "seed"}
+    munge = [f"--{flag}={folder}/munge.{suffix}" for flag, suffix in files.items()]
+    daemons = []
+    try:
+        with open(folder / "log", "w") as log:
+            for argv in (
+                ["munged", "--foreground", *munge],
+                ["slurmctld", "-D"],
+                ["slurmd", "-D", "-N", "127.0.0.1"],
+                ["slurmd", "-D", "-N", "127.0.0.2"],
+            ):
+                how = {"env": cluster.env, "cwd": folder, "stdout": log, "stderr": log}
+                daemons.append(subprocess.Popen(argv, **how))
+                if argv[0] == "munged":  # the others need it
+                    await_socket(folder / "munge.socket", daemons[0])
+        for _ in patience():
+            ready = ["sinfo", "--noheader", "--states=idle", "--format=%D"]
+            ran = subprocess.run(ready, env=cluster.env, capture_output=True, text=True)
+            if ran.stdout.strip() == "2":
+                break
+        else:
+            raise AssertionError((folder / "log").read_text())
+        yield cluster
+        cluster.call("scancel", f"--user={user}")  # what a test that failed has left
+        for _ in patience(60):
+            if not cluster.call("squeue", "--noheader"):
+                break
+    finally:
+        for daemon in reversed(daemons):
+            daemon.terminate()
+            daemon.wait(60)
+
+
+def test_every_node_of_a_job_has_its_ranks(cluster: Cluster) -> None:
+    job = cluster.submit(HELLO)
+    assert cluster.end_of(job) == ("COMPLETED", "0:0"), cluster.output(job)
+    # Nodes of one host: torchrun, which orders nodes by their hosts' names, may take either first.
+    said = "rank (0|1) of 2 on (127.0.0.1|127.0.0.2), cpu, gloo: the ranks add up to 3"
+    found = re.findall(said, cluster.output(job))
+    assert [sorted(column) for column in zip(*found, strict=True)] == [
+        ["0", "1"],
+        ["127.0.0.1", "127.0.0.2"],
+    ]
+
+
+def test_srun_alone_starts_ranks_too(cluster: Cluster) -> None:
+    line = ["srun", "--nodes=2", "--ntasks-per-node=1", "python", str(HELLO)]
+    assert sorted(cluster.call(*line).splitlines()) == [
+        f"rank {rank} of 2 on 127.0.0.{rank + 1}, cpu, gloo: the ranks add up to 3"
+        for rank in range(2)
+    ]
+
+
+# These scripts need no torch: it is torchrun and Slurm that are tested. What fails is on the second
+# node; the first node's torchrun, which serves the meeting, would not notice by itself.
+FAILS = """
+import os, sys, time
+if os.environ["SLURM_NODEID"] == "0":
+    open("first is there", "w").close()
+    time.sleep(1000)
+while not os.path.exists("first is there"):
+    time.sleep(0.1)
+sys.exit(5)
+"""
+STAYS = """
+import os, time
+print("rank", os.environ["RANK"], "is there", flush=True)
+time.sleep(1000)
+"""
+
+
+def running_ranks(script: Path) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if str(script) in (process.info["cmdline"] or []):
+            found.append(process)
+    return found
+
+
+def test_a_rank_that_fails_ends_the_job_with_torchrun_s_exit_code(cluster: Cluster) -> None:
+    (script := cluster.folder / "fails.py").write_text(FAILS)
+    job = cluster.submit(script)
+    assert cluster.end_of(job) == ("FAILED", "1:0")
+    assert re.search(r"rank +: \d \(local_rank: 0\)\n +exitcode +: 5 ", cluster.output(job))
+    assert running_ranks(script) == []
+
+
+def test_scancel_leaves_no_rank(cluster: Cluster) -> None:
+    (script := cluster.folder / "stays.py").write_text(STAYS)
+    job = cluster.submit(script)
+    for _ in patience():
+        if cluster.output(job).count("is there") == 2:
+            break
+    else:
+        raise AssertionError(cluster.output(job))
+    assert len(running_ranks(script)) >= 6  # two ranks, their torchruns, srun and the batch script
+    cluster.call("scancel", job)
+    assert cluster.end_of(job)[0] == "CANCELLED"
+    for _ in patience(60):
+        if not running_ranks(script):
+            break
+    assert running_ranks(script) == []

@@ -1,0 +1,104 @@
+"""What surviving costs: the complete file against a bare DDP loop on the same work, in one run."""
+
+import runpy
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from course.lessons import ROOT
+from course.ranks import run
+
+SCRIPT = ROOT / "launch/ddp_surviving.py"
+STEPS = 100  # between two checkpoints
+ROUNDS = 3
+WIDTH = 64  # the digits' own model is so small that a step would be Python's alone
+
+
+def wide_model(args: object, classes: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, WIDTH, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(WIDTH, 2 * WIDTH, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Dropout(0.2), nn.Linear(2 * WIDTH * 2 * 2, classes),
+    )  # fmt: skip
+
+
+def bare_loop(args: object, train: object) -> Callable[[], None]:
+    """The same step, without what a restart needs: no seeds, no flag, no checkpoint."""
+    model = DistributedDataParallel(wide_model(args, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.learning_rate, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100_000)
+    sampler = DistributedSampler(train, drop_last=True)
+    loader = DataLoader(train, args.batch, sampler=sampler, drop_last=True)
+
+    def batches() -> Iterator:
+        while True:
+            yield from loader
+
+    endless = batches()
+
+    def steps() -> None:
+        for _ in range(STEPS):
+            for left in reversed(range(args.accumulate)):
+                x, y = next(endless)
+                with model.no_sync() if left else nullcontext():
+                    with torch.autocast("cpu", torch.bfloat16):
+                        loss = nn.functional.cross_entropy(model(x), y) / args.accumulate
+                    loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+
+    return steps
+
+
+def race(folder: Path) -> dict[str, list[float]]:
+    """Seconds per step, saving included, of both, taking turns."""
+    script = runpy.run_path(str(SCRIPT), run_name="imported")
+    sys.argv = ["train", f"--checkpoints={folder}", "--epochs=1000"]
+    args = script["read_flags"]()
+    script["Trainer"].__init__.__globals__["build_model"] = wide_model
+    trainer = script["Trainer"](args, torch.device("cpu"))
+    stop = script["Stop"]()
+
+    def surviving() -> None:
+        for step in range(STEPS):
+            listens = step % args.listen_every == 0
+            if listens:
+                stop.ask()
+            trainer.train_step()
+            if listens:
+                stop.answer()
+        trainer.save(must=True)
+
+    turns = {"bare": bare_loop(args, trainer.loader.dataset.data), "surviving": surviving}
+    seconds = {name: [] for name in turns}
+    for number in range(ROUNDS + 1):
+        for name, steps in turns.items():
+            dist.barrier()
+            begun = time.perf_counter()
+            steps()
+            dist.barrier()
+            if number:  # the first round warms up
+                seconds[name].append((time.perf_counter() - begun) / STEPS)
+    return seconds
+
+
+@pytest.mark.slow
+@pytest.mark.clock
+def test_surviving_costs_at_most_a_twentieth_of_a_step(tmp_path: Path) -> None:
+    seconds = run(race, 2, tmp_path, deadline=240)[0]
+    bare, surviving = (statistics.median(seconds[name]) for name in ("bare", "surviving"))
+    said = f"bare {1000 * bare:.1f} ms per step, surviving {1000 * surviving:.1f} ms"
+    print(f"{said}, a checkpoint every {STEPS} steps: {surviving / bare - 1:+.1%}")
+    assert surviving <= 1.05 * bare

@@ -1,0 +1,174 @@
+"""The files to copy: hello on all ranks; DDP against one process, with its lines broken too."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from course.lessons import ROOT
+from tests.helpers.leftovers import MARKED, gone, machine
+from tests.helpers.namespaces import needs_namespaces
+from tests.helpers.warm_launch import run_warm
+
+HELLO = ROOT / "launch/distributed_hello.py"
+MINIMAL = ROOT / "launch/ddp_minimal.py"
+SOME_SLOW = [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+
+
+def torchrun(path: Path, ranks: int, folder: Path) -> list[str]:
+    argv = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(path)]
+    ran = run_warm(argv, folder, MARKED, 120)
+    assert ran.returncode == 0, ran.stderr
+    return sorted(ran.stdout.splitlines())
+
+
+@pytest.mark.parametrize("ranks", SOME_SLOW)
+def test_every_rank_says_hello_and_hears_all(ranks: int, tmp_path: Path) -> None:
+    said = torchrun(HELLO, ranks, tmp_path)
+    total = sum(range(ranks + 1))
+    for rank, line in enumerate(said):
+        assert re.fullmatch(
+            rf"rank {rank} of {ranks} on \S+, cpu, gloo: the ranks add up to {total}", line
+        )
+    assert len(said) == ranks
+
+
+class Trained(NamedTuple):
+    """What one run has left."""
+
+    counts: list[tuple[int, int]]  # test images right and seen, for each epoch
+    weights: list[torch.Tensor]  # for each rank, all in one
+
+
+def train(ranks: int, folder: Path, *changes: tuple[str, str]) -> Trained:
+    """Run the file, changed so that every rank saves its weights, not rank 0 only."""
+    source = MINIMAL.read_text()
+    save = "    if rank == 0:\n        torch.save(model.module.state_dict(), "
+    for old, new in [(f'{save}"ddp_minimal.pt")', f'{save[17:]}f"{{rank}}.pt")'), *changes]:
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    (path := folder / "changed.py").write_text(source)
+    counts = []
+    for epoch, line in enumerate(torchrun(path, ranks, folder)):
+        found = re.fullmatch(rf"epoch {epoch}: (\d+) of (\d+) test images right", line)
+        counts.append((int(found[1]), int(found[2])))
+    weights = []
+    for rank in range(ranks):
+        state = torch.load(folder / f"{rank}.pt")
+        weights.append(torch.cat([weight.flatten() for weight in state.values()]))
+    return Trained(counts, weights)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return train(1, tmp_path_factory.mktemp("alone"))
+
+
+EPOCHS = 6
+STEPS = EPOCHS * 1440 // 96
+# Ranks add the same terms in another order: a rounding per step, for weights of size 1.
+ATOL = STEPS * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_train_as_one_process_does(ranks: int, alone: Trained, tmp_path: Path) -> None:
+    trained = train(ranks, tmp_path)
+    for weights in trained.weights:
+        assert torch.equal(weights, trained.weights[0])
+    assert (trained.weights[0] - alone.weights[0]).abs().max() <= ATOL
+    # 357 is odd: two ranks count 179 and 178. An image may change sides only if it lies between.
+    assert [seen for _, seen in trained.counts] == [1797 - 1440] * EPOCHS
+    assert trained.counts == alone.counts
+    assert trained.counts[-1][0] >= 0.95 * 357
+
+
+BREAKS = {
+    "every epoch has the same order": ("        sampler.set_epoch(epoch)", "        #"),
+    "no gradient is averaged": (
+        "loss = nn.functional.cross_entropy(model(",
+        "loss = nn.functional.cross_entropy(model.module(",
+    ),
+    "every rank takes a whole batch": ("BATCH // world_size", "BATCH"),
+    "the learning rate is scaled": ("lr=LEARNING_RATE", "lr=world_size * LEARNING_RATE"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", BREAKS)
+def test_a_broken_line_shows_in_the_weights(what: str, alone: Trained, tmp_path: Path) -> None:
+    first, second = train(2, tmp_path, BREAKS[what]).weights
+    assert (first - alone.weights[0]).abs().max() > 1000 * ATOL
+    assert torch.equal(first, second) == (what != "no gradient is averaged")
+
+
+@pytest.mark.slow
+def test_a_sampler_that_pads_would_count_a_test_image_twice(tmp_path: Path) -> None:
+    old = "Subset(test, range(rank, len(test), world_size))"
+    new = "Subset(test, list(DistributedSampler(test, shuffle=False)))"
+    assert {seen for _, seen in train(2, tmp_path, (old, new)).counts} == {358}
+
+
+def two_nodes(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    bin_folder = Path(sys.executable).parent
+    env = MARKED | {"PATH": f"{bin_folder}:{os.environ['PATH']}"}
+    argv = ["bash", str(ROOT / "launch/two_nodes_here.sh"), *arguments]
+    return subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=200)
+
+
+def across_two_nodes(folder: Path, *arguments: str) -> list[str]:
+    was = machine()
+    ran = two_nodes(folder, *arguments)
+    assert ran.returncode == 0, ran.stderr
+    assert gone()
+    assert machine() == was
+    return sorted(ran.stdout.splitlines())
+
+
+@needs_namespaces
+@pytest.mark.slow
+def test_one_command_says_hello_on_two_nodes(tmp_path: Path) -> None:
+    said = across_two_nodes(tmp_path)
+    hosts = [re.fullmatch(r"rank (\d) of 4 on (\w+), cpu, gloo: .* 10", line) for line in said]
+    assert [found.groups() for found in hosts] == [
+        *(("0", "node0"), ("1", "node0")),
+        *(("2", "node1"), ("3", "node1")),
+    ]
+
+
+ABORTS = """
+import os
+import torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+dist.destroy_process_group()
+if rank == 1:
+    os.abort()
+"""
+
+
+@needs_namespaces
+@pytest.mark.slow
+def test_a_node_that_waits_for_one_that_failed_is_ended(tmp_path: Path) -> None:
+    """torchrun would wait for it for 300 s, deaf to SIGTERM."""
+    (tmp_path / "aborts.py").write_text(ABORTS)
+    ran = two_nodes(tmp_path, "--ranks", "1", "aborts.py")
+    assert ran.returncode != 0
+    assert "SIGABRT" in ran.stderr
+    assert gone()
+
+
+@needs_namespaces
+@pytest.mark.slow
+def test_two_nodes_train_as_one_process_does(alone: Trained, tmp_path: Path) -> None:
+    said = across_two_nodes(tmp_path, "--ranks", "1", str(MINIMAL))
+    last = alone.counts[-1][0]
+    assert said[-1] == f"epoch {EPOCHS - 1}: {last} of 357 test images right"
+    state = torch.load(tmp_path / "ddp_minimal.pt")
+    weights = torch.cat([weight.flatten() for weight in state.values()])
+    assert (weights - alone.weights[0]).abs().max() <= ATOL

@@ -1,0 +1,290 @@
+"""Two nodes, one torchrun each: equal weights, bytes as foretold, mistakes named, nothing left."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from course.lessons import ROOT
+from course.playing import Played, changed, load, play
+from course.ranks import run
+from tests.helpers.leftovers import MARKED, gone, machine, networks
+from tests.helpers.pretended_gpus import play_on_gpus
+
+LESSON = "fundamentals/05_several_nodes.py"
+CPU = torch.device("cpu")
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+ALONE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # a group of one
+
+
+def run_alone(folder: Path, *changes: tuple[str, str]) -> Played:
+    """Run a changed copy as one rank; the ranks in its nodes run the same copy."""
+    script = folder / "lesson.py"
+    script.write_text(changed(LESSON, *changes))
+    ledger = folder / "ledger.json"
+    how = {"cwd": folder, "capture_output": True, "text": True, "timeout": 280}
+    was = machine()
+    ran = subprocess.run(
+        [sys.executable, script], env=MARKED | ALONE | {"LESSON_JSON": str(ledger)}, **how
+    )
+    assert gone()
+    assert machine() == was
+    rows = json.loads(ledger.read_text())["ledger"] if ledger.exists() else []
+    return Played(ran.returncode, rows, ran.stdout + ran.stderr)
+
+
+# Values
+
+
+def off(batch: int) -> float:
+    lesson = load(LESSON, ("BATCH = 96 ", f"BATCH = {batch} "))
+    return lesson.train_on_all_ranks(CPU)[1]
+
+
+@pytest.mark.parametrize(("ranks", "batch"), [(1, 96), (2, 96), (3, 97), (4, 3)])
+def test_ranks_that_share_a_batch_unevenly_train_as_one_process(ranks: int, batch: int) -> None:
+    assert max(run(off, ranks, batch)) < 1e-6
+
+
+def halves(lengths: tuple[int, int, int]) -> list[float]:
+    """Relative errors of the layer in parallel, against torch's own autograd on the whole."""
+    lesson = load(LESSON)
+    rows, width, hidden = lengths
+    n = dist.get_world_size()
+    random = torch.Generator().manual_seed(1)
+    shapes = [(rows, width), (width, hidden), (hidden, width)]
+    x, A, B = (torch.randn(shape, generator=random, dtype=torch.float64) for shape in shapes)
+    x.requires_grad_()
+    y = torch.nn.functional.gelu(x @ A) @ B
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    mine = A.chunk(n, 1)[dist.get_rank()], B.chunk(n, 0)[dist.get_rank()]
+    ours = lesson.layer_and_gradient(x, *mine, dist.group.WORLD)
+    return [lesson.relative_error(a, b) for a, b in zip(ours, (y.detach(), dx), strict=True)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_layer_in_columns_is_the_whole_layer(ranks: int) -> None:
+    for errors in run(halves, ranks, (5, 8, 16)):
+        assert max(errors) < 1e-12
+
+
+def test_seconds_on_the_link_follow_from_bytes_and_bandwidth() -> None:
+    lesson = load(LESSON)
+    assert lesson.S == 153_640
+    a_second = 1e6 / 8 * 1448 / 1514  # bytes of ours that 1 Mbit/s carries
+    assert lesson.seconds_on_the_link(3 * a_second, 1) == pytest.approx(3)
+    assert lesson.seconds_on_the_link(3 * a_second, 30) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(("times_S", "verdict"), [(1, "FAIL"), (1.5, "PASS"), (2, "FAIL")])
+def test_the_slack_of_a_share_tells_theories_apart(times_S: float, verdict: str) -> None:
+    lesson = load(LESSON)
+    link = lesson.seconds_on_the_link(times_S * lesson.S, 20)
+    lesson.check_share({"mbit": 20, "alone": 0.1, "whole": 0.1 + link})
+    assert [row["verdict"] for row in lesson.ledger] == [verdict]
+
+
+# Mistakes
+
+ONLY_MISTAKES = [
+    ("    tell.send(Launch(nodes, c10d_form, speeds).seen())  # alone: it is timed\n", ""),
+    ('    static = Launch(nodes, static_form, "")\n', ""),
+    ("    tell.send(static.seen())\n", ""),
+    ("        check_across(next_report(operator), here, on_cpu)\n", ""),
+    ('        check_hello(next_report(operator)["places"], 2, "static")\n', ""),
+]
+RIGHT = [
+    ('    taken = socket.create_server(("10.0.0.1", 29502))\n', "    taken = socket.socket()\n"),
+    ("by_flags(0, 29503), None)", "by_flags(0, 29503), by_flags(1, 29503))"),
+    ("by_flags(0, 29504), by_flags(0, 29504)", "by_flags(0, 29504), by_flags(1, 29504)"),
+    ("partial(join_by_hand, 1, 3, 29505)", "partial(join_by_hand, 1, 2, 29505)"),
+    ('partial(join_by_hand, 0, 2, 29506, network="lo")', "partial(join_by_hand, 0, 2, 29506)"),
+    ('partial(join_by_hand, 1, 2, 29506, network="lo")', "partial(join_by_hand, 1, 2, 29506)"),
+    ("        dist.broadcast(x, src=0)\n", "        dist.all_reduce(x)\n"),
+]
+NAMED = ": errors that name it"
+
+
+@pytest.mark.slow
+def test_what_is_no_mistake_is_not_named() -> None:
+    played = play(LESSON, 1, *ONLY_MISTAKES, *RIGHT)
+    named = {row["claim"] for row in played.ledger if row["claim"].endswith(NAMED)}
+    assert len(named) == 6
+    played.expect(named)
+    assert played.output.count("no error at all") == 6
+    assert played.failed_by_clock == {"mistakes noticed before any timeout"}
+
+
+@pytest.mark.slow
+@pytest.mark.clock
+def test_a_mistake_that_waits_is_not_noticed_at_once() -> None:
+    """Nobody listens at that port: the second node waits, and the first has what it needs."""
+    waits = ("    launch_nothing(flags)\n    taken", "    time.sleep(PATIENCE + 1)\n    taken")
+    played = play(LESSON, 1, *ONLY_MISTAKES, waits)
+    played.expect({"port taken" + NAMED})
+    assert played.failed_by_clock == {"mistakes noticed before any timeout"}
+
+
+# Claims, and what breaks them
+
+
+@pytest.mark.slow
+def test_broken_lines_fail_the_claims_that_guard_them(tmp_path: Path) -> None:
+    played = run_alone(
+        tmp_path,
+        ("    dist.all_reduce(heard)", "    dist.barrier()"),
+        ("    return batch[rank::n]\n", "    return batch\n"),
+        ("        dist.all_reduce(x_TD.grad, group=group)\n", ""),
+        (" + int(row[9])", ""),
+    )
+    played.expect(
+        {
+            "c10d: ranks that hear 1 + 2 + ... + n",
+            "static: ranks that hear 1 + 2 + ... + n",
+            "weights: two nodes' less this node's",
+            "weights: two nodes' less those of one process",
+            "data parallel: S over the cable, both ways",
+            "tensor parallel: relative error",
+            "tensor parallel: bytes over the cable / payload",
+        }
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.clock
+def test_a_link_that_does_not_shrink_fails_what_a_clock_decides(tmp_path: Path) -> None:
+    played = run_alone(
+        tmp_path,
+        ('== 0:  # each node has an end\n        command(f"tc', '< 0:\n        command(f"tc'),
+        (
+            '    layouts["two ranks across the link"] = [0, local_ranks]\n',
+            '    layouts["two ranks across the link"] = [0, 1]\n',
+        ),
+    )
+    played.expect({"tensor parallel: bytes over the cable / payload"})
+    assert played.failed_by_clock >= {
+        "20 Mbit/s: the link's share of a step",
+        "5 Mbit/s: the link's share of a step",
+        "across: seconds / (half of alone + the link's)",
+    }
+
+
+# Who may make nodes, and real ones
+
+NONE = [
+    ("if libc.unshare(CLONE_NEWNET) != 0:", "if True:"),
+    ("if libc.unshare(CLONE_NEWUSER | CLONE_NEWNET) != 0:", "if True:"),
+]
+
+
+def test_without_nodes_it_is_blocked_and_says_why() -> None:
+    played = play(LESSON, 2, *NONE)
+    played.expect(set())
+    assert "unshare: " in played.output
+    needs = [row["needs"] for row in played.ledger if row["verdict"] == "BLOCKED"]
+    assert needs[0] == "root or user namespaces"
+
+
+@pytest.mark.slow
+def test_in_a_user_namespace_ranks_change_the_speed_of_the_cable_too(tmp_path: Path) -> None:
+    """As for a user who is not root: only, who is root can read torch wherever it is installed."""
+    outside = 'open("/proc/self/uid_map").read().split()[2] != "1"'
+    change = (NONE[0][0], f"if {outside} or libc.unshare(CLONE_NEWNET) != 0:")
+    played = run_alone(tmp_path, change)
+    played.expect(set())
+    assert len([row for row in played.ledger if row["verdict"] == "PASS"]) >= 18
+
+
+def on_two_nodes(script: Path) -> tuple[list[int], list[str], list[dict]]:
+    """Run it as torchrun on two real nodes would, a rank in each."""
+    lesson = load(LESSON)
+    ledger = script.with_suffix(".json")
+    ranks = []
+    for rank, network in enumerate(lesson.two_nodes(400)):
+        lesson.enter(network)
+        place = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+        place |= {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": 29500, "LESSON_JSON": ledger}
+        env = os.environ | {name: str(value) for name, value in place.items()}
+        for name in ("GLOO_SOCKET_IFNAME", "TORCHELASTIC_USE_AGENT_STORE"):
+            env.pop(name, "")
+        ranks.append(subprocess.Popen([sys.executable, script], env=env, stderr=subprocess.PIPE))
+    errors = [rank.communicate(timeout=150)[1].decode() for rank in ranks]
+    rows = json.loads(ledger.read_text())["ledger"] if ledger.exists() else []
+    return [rank.returncode for rank in ranks], errors, rows
+
+
+@pytest.mark.slow
+def test_on_real_nodes_the_same_file_trains_and_measures(tmp_path: Path) -> None:
+    script = tmp_path / "lesson.py"
+    script.write_text(changed(LESSON))
+    ((codes, errors, rows),) = run(on_two_nodes, 1, script, deadline=170, group=False)
+    assert codes == [0, 0], errors
+    assert [(row["claim"], row["verdict"]) for row in rows] == [
+        ("real nodes: ranks that hear 1 + 2 + ... + n", "PASS"),
+        ("real nodes: addresses at which the ranks live", "PASS"),
+        ("weights: all nodes' less those of one process", "PASS"),
+        ("tensor parallel: relative error", "PASS"),
+    ]
+
+
+@pytest.mark.slow
+def test_real_nodes_with_gpus_wait_for_them_and_pair_their_calls() -> None:
+    """On pretended GPUs, two of which are called a node."""
+    local = '    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", WORLD_SIZE))\n'
+    halved = '    os.environ["LOCAL_WORLD_SIZE"] = str(WORLD_SIZE // 2)\n' + local
+    smaller = [(" 2**20 ", " WIDTH "), ("(16 * rows, 16 * columns)", "(rows, columns)")]
+    played = play_on_gpus(LESSON, 4, (local, halved), *smaller)
+    played.expect({"real nodes: addresses at which the ranks live"})  # it is one machine
+    assert "4 ranks, NCCL" in played.output
+    assert len(played.ledger) == 4
+
+
+def test_nodes_of_unequal_size_are_refused() -> None:
+    env = os.environ | ALONE | {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2"}
+    ran = subprocess.run([sys.executable, ROOT / LESSON], env=env, capture_output=True, text=True)
+    assert ran.returncode == 1
+    assert "needs as many ranks in every node, got 3 ranks, 2 of them here" in ran.stderr
+
+
+# Nothing is left
+
+
+def wait_for_ranks(lesson: subprocess.Popen, path: Path) -> None:
+    """Return once four ranks in two other networks have joined their group, and so have threads."""
+    stop = time.monotonic() + 120
+    inside = []
+    while len(inside) < 4:
+        assert time.monotonic() < stop, inside
+        time.sleep(0.1)
+        inside = []
+        for process in psutil.Process(lesson.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                ours = str(path) in process.cmdline() and process.num_threads() > 1
+                if ours and networks([process.pid]):
+                    inside.append(process.pid)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["SIGINT", "SIGTERM", "SIGKILL"])
+def test_a_signal_to_the_launcher_leaves_nothing(end: str, tmp_path: Path) -> None:
+    was = machine()
+    path = tmp_path / "lesson.py"
+    path.write_text(changed(LESSON, ("SPEEDS = [40.0,", "SPEEDS = [0.5,")))  # for half a minute
+    torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"
+    lesson = subprocess.Popen(
+        [sys.executable, *torchrun, path], env=MARKED, stdout=subprocess.DEVNULL, process_group=0
+    )
+    wait_for_ranks(lesson, path)
+    lesson.send_signal(getattr(signal, end))
+    assert lesson.wait(60) != 0
+    assert gone()
+    assert machine() == was

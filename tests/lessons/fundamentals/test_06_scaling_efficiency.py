@@ -1,0 +1,145 @@
+"""Laws, fits and batches of the lesson on scaling; and what a wrong line does to its claims."""
+
+import functools
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from course.playing import load, play
+
+LESSON = "fundamentals/06_scaling_efficiency.py"
+ERROR = "24 x 1, 12 x 2, 6 x 4 samples: error of weights"
+LOSS = "loss / the small batch's: "
+STRONG, WEAK = "strong: speed-up of all ranks", "weak: speed-up of all ranks"
+FITTED = "serial share, as fitted"
+SHARE = "share of a step lost to the all-reduce"
+FEW = ("ROUNDS = 5", "ROUNDS = 3")
+NO_TRAINING = ("    check_learning_rates(digits)\n", "")
+
+
+@functools.cache
+def here():
+    return load(LESSON)
+
+
+@given(st.integers(1, 1000), st.integers(1, 100), st.integers(1, 100))
+def test_the_laws_are_ratios_of_times(n: int, serial: int, divided: int) -> None:
+    share = Fraction(serial, serial + divided)
+    one = serial + divided
+    assert here().amdahl(n, share) == pytest.approx(one / (serial + divided / n))
+    assert here().gustafson(n, share) == pytest.approx((serial + n * divided) / one)
+
+
+@given(st.floats(1e-3, 1), st.floats(1e-3, 1), st.integers(3, 9))
+def test_the_fit_finds_what_the_times_were_made_of(a: float, b: float, n: int) -> None:
+    found = here().fit_amdahl({ranks: a + b / ranks for ranks in range(1, n)})
+    assert found == pytest.approx((a, b), rel=1e-6)
+
+
+def test_the_last_point_is_foretold_from_the_others_alone() -> None:
+    lesson = load(LESSON)
+    lesson.WORLD_SIZE = 4
+    strong = {n: 0.04 + 0.16 / n for n in (1, 2, 3)} | {4: 1.0}
+    lesson.check_laws({"strong": strong, "weak": {4: 0.2}, "all on one": {1: 0.68}}, 0.2)
+    rows = {row["claim"]: row for row in lesson.ledger}
+    foretold = rows[STRONG + ", from fewer"]
+    assert foretold["predicted"] == pytest.approx(2.5)
+    assert (foretold["measured"], foretold["verdict"]) == (pytest.approx(0.2), "FAIL")
+    assert rows[FITTED]["measured"] == pytest.approx(0.2)
+    assert rows[WEAK]["measured"] == pytest.approx(rows[WEAK]["predicted"]) == pytest.approx(3.4)
+
+
+def test_published_times_are_foretold_within_two_hundredths() -> None:
+    """What the lesson prints of them: the sixteenth GPU, from 1 to 8."""
+    lesson = here()
+    for _, times in lesson.PUBLISHED.values():
+        line = lesson.statistics.linear_regression([0, 1 / 2, 3 / 4, 7 / 8], times[:4])
+        assert line.intercept + line.slope * 15 / 16 == pytest.approx(times[4], rel=0.02)
+
+
+def test_a_model_and_images_of_the_learner_are_measured(tmp_path: Path) -> None:
+    from PIL import Image
+
+    for kind, shade in (("dark", 20), ("light", 220)):
+        (tmp_path / "images" / kind).mkdir(parents=True)
+        for i in range(3):
+            image = Image.new("RGB", (32, 48), (shade, shade, 10 * i))
+            image.save(tmp_path / "images" / kind / f"{i}.png")
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\n"
+        "def build():\n"
+        "    return nn.Sequential(nn.AvgPool2d(16), nn.Flatten(), nn.Linear(48, 2))\n"
+    )
+    model = f"{tmp_path}/mine.py:build"
+    argv = ("--model", model, "--data", str(tmp_path / "images"))
+    figure = tmp_path / "figure.png"
+    few = ("ROUNDS = 5", "ROUNDS = 1")
+    played = play(LESSON, 3, few, NO_TRAINING, argv=(*argv, "--figure", str(figure)))
+    played.expect(set())
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    claims = [row["claim"] for row in played.ledger]
+    assert STRONG + ", from fewer" in claims
+    assert {STRONG, FITTED}.isdisjoint(claims), "nobody knows a real model's serial share"
+    played = play(LESSON, 1, argv=argv[2:])
+    assert "--data goes with --model" in played.code
+
+
+EXACT = {  # claims that must FAIL
+    "accumulated, not averaged": ("label) / accumulation)", "label))", {ERROR}),
+    "no sum over ranks": ("            dist.all_reduce(parameter.grad)\n", "", {ERROR}),
+    "a rank's samples again": (".view(steps, WORLD_SIZE, 24)[:, RANK]", "[: steps * 24]", {ERROR}),
+    "the rate as it was": (
+        '"8x, scaled": (160, 0.08, 0)',
+        '"8x, scaled": (160, 0.01, 0)',
+        {LOSS + "8x, scaled"},
+    ),
+    "no larger batch": (
+        '"32x, scaled": (640, 0.32, 0)',
+        '"32x, scaled": (20, 0.01, 0)',
+        {LOSS + "32x, scaled"},
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXACT)
+def test_a_wrong_line_fails_its_claims(name: str) -> None:
+    old, new, failed = EXACT[name]
+    spared = () if LOSS in min(failed) else (NO_TRAINING,)
+    play(LESSON, 2, ("ROUNDS = 5", "ROUNDS = 1"), *spared, (old, new)).expect(failed)
+
+
+GROWS = "        time.sleep(0.01 * dist.get_world_size(group))\n"
+TIMED = {  # claims that must FAIL, on three ranks, by the clock
+    "a cost that grows": (
+        "        dist.all_reduce(work.gradient, group=group)\n",
+        "        dist.all_reduce(work.gradient, group=group)\n" + GROWS,
+        {STRONG, FITTED, WEAK},
+    ),
+    "no serial part": ("        time.sleep(UPDATE)\n", "        pass\n", {STRONG, FITTED, WEAK}),
+    "work that is not divided": ("round(work.batch / n)", "work.batch", {STRONG, FITTED}),
+    "weak, with a share of the batch": (
+        "train_step(work, work.batch, group)\n    whole",
+        "train_step(work, work.batch // 3, group)\n    whole",
+        {WEAK},
+    ),
+    "a step that leaves the all-reduce out": (
+        '"a step with it": lambda: train_step(work, work.batch, group)',
+        '"a step with it": lambda: train_step(work, work.batch, None)',
+        {SHARE},
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.clock
+@pytest.mark.parametrize("name", TIMED)
+def test_a_wrong_line_fails_what_the_clock_decides(name: str) -> None:
+    old, new, failed = TIMED[name]
+    spared = [NO_TRAINING, ("    check_cores()\n", "")]
+    played = play(LESSON, 3, FEW, *spared, (old, new))
+    played.expect(set())
+    assert failed <= played.failed_by_clock, played.output

@@ -1,0 +1,271 @@
+"""Every lesson's ranks on pretended GPUs: what a GPU would refuse, and no physics, fails here.
+
+See tests/helpers/pretended_gpus.py for what is known there and what is not.
+"""
+
+import re
+
+import pytest
+
+from course.lessons import LESSONS, world_sizes_of
+from course.playing import DecidedByNoClock
+from tests.helpers.pretended_gpus import play_on_gpus
+from tests.helpers.spared import NO_JIT, STARTS_PROCESSES
+
+# What a lesson is made smaller by, for this machine, or spared, since C++ asks for CUDA there: (the
+# passage, what it becomes).
+SMALLER = {
+    **STARTS_PROCESSES,  # these are started without pretended GPUs
+    "communication/04_alpha_beta.py": [
+        ("[4**6, 4**10, 4**13, 4**15]", "[4**6, 4**10, 4**13]"),
+        (
+            "    for _ in range(3):\n        for size in sizes:",
+            "    for size in sizes:\n        if size:",
+        ),
+    ],
+    "fundamentals/03_measure_your_machine.py": [
+        ("n, m = 16384, 8192", "n, m = 512, 512"),
+        ("for k in range(3, 15)]", "for k in range(3, 11)]"),  # so small, no kernel is left out
+        ("(4**14 / curve[4**14])", "(4**10 / curve[4**10])"),
+        ("(4**5, 4**9, 4**14)", "(4**5, 4**9, 4**10)"),
+        ("torch.zeros(2**26,", "torch.zeros(2**20,"),
+        ("repeats: int = 10", "repeats: int = 1"),
+    ],
+    # NVML knows real GPUs only, and the last trainings none.
+    "fundamentals/06_scaling_efficiency.py": [
+        ("    check_utilization(device)\n", ""),
+        ("    check_learning_rates(digits)\n", ""),
+        ("WIDTH = 4096", "WIDTH = 16"),
+        ("batch = 64 * BATCH", "batch = BATCH"),
+        ("ROUNDS = 5", "ROUNDS = 2"),
+    ],
+    # Its ranks across a cable are forked, and on gloo. Kineto asks the driver for CUDA's events.
+    "communication/06_overlap.py": [
+        ("    check_across_the_cable(link, why_not, options.figure)\n", ""),
+        ("        activities.append(ProfilerActivity.CUDA)\n", "        pass\n"),
+        ("batch(RANK, 4096, 4096)", "batch(RANK, 16, D)"),
+        ("min(max(times, 1), 16)", "2"),
+        ("REPEATS = 3", "REPEATS = 1"),
+        ("torch.randn(8192, 8192,", "torch.randn(64, 64,"),
+        ("torch.empty(1 << 26,", "torch.empty(1 << 16,"),
+    ],
+    "communication/07_hierarchical_collectives.py": [
+        (
+            'local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))',
+            "local_ranks = WORLD_SIZE // 2",
+        ),
+        ("64 * ELEMENTS if", "ELEMENTS if"),
+    ],
+    "communication/08_gradient_compression.py": [
+        ("STEPS = 60", "STEPS = 20"),
+        ("    across = RANK == 0 and WORLD_SIZE > 1\n", "    across = False\n"),
+        (
+            "    slow = train_across(link, why_not, runs) if WORLD_SIZE > 1 else False\n",
+            "    slow = 0\n",
+        ),
+        ("repeats: int = 20", "repeats: int = 1"),
+    ],
+    "parallelism/01_data_parallelism_ddp.py": [
+        ("EPOCHS = 10", "EPOCHS = 3"),
+        ("repeats: int = 20", "repeats: int = 1"),
+    ],
+    "parallelism/03_model_tensor_pipeline_parallel.py": [
+        ("EPOCHS = 6 * MLPS // 10", "EPOCHS = 2"),
+        ("width: int = 8192", "width: int = 256"),
+    ],
+    "parallelism/04_buckets_and_overlap.py": [
+        ("(1, 5, 25, 100, 1e6)", "(25, 1e6)"),
+        ("for _ in range(16)]", "for _ in range(4)]"),
+        ("repeats: int = 20", "repeats: int = 1"),
+    ],
+    "parallelism/05_zero2_and_zero3.py": [
+        ("torch.randn(64, 8192,", "torch.randn(64, 2048,"),
+        ("nn.Linear(8192, 8192, bias=False, device", "nn.Linear(2048, 2048, bias=False, device"),
+    ],
+    "parallelism/09_3d_parallelism.py": [
+        ("STEPS = 15", "STEPS = 5"),
+        ("for batch in (65_536, 262_144):", "for batch in (64, 256):"),
+        ("repeats: int = 20", "repeats: int = 1"),
+    ],
+    "fsdp/01_fsdp_basics.py": [
+        ("L: int = 16, T: int = 2048", "L: int = 4, T: int = 64"),
+        ("torch.randint(32_768, (B", "torch.randint(1024, (B"),
+        ("GPT(L, width, T, V=32_768, heads=width // 128)", "GPT(L, 512, T, V=1024, heads=4)"),
+        ("repeats: int = 5", "repeats: int = 1"),
+    ],
+    # DeepSpeed asks the driver for its accelerator.
+    "fsdp/02_deepspeed_config.py": [
+        ("deepspeed = import_deepspeed(device, options.cpu_adam)", "deepspeed = None"),
+    ],
+    "fsdp/03_deepspeed_bytes.py": [
+        ("deepspeed = import_deepspeed(device)", "deepspeed = None"),
+    ],
+    # DTensor asks it for the state of the GPU's random numbers.
+    "fsdp/04_fsdp_refinements.py": [
+        ("    check_meta_device(mesh)\n", ""),
+        ("torch.randint(32_768, (2, 2049)", "torch.randint(1024, (2, 65)"),
+        (
+            "GPT(L=16, D=2048, T=2048, V=32_768, heads=16)",
+            "GPT(L=2, D=256, T=64, V=1024, heads=2)",
+        ),
+        ("repeats: int = 20", "repeats: int = 1"),
+    ],
+    "profiling/01_distributed_profiling.py": [
+        ("return 8_000_000 if", "return 80_000 if"),
+        (
+            '        del jobs["tiny buckets"]\n',
+            '        kept = ("healthy", "needless syncs", "straggler", "no overlap")\n'
+            "        jobs = {name: jobs[name] for name in kept}\n",
+        ),
+    ],
+    # FFCV copies on streams of CUDA's, in a thread of its own.
+    "data-loading/01_ffcv_distributed_optimization.py": [
+        (
+            "    with contextlib.suppress(ImportError):  # the extra [ffcv]\n",
+            "    with contextlib.suppress(ImportError):\n        raise ImportError\n",
+        ),
+        (
+            'all")\n        finish()',
+            'all")\n        measure_copies(device)\n        finish()',
+        ),
+        ("torch.randn(256, 3,", "torch.randn(4, 3,"),
+    ],
+    # FFCV's own code is the same there: plain Python spares each rank seconds of compiling.
+    "data-loading/02_beton_file.py": [NO_JIT],
+    "data-loading/03_orders_pages_memory.py": [NO_JIT],
+}
+FLAGS = {
+    # Above 4 million elements kernels are left out, and values are checked at each size.
+    "communication/05_bandwidth_test.py": ("-e", "1M", "-f", "16", "-n", "2"),
+    "fsdp/01_fsdp_basics.py": ("--steps", "5"),
+}
+
+# Claims that only hardware answers, or the full size, and why: (lesson, the claim, the reason).
+HARDWARE = [
+    *(
+        (
+            "communication/07_hierarchical_collectives.py",
+            f"{way}: S sent by a node",
+            "a network card counts its bytes",
+        )
+        for way in ("ring, to and fro", "ring, node by node", "hierarchy")
+    ),
+    (
+        "communication/08_gradient_compression.py",
+        "all others: accuracy on new digits",
+        "20 steps of 60 are not enough",
+    ),
+    *(
+        (
+            "parallelism/01_data_parallelism_ddp.py",
+            f"{way}: accuracy on new digits",
+            "3 epochs of 10",
+        )
+        for way in ("by hand", "DDP")
+    ),
+    *(
+        (
+            "parallelism/03_model_tensor_pipeline_parallel.py",
+            f"{way}: accuracy on new digits",
+            "2 epochs of 6",
+        )
+        for way in ("pipeline", "tensor")
+    ),
+    (
+        "fsdp/01_fsdp_basics.py",
+        "mean of the last losses, and the bytes' entropy",
+        "5 steps of 25",
+    ),
+    (
+        "parallelism/09_3d_parallelism.py",
+        "one process: loss of the last step, at most",
+        "5 steps of 15",
+    ),
+    (
+        "communication/02_point_to_point.py",
+        "NCCL: sends of 1 KiB back before the receive",
+        "NCCL's buffer for small messages",
+    ),
+    (
+        "communication/05_bandwidth_test.py",
+        "400 MB all-reduce: wrong elements",
+        "kernels on more than 4 million elements are left out",
+    ),
+]
+
+# It is run as torchrun would run it on two real nodes; plain python starts ranks of its own.
+HIERARCHY = "communication/07_hierarchical_collectives.py"
+DOCTOR = "fundamentals/00_check_your_machine.py"  # one process, which joins no group
+
+
+def cases() -> list:
+    """Every lesson on 1, 2 and 4 GPUs, as far as it takes so many ranks."""
+    found = []
+    for lesson in LESSONS:
+        taken = [2, 4] if lesson == HIERARCHY else world_sizes_of(lesson)
+        for ranks in (1, 2, 4):
+            if ranks in taken:
+                found.append(pytest.param(lesson, ranks, id=f"{lesson}-{ranks}"))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("lesson", "ranks"), cases())
+def test_lesson_passes_on_pretended_gpus(lesson: str, ranks: int) -> None:
+    """Claims that a clock decides are not judged: there is no GPU whose speed they could tell."""
+    changes = SMALLER.get(lesson, [])
+    played = play_on_gpus(lesson, ranks, *changes, argv=FLAGS.get(lesson, ()), deadline=250)
+    physics = {claim for path, claim, _ in HARDWARE if path == lesson}
+    assert played.failed - physics == set(), played.output[-3000:]
+    joined = "torch may use 1;" if lesson == DOCTOR else f"{ranks} ranks, NCCL"
+    assert re.search(rf"^ *{joined}", played.output, re.M), "the lesson took gloo"
+    assert any(row["verdict"] == "PASS" for row in played.ledger)
+
+
+def test_every_exception_is_of_a_lesson_that_exists() -> None:
+    known = {path for path, _, _ in HARDWARE} | {*SMALLER, *FLAGS, HIERARCHY, DOCTOR}
+    assert known <= {*LESSONS}
+
+
+# Known faults of lessons, planted again: (lesson, ranks, what is changed, how it has to end).
+PLANTED = {
+    "a sleep of the host after Work.wait()": (
+        "parallelism/07_pipeline_schedules.py",
+        2,
+        [('    if WORLD_SIZE > 1 and device.type == "cpu":', "    if WORLD_SIZE > 1:")],
+        r"Unsettled: 07_pipeline_schedules\.py:\d+, in \w+: time\.\w+ while the GPU has not",
+    ),
+    "a gloo group of two ranks of three": (
+        "fundamentals/04_latency_and_bandwidth.py",
+        3,
+        [
+            (
+                'host = dist.new_group(backend="gloo")',
+                'host = dist.new_group([0, 1], backend="gloo")',
+            )
+        ],
+        "Refused: new_group: a gloo group of some of the ranks, under NCCL with device_id",
+    ),
+    "no set_device": (
+        "communication/01_nccl_collectives.py",
+        2,
+        [("        torch.cuda.set_device(device)\n", "")],
+        "is this rank's current device, where all ranks would meet: call torch.cuda.set_device",
+    ),
+    "a clock that does not wait for the GPU": (
+        "communication/01_nccl_collectives.py",
+        2,
+        [("  # not settled after: launch time", "")],
+        r"Unsettled: 01_nccl_collectives\.py:\d+, in seconds_by_the_clock: time\.perf_counter",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_fault_fails_by_its_name(fault: str) -> None:
+    lesson, ranks, changes, why = PLANTED[fault]
+    played = play_on_gpus(lesson, ranks, *changes)
+    with pytest.raises(DecidedByNoClock):
+        played.expect(set())
+    assert re.search(why, str(played.code)), played.code
