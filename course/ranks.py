@@ -54,11 +54,13 @@ GRACE = 1.5  # seconds that the others get to end by themselves once one rank ha
 OUTPUT_LIMIT = 20_000_000  # bytes one rank may print
 WORD_LIMIT = 1_000_000_000  # bytes one rank may return
 STACK_WAIT = 3.0  # seconds that hung ranks get to write their stacks down
+STARTUP = 50.0  # seconds that the ranks get to start and to find each other
 PATIENCE = 6  # deadlines that ranks get which would compute, and are kept from it by other programs
 PRELOAD = ["torch.distributed." + name for name in ("fsdp", "tensor.parallel", "pipelining")]
 PRELOAD += ["torch.distributed.checkpoint", "torch._dynamo", "cloudpickle", "course.grading"]
 PRELOAD += ["pytest"]  # it may be the main program, which every rank loads again
 OF_LESSONS = ["sklearn.datasets"]  # their tests' ranks need it, and no exercise
+BEGUN, DONE = b"(", b")"  # how a rank rings
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 COURSE = Path(__file__).resolve().parent
@@ -116,7 +118,7 @@ def run(
 ) -> list:
     """Call `function(*args)` on every rank; return what the ranks returned, in order.
 
-    `deadline` is in seconds, from the start of the ranks. It is put off, at most PATIENCE times
+    `deadline` is in seconds, from when all ranks have met. It is put off, at most PATIENCE times
     over, while a rank that would compute has not had so much of a core. With `group`, a gloo
     process group is there; its own timeout lies far beyond the deadline. Raises RanksFailed if any
     rank raises, exits, is killed, hangs, prints more than OUTPUT_LIMIT or returns more than
@@ -234,7 +236,10 @@ class Rank:
         self.output: IO[bytes] = files.enter_context(tempfile.TemporaryFile())
         self.stack: IO[bytes] = files.enter_context(tempfile.TemporaryFile())
         self.word: IO[bytes] = files.enter_context(tempfile.TemporaryFile())  # what it returned
-        self.bell, self.rope = os.pipe()  # the rank rings once its word is written
+        self.bell, self.rope = (
+            os.pipe()
+        )  # the rank rings as it begins, and once its word is written
+        self.began = False
         os.set_blocking(self.bell, False)
         files.callback(os.close, self.bell)
         files.callback(os.close, self.rope)
@@ -247,9 +252,12 @@ class Rank:
         self.process.start()
 
     def hear(self, trusted: bool) -> bool:
-        """Take down the rank's word, if it has rung; never waits for it."""
+        """Take down the rank's word, if it has rung for that; never waits for it."""
+        rung = b""
         with contextlib.suppress(BlockingIOError):
-            os.read(self.bell, 1)
+            rung = os.read(self.bell, 100)
+        self.began = self.began or BEGUN in rung
+        if DONE in rung:
             size = os.fstat(self.word.fileno()).st_size
             if size > WORD_LIMIT:
                 self.outcome.kind = "raised"
@@ -288,8 +296,8 @@ def _read_with_care(word: bytes) -> tuple | None:
 
 def _watch(ranks: list[Rank], deadline: float, trusted: bool, own: list[Path]) -> None:
     """Fill in the outcomes as they come; give up at the deadline, or GRACE after a failure."""
-    began = time.monotonic()
-    stop = began + deadline
+    began = None
+    stop = time.monotonic() + STARTUP
     while running := [rank for rank in ranks if rank.outcome.kind == "running"]:
         signs = [rank.bell for rank in running] + [rank.process.sentinel for rank in running]
         connection.wait(signs, timeout=0.05)
@@ -301,11 +309,14 @@ def _watch(ranks: list[Rank], deadline: float, trusted: bool, own: list[Path]) -
             elif os.fstat(rank.output.fileno()).st_size > OUTPUT_LIMIT:
                 o.kind = "flooded"
                 o.text = f"printed more than {OUTPUT_LIMIT:,} bytes"
+        now = time.monotonic()
+        if began is None and all(rank.began for rank in ranks):
+            began, stop = now, now + deadline
         if any(rank.outcome.kind not in ("running", "returned") for rank in ranks):
-            stop = min(stop, time.monotonic() + GRACE)
-        elif stop < time.monotonic() < began + PATIENCE * deadline and _starved(running, deadline):
-            stop = time.monotonic() + deadline / 4
-        if time.monotonic() > stop:
+            stop = min(stop, now + GRACE)
+        elif began and stop < now < began + PATIENCE * deadline and _starved(running, deadline):
+            stop = now + deadline / 4
+        if now > stop:
             break
     _ask_for_stacks([rank for rank in ranks if rank.outcome.kind == "running"], trusted, own)
 
@@ -523,6 +534,7 @@ def _be_rank(place: tuple, work: bytes, handed: list[int]) -> None:
         if group:
             dist.init_process_group("gloo", timeout=timedelta(seconds=2 * deadline + 60))
             _meet(world_size)
+        os.write(rope, BEGUN)
         told = "returned", function(*args), ""
         if dist.is_initialized() and not stay:
             dist.destroy_process_group()
@@ -535,7 +547,7 @@ def _be_rank(place: tuple, work: bytes, handed: list[int]) -> None:
         said = pickle.dumps(("raised", None, text, time.monotonic()))
     with open(word, "wb", closefd=False) as file:
         file.write(said)
-    os.write(rope, b"!")
+    os.write(rope, DONE)
     sys.stdout.flush()
     while stay:
         time.sleep(1)  # until the parent ends us

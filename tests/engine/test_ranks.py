@@ -82,6 +82,23 @@ def test_threads_take_turns(tmp_path: Path) -> None:
             ended.result()
 
 
+class Late:
+    """What takes a rank so many seconds to receive, on its way to the others."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __reduce__(self) -> tuple:
+        return time.sleep, (self.seconds,)
+
+
+def test_the_deadline_counts_from_when_all_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(lambda late: dist.get_rank(), 2, Late(1.5), deadline=0.5) == [0, 1]
+    monkeypatch.setattr("course.ranks.STARTUP", 0.5)
+    outcomes = attempt(lambda late: None, 2, Late(1000), deadline=1000)
+    assert [o.kind for o in outcomes] == ["hung", "hung"]
+
+
 def computes_beside_another() -> float:
     """A quarter of a second of computing, on a core that another program has three quarters of."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
