@@ -63,6 +63,7 @@ def write(tensors: dict, world: int, dice: random.Random, odd: bool = False) -> 
         about = {"dtype": str(x.dtype)[6:], "shape": list(x.shape), "shards": shards}
         metadata[name] = about
     for rank, data in enumerate(files):
+        data += dice.randbytes(2048)  # so that a wrong place is told by its values
         (folder / f"rank-{rank}.bin").write_bytes(data)
     (folder / "metadata.json").write_text(json.dumps(metadata))
     return folder
@@ -121,7 +122,7 @@ def test_values(answer: Path, seed: int, n: int) -> None:
     grade(answer, resharded, n, seed, False)
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [1, 3])
 def test_cut_anywhere(answer: Path, seed: int, n: int) -> None:
     """Shards of any size in any order, loaded on {n}"""
     grade(answer, resharded, n, seed, True)

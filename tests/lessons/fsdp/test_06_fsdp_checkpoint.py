@@ -18,7 +18,8 @@ LESSON = "fsdp/06_fsdp_checkpoint.py"
 def saved_on_all(folder: Path) -> tuple[list[str], dict, list[str]]:
     """Save on all ranks over what another job left; what lies there, and what is found damaged."""
     lesson = load(LESSON)
-    lesson.RANK, lesson.WORLD_SIZE = dist.get_rank(), dist.get_world_size()
+    lesson.RANK = dist.get_rank()
+    lesson.WORLD_SIZE = dist.get_world_size()
     mesh = init_device_mesh("cpu", (lesson.WORLD_SIZE,))
     if lesson.RANK == 0:
         left = folder / "step-000001.tmp"
@@ -45,7 +46,8 @@ def test_what_is_published_is_whole_and_nothing_else(n: int, tmp_path: Path) -> 
 
 def judged(path: Path, harm: str) -> list[str]:
     lesson = load(LESSON)
-    lesson.RANK, lesson.WORLD_SIZE = dist.get_rank(), dist.get_world_size()
+    lesson.RANK = dist.get_rank()
+    lesson.WORLD_SIZE = dist.get_world_size()
     if lesson.RANK == 0:
         exec(harm, {"path": path})
     dist.barrier()
