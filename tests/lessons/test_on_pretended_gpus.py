@@ -115,6 +115,9 @@ SMALLER = {
         ),
         ("repeats: int = 20", "repeats: int = 1"),
     ],
+    "fsdp/06_fsdp_checkpoint.py": [
+        ("L=16, D=width, T=1024, V=32_768, heads=width // 64", "L=2"),
+    ],
     "profiling/01_distributed_profiling.py": [
         ("return 8_000_000 if", "return 80_000 if"),
         (
