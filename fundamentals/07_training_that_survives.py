@@ -36,8 +36,8 @@ a cosine schedule and float16; an epoch has 8 steps, and a rank takes 8 samples 
 
 Takes 70 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs. Predict, run, read.
 
-**Try.** Leave out the line `self.warm_up()`: which claim fails on three ranks and more? Put it
-back, and take `generator=torch.Generator()` from the DataLoader: what fails now?
+**Try.** Leave out the line `self.warm_up()`, and start 3 ranks: which claims fail? And why none on
+4? Put it back, and take the generator of its own from the DataLoader: what fails now?
 
 **Before.** parallelism/01_data_parallelism_ddp.py: DistributedDataParallel and DistributedSampler.
 
@@ -921,10 +921,12 @@ def reports_of_torchrun(folder: Path, flags: list[str]) -> list[dict]:
 #    minimum is flat. Meta reports an effective training time above 90% for that run.
 #
 # **Try.** Without `warm_up` the first step after a restart adds up in another order than the
-# uninterrupted run did there: on three ranks and more "whole checkpoint: weights that differ" and
-# "SIGTERM: weights that differ" fail. On two ranks a + b = b + a, and nothing fails. Without a
-# generator of its own the new loader draws a number from the generator that was just restored: the
-# same two fail, since the dropout masks are other ones.
+# uninterrupted run did there: on three ranks "whole checkpoint: weights that differ" and "SIGTERM:
+# weights that differ" fail. On four nothing does, by luck: these gradients have the 11 bits of
+# float16, a quarter of them has as many, and float32 adds them up without rounding. A third has
+# not, and neither have gradients of float32. On two ranks a + b = b + a. Without a generator of its
+# own the new loader draws a number from the generator that was just restored: the same two claims
+# fail on any number of ranks, since the dropout masks are other ones.
 #
 # On GPUs the list has one more entry, the GPU's generator, and one more condition: kernels that add
 # up in a fixed order (`torch.use_deterministic_algorithms`, CUBLAS_WORKSPACE_CONFIG). A thousand
