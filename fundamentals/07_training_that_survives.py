@@ -936,8 +936,9 @@ def reports_of_torchrun(folder: Path, flags: list[str]) -> list[dict]:
 #
 # launch/ddp_surviving.py is all of this in one file to copy, with what a lesson leaves out: workers
 # and augmentation, accumulation, a full disk, orphans of a dead launcher, ranks that hang, settings
-# that changed, logs and a progress bar. Its tests kill it at every step and in every line that
-# writes. launch/ddp_minimal.py is for trying something for an hour.
+# that changed, `@record`, logs with the rank in front, a progress bar, TensorBoard. Its tests kill
+# it before every line that writes, and at random anywhere else. launch/ddp_minimal.py is for trying
+# something for an hour.
 
 
 # %%
