@@ -10,7 +10,7 @@ import pytest
 from course.lessons import LESSONS, world_sizes_of
 from course.playing import DecidedByNoClock
 from tests.helpers.pretended_gpus import play_on_gpus
-from tests.helpers.spared import NO_JIT, STARTS_PROCESSES
+from tests.helpers.spared import NO_JIT, STARTS_PROCESSES, SURVIVING
 
 # What a lesson is made smaller by, for this machine, or spared, since C++ asks for CUDA there: (the
 # passage, what it becomes).
@@ -70,6 +70,7 @@ SMALLER = {
         ),
         ("repeats: int = 20", "repeats: int = 1"),
     ],
+    SURVIVING: [*STARTS_PROCESSES[SURVIVING], ("elements: int = 2**28", "elements: int = 2**20")],
     "parallelism/01_data_parallelism_ddp.py": [
         ("EPOCHS = 10", "EPOCHS = 3"),
         ("repeats: int = 20", "repeats: int = 1"),
@@ -183,6 +184,18 @@ HARDWARE = [
         "fsdp/01_fsdp_basics.py",
         "mean of the last losses, and the bytes' entropy",
         "5 steps of 25",
+    ),
+    *(
+        (
+            SURVIVING,
+            claim,
+            "autocast to float16 on CUDA, which in C++ sees CPU tensors: nothing overflows",
+        )
+        for claim in (
+            "without scaler: share that differs",
+            "steps skipped from loss scale 2**16",
+            "loss scale that is left",
+        )
     ),
     (
         "parallelism/09_3d_parallelism.py",
