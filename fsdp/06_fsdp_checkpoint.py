@@ -891,10 +891,10 @@ def step_of(path: Path) -> int:
 # ## 8. The time of each way, and how long the training stands still
 #
 # The clock starts when all ranks are ready and no GPU computes. It stops when `save` returns, until
-# when the training stands still, and again when the checkpoint has its name. On two cores and one disk the times of this small model
-# are those of planning and of flushing files, so nothing is claimed of them. On GPUs the model has
-# 0.27 billion parameters, 3.2 GB with Adam's state, and the share of the time in which the training
-# stands still is claimed.
+# when the training stands still, and again when the checkpoint has its name. On two cores and one
+# disk the times of this small model are those of planning and of flushing files, so nothing is
+# claimed of them. On GPUs the model has 0.27 billion parameters, 3.2 GB with Adam's state, and the
+# share of the time in which the training stands still is claimed.
 
 
 # %%
