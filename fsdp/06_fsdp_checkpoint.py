@@ -690,7 +690,10 @@ def new_training(mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, steps: int = MORE_STEPS
 ) -> None:
-    """Take some steps on 2n sequences, the same on any number of ranks, divided among them."""
+    """Take some steps on 2n sequences each, which are divided among the mesh's ranks.
+
+    They are the same in every call, and on any number of ranks.
+    """
     generator = torch.Generator().manual_seed(0)
     for _ in range(steps):
         x_BT = torch.randint(256, (2 * WORLD_SIZE, 65), generator=generator)
