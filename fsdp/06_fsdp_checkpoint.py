@@ -967,7 +967,7 @@ def settle(mesh: DeviceMesh) -> None:
 #
 # 1. 12 bytes per parameter: 4 of the weight and 8 of Adam's two moments. Sharded, a rank's file
 #    holds 12 for each element of its shards, which is 12 P/n. DCP writes every shard as a small zip
-#    archive of its own, about 1.6 kB more than its elements: nothing beside the megabytes of a real
+#    archive of its own, some 1.5 kB more than its elements: nothing beside the megabytes of a real
 #    layer, and a third of this toy's file.
 # 2. 12 P on rank 0 and nothing on the others, against nothing at all. While the full state is
 #    gathered, each tensor is whole on every rank for a moment. For 7 billion parameters rank 0's
