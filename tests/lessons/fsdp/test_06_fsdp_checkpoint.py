@@ -156,7 +156,7 @@ BREAKS = {
         ],
         {UNNAMED, NAMED, COPIED},
     ),
-    "the name comes before the files; all ranks hold all; no steps are taken": (
+    "a name before the files, and no list is no damage; all ranks hold all; no steps are taken": (
         [
             (
                 "        return super().prepare_global_plan(plans)\n",
@@ -167,9 +167,15 @@ BREAKS = {
             ),
             ("        self.path.rename(self.final)  # at", "        self.path.unlink()  # at"),
             ('"full_state_dict": True, "cpu_offload": True', '"full_state_dict": True'),
+            ('        found.append(f"{CHECKSUMS}: {error}")\n', "        found = []\n"),
             ("        train(*training, mesh, steps=1)\n", ""),
         ],
-        {NAMED, f"full: {MADE}", "elements of the state that these steps changed"},
+        {
+            NAMED,
+            "the step that is loaded",
+            f"full: {MADE}",
+            "elements of the state that these steps changed",
+        },
     ),
     "two die; no checksum is compared; a copy of the shards; ranks draw other data": (
         [
@@ -248,13 +254,14 @@ BREAKS = {
             SAFE,
         },
     ),
-    "SGD; the oldest first; an error of another kind": (
+    "SGD; the oldest first; an error of another kind; a bit of a header": (
         [
             (
                 "torch.optim.Adam(model.parameters(), lr=1e-3)",
                 "torch.optim.SGD(model.parameters(), lr=1e-3)",
             ),
             ("not path.suffix), reverse=True)", "not path.suffix))"),
+            ("data[data.index(inside) + 3]", "data[3]"),  # of a header
             (
                 "        error = raised\n",
                 "        error = RuntimeError()\n        error.failures = raised.failures\n",
@@ -267,6 +274,9 @@ BREAKS = {
             "errors that `except Exception` would catch",
             "saved once more: the step that is loaded",
             *STEP_LOADED,
+            "a bit flipped: loads that DCP itself refuses",
+            "n bits flipped: elements loaded wrong",
+            "n bits flipped: loads that DCP refuses",
             THE_ONE_BEFORE,
             "Adam's state forgotten: distance / way, at least",
             COPIED,
