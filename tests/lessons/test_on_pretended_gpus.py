@@ -110,6 +110,17 @@ SMALLER = {
         ),
         ("repeats: int = 20", "repeats: int = 1"),
     ],
+    # There is no compiler for such GPUs. What C++ saves does not say that it lies on one, what is
+    # recomputed does, and recomputation compares the two. Nor does the GradScaler's flag say it.
+    "fsdp/05_fsdp_transformer.py": [
+        ("    check_overflow(mesh)\n", ""),
+        ("checkpoint_wrapper(block)", 'checkpoint_wrapper(block, determinism_check="none")'),
+        (
+            "context_fn=keep_results)",
+            'context_fn=keep_results, determinism_check="none")',
+        ),
+        ('    settings["compiled"] = Recipe(None, "none", options.compile or "inductor")\n', ""),
+    ],
     "profiling/01_distributed_profiling.py": [
         ("return 8_000_000 if", "return 80_000 if"),
         (
@@ -138,6 +149,7 @@ FLAGS = {
     # Above 4 million elements kernels are left out, and values are checked at each size.
     "communication/05_bandwidth_test.py": ("-e", "1M", "-f", "16", "-n", "2"),
     "fsdp/01_fsdp_basics.py": ("--steps", "5"),
+    "fsdp/05_fsdp_transformer.py": ("--size", "tiny", "--steps", "5"),
 }
 
 # Claims that only hardware answers, or the full size, and why: (lesson, the claim, the reason).
@@ -175,6 +187,11 @@ HARDWARE = [
         "fsdp/01_fsdp_basics.py",
         "mean of the last losses, and the bytes' entropy",
         "5 steps of 25",
+    ),
+    (
+        "fsdp/05_fsdp_transformer.py",
+        "validation loss, at most",
+        "5 steps of 40",
     ),
     (
         "parallelism/09_3d_parallelism.py",
