@@ -72,7 +72,8 @@ def show_end(exercise: Exercise, verdict: Verdict) -> None:
     elif verdict.status == "error":
         print(paint(f"The grader itself failed: {verdict.error.rstrip()}", "red"))
     else:
-        if progress.read()["hints"].get(exercise.name, 0) < len(exercise.hints):
+        readable = not re.search(r"(Syntax|Indentation|Tab)Error: ", verdict.message)
+        if readable and progress.read()["hints"].get(exercise.name, 0) < len(exercise.hints):
             print(f"A hint: {command('hint', exercise.number)}")
         seed = re.search(r"inputs drawn from seed (\d+)", verdict.message)
         if seed:

@@ -311,7 +311,8 @@ def _watch(ranks: list[Rank], deadline: float, trusted: bool, own: list[Path]) -
                 o.text = f"printed more than {OUTPUT_LIMIT:,} bytes"
         now = time.monotonic()
         if began is None and all(rank.began for rank in ranks):
-            began, stop = now, now + deadline
+            began = now
+            stop = now + deadline
         if any(rank.outcome.kind not in ("running", "returned") for rank in ranks):
             stop = min(stop, now + GRACE)
         elif began and stop < now < began + PATIENCE * deadline and _starved(running, deadline):

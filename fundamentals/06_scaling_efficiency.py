@@ -35,8 +35,8 @@ fail? Undo it, and drop the division by `accumulation` in `train_in_pieces`: wha
 
 **Before.** parallelism/01_data_parallelism_ddp.py: gradients averaged over ranks.
 
-**Next.** exercises/18_scaling_curve; then communication/06_overlap.py: how to hide the
-communication that is counted in full here.
+**Next.** exercises/18_scaling_curve; then 07_training_that_survives.py: many ranks fail often. How
+to hide the communication that is counted in full here: communication/06_overlap.py.
 """
 
 import argparse

@@ -31,9 +31,9 @@ that divides by WORLD_SIZE: do the ranks' weights drift apart now?
 
 **Before.** communication/01_nccl_collectives.py: what an all-reduce and a broadcast do.
 
-**Next.** exercises/06_gradient_accumulation and exercises/07_distributed_sampler; for runs that are
-interrupted exercises/16_resume_exactly and exercises/17_durable_checkpoint; then
-parallelism/02_fsdp_zero.py: why should every rank hold all of that?
+**Next.** exercises/06_gradient_accumulation and exercises/07_distributed_sampler; then
+parallelism/02_fsdp_zero.py: why should every rank hold all of that? For runs that are interrupted:
+fundamentals/07_training_that_survives.py.
 """
 
 import argparse

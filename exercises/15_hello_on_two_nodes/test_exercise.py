@@ -86,6 +86,11 @@ def launch(both_flags: list[list[str]], patience: float) -> tuple[str, list[str]
     return "", said
 
 
+def lines_told(text: str) -> list[str]:
+    """What the ranks of one node wrote."""
+    return [line for line in text.splitlines() if ", store at " in line]
+
+
 @pytest.mark.parametrize("ranks", [2, 1])
 def test_two_torchruns_make_one_world(answer: Path, ranks: int) -> None:
     """Two real torchruns, node 1 first, become one job, {ranks} ranks on each node"""
@@ -98,17 +103,18 @@ def test_two_torchruns_make_one_world(answer: Path, ranks: int) -> None:
     why_not, said = ended.value
     if why_not:
         pytest.skip(f"needs root or user namespaces ({why_not})")
-    told = [[line for line in text.splitlines() if ", store at " in line] for text in said]
+    told = [lines_told(text) for text in said]
+    stores = set()
     for node, lines in enumerate(told):  # a wrong world first: who came second may find no store
         for line in lines:
             if f"of {2 * ranks}, local" not in line:
                 raise Wrong(f"node {node}: a rank is told: {line}; expected {2 * ranks} ranks")
+            stores.add(line.partition(" at ")[2])
     for node, text in enumerate(said):
         if not told[node]:
             lines = [line for line in text.splitlines() if line.strip()] or ["nothing"]
             raise Wrong(f"node {node}: no rank was started; in the end torchrun said: {lines[-1]}")
         expect(len(told[node]), ranks, f"node {node}: ranks started")
-    stores = {line.partition(" at ")[2] for lines in told for line in lines}
     if len(stores) != 1 or stores & {"localhost", "127.0.0.1"}:
         raise Wrong(f"the ranks are told to meet at {', '.join(sorted(stores))}")
 

@@ -742,6 +742,7 @@ def test_a_file_that_python_cannot_read_is_told_before_any_check(home: Path) -> 
     where = f"{FIRST}.py, line 2: def hello\\(shard\\) return 1"
     told = rf"  ✗ Python can read the file\n    SyntaxError: expected ':'\n +{where}\n"
     assert re.match(told, said), said
+    assert "A hint:" not in said, "it would be about the task"
 
 
 def test_ctrl_c_ends_the_ranks_of_an_endless_answer(home: Path) -> None:

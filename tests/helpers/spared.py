@@ -1,6 +1,7 @@
 """What several files of tests change in lessons: (the passage, what it becomes)."""
 
 LAUNCHING = "fundamentals/02_launching_processes.py"
+SURVIVING = "fundamentals/07_training_that_survives.py"
 STARTS_PROCESSES = {  # sections of rank 0 that start processes of their own
     "fundamentals/00_check_your_machine.py": [
         ("    every_gpu_joins()\n", ""),
@@ -16,6 +17,7 @@ STARTS_PROCESSES = {  # sections of rank 0 that start processes of their own
         ("    operator = start_operator() if RANK == 0 else None\n", ""),
         ('    check_virtual_nodes(operator, weights, device.type == "cpu")\n', ""),
     ],
+    SURVIVING: [('        check_a_real_death(folder / "sigkill")\n', "")],
 }
 
 # FFCV's pipelines in plain Python: the same values, without seconds of compiling on every rank.

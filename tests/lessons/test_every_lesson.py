@@ -24,7 +24,7 @@ from course.playing import Played, load, play
 from course.ranks import attempt
 from course.ranks import run as run_ranks
 from tests.helpers.leftovers import left_in
-from tests.helpers.spared import LAUNCHING, NO_JIT, STARTS_PROCESSES
+from tests.helpers.spared import LAUNCHING, NO_JIT, STARTS_PROCESSES, SURVIVING
 from tests.helpers.warm_launch import run_warm
 
 # All that a root user's CPU machine may lack:
@@ -118,6 +118,7 @@ def cases(taken: bool) -> list:
 # What rank 0 alone does or starts is the same whatever the lesson's world size is.
 WITHOUT = {
     LAUNCHING: STARTS_PROCESSES[LAUNCHING],
+    SURVIVING: STARTS_PROCESSES[SURVIVING],
     "communication/06_overlap.py": [
         ("    check_across_the_cable(link, why_not, options.figure)\n", ""),
         ("REPEATS = 3", "REPEATS = 1"),

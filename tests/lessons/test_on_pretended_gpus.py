@@ -10,7 +10,7 @@ import pytest
 from course.lessons import LESSONS, world_sizes_of
 from course.playing import DecidedByNoClock
 from tests.helpers.pretended_gpus import play_on_gpus
-from tests.helpers.spared import NO_JIT, STARTS_PROCESSES
+from tests.helpers.spared import NO_JIT, STARTS_PROCESSES, SURVIVING
 
 # What a lesson is made smaller by, for this machine, or spared, since C++ asks for CUDA there: (the
 # passage, what it becomes).
@@ -30,6 +30,11 @@ SMALLER = {
         ("(4**5, 4**9, 4**14)", "(4**5, 4**9, 4**10)"),
         ("torch.zeros(2**26,", "torch.zeros(2**20,"),
         ("repeats: int = 10", "repeats: int = 1"),
+    ],
+    # DeepSpeed's layers are its own, and take seconds to load.
+    "fsdp/10_inference.py": [
+        ("max(1, 16 // WORLD_SIZE)", "max(1, 4 // WORLD_SIZE)"),
+        ("    deepspeed = import_deepspeed(prompt_BT.device)\n", "    deepspeed = None\n"),
     ],
     # NVML knows real GPUs only, and the last trainings none.
     "fundamentals/06_scaling_efficiency.py": [
@@ -65,6 +70,7 @@ SMALLER = {
         ),
         ("repeats: int = 20", "repeats: int = 1"),
     ],
+    SURVIVING: [*STARTS_PROCESSES[SURVIVING], ("elements: int = 2**28", "elements: int = 2**20")],
     "parallelism/01_data_parallelism_ddp.py": [
         ("EPOCHS = 10", "EPOCHS = 3"),
         ("repeats: int = 20", "repeats: int = 1"),
@@ -120,6 +126,9 @@ SMALLER = {
             'context_fn=keep_results, determinism_check="none")',
         ),
         ('    settings["compiled"] = Recipe(None, "none", options.compile or "inductor")\n', ""),
+    ],
+    "fsdp/06_fsdp_checkpoint.py": [
+        ("L=16, D=width, T=1024, V=32_768, heads=width // 64", "L=2"),
     ],
     "profiling/01_distributed_profiling.py": [
         ("return 8_000_000 if", "return 80_000 if"),
@@ -187,6 +196,18 @@ HARDWARE = [
         "fsdp/01_fsdp_basics.py",
         "mean of the last losses, and the bytes' entropy",
         "5 steps of 25",
+    ),
+    *(
+        (
+            SURVIVING,
+            claim,
+            "autocast to float16 on CUDA, which in C++ sees CPU tensors: nothing overflows",
+        )
+        for claim in (
+            "without scaler: share that differs",
+            "steps skipped from loss scale 2**16",
+            "loss scale that is left",
+        )
     ),
     (
         "fsdp/05_fsdp_transformer.py",

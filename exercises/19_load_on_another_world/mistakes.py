@@ -1,0 +1,192 @@
+"""Known mistakes: name, passage of solution.py, what replaces it, check, what that check says."""
+
+MISTAKES = [
+    (
+        "rows rounded down",
+        "chunk = math.ceil(rows / world_size)",
+        "chunk = rows // world_size",
+        "test_rows",
+        "own_rows(1, 2, 0): expected (0, 1), got (0, 0)",
+    ),
+    (
+        "rows spread evenly",
+        "    chunk = math.ceil(rows / world_size)\n"
+        "    start = min(rows, rank * chunk)\n"
+        "    return start, min(rows, start + chunk)\n",
+        "    return rows * rank // world_size, rows * (rank + 1) // world_size\n",
+        "test_rows",
+        "own_rows(1, 2, 0): expected (0, 1), got (0, 0)",
+    ),
+    (
+        "the last chunk is not cut short",
+        "return start, min(rows, start + chunk)",
+        "return start, start + chunk",
+        "test_rows",
+        "own_rows(1, 2, 1): expected (1, 1), got (1, 2)",
+    ),
+    (
+        "ranks without rows begin beyond the end",
+        "start = min(rows, rank * chunk)",
+        "start = rank * chunk",
+        "test_rows",
+        "own_rows(1, 3, 2): expected (1, 1), got (2, 1)",
+    ),
+    (
+        "every rank loads what rank 0 needs",
+        "dist.get_world_size(), dist.get_rank())",
+        "dist.get_world_size(), 0)",
+        "test_values",
+        "rows of token.weight [10, 6] on rank 1",
+    ),
+    (
+        "the file of its own rank",
+        'folder / shard["file"]',
+        'folder / f"rank-{dist.get_rank()}.bin"',
+        "test_values",
+        "saved by 2, loaded on 1: rows of token.weight [10, 6] on rank 0",
+    ),
+    (
+        "from where the shard begins in its file, whichever rows are wanted",
+        'shard["offset"] + (first - shard["start"]) * row',
+        'shard["offset"]',
+        "test_values",
+        "saved by 1, loaded on 2: rows of token.weight [10, 6] on rank 1",
+    ),
+    (
+        "from where the row would lie in the whole tensor",
+        'shard["offset"] + (first - shard["start"]) * row',
+        'shard["offset"] + first * row',
+        "test_values",
+        "saved by 2, loaded on 1: rows of token.weight [10, 6] on rank 0",
+    ),
+    (
+        "the files begin with their first tensor",
+        'offset = shard["offset"] + (first - shard["start"]) * row',
+        'offset = (first - shard["start"]) * row',
+        "test_values",
+        "saved by 1, loaded on 1: rows of token.weight",
+    ),
+    (
+        "float32 is taken for granted",
+        "dtype.itemsize",
+        "4",
+        "test_values",
+        "is invalid for input of size",
+    ),
+    (
+        "two dimensions are taken for granted",
+        'math.prod(about["shape"][1:])',
+        '(about["shape"] + [1, 1])[1]',
+        "test_values",
+        "shape '[12, 3, 2]' is invalid for input of size",
+    ),
+    (
+        "one after another, in the order of the list",
+        (
+            "        missing = stop - start\n",
+            "data[(first - start) * row : (last - start) * row] = piece",
+        ),
+        (
+            "        missing = stop - start\n        end = 0\n",
+            "data[end : end + len(piece)] = piece\n                end += len(piece)",
+        ),
+        "test_cut_anywhere",
+        "cut anywhere into",
+    ),
+    (
+        "the old cuts are computed, not looked up",
+        (
+            '        for shard in about["shards"]:\n',
+            'first = max(start, shard["start"])',
+            'last = min(stop, shard["stop"])',
+            '(first - shard["start"]) * row',
+        ),
+        (
+            '        old = 1 + max(int(shard["file"][5:-4]) for shard in about["shards"])\n'
+            '        for shard in about["shards"]:\n'
+            '            rows = about["shape"][0] if about["shape"] else 1\n'
+            '            low, high = own_rows(rows, old, int(shard["file"][5:-4]))\n',
+            "first = max(start, low)",
+            "last = min(stop, high)",
+            "(first - low) * row",
+        ),
+        "test_cut_anywhere",
+        "lie in no shard",
+    ),
+    (
+        "all is read, and then cut",
+        (
+            'offset = shard["offset"] + (first - shard["start"]) * row\n',
+            'piece = read_at(folder / shard["file"], offset, (last - first) * row)\n',
+        ),
+        (
+            'nbytes = (shard["stop"] - shard["start"]) * row\n',
+            'piece = read_at(folder / shard["file"], shard["offset"], nbytes)\n'
+            '                piece = piece[(first - shard["start"]) * row :]\n'
+            "                piece = piece[: (last - first) * row]\n",
+        ),
+        "test_cost",
+        "saved by 1, loaded on 3, rank 0: bytes that read_at has read",
+    ),
+    (
+        "files are read whole, past read_at",
+        'piece = read_at(folder / shard["file"], offset, (last - first) * row)',
+        'piece = (folder / shard["file"]).read_bytes()[offset : offset + (last - first) * row]',
+        "test_cost",
+        "bytes that read_at has read",
+    ),
+    (
+        "row by row",
+        'piece = read_at(folder / shard["file"], offset, (last - first) * row)\n',
+        "at = range(offset, offset + (last - first) * row, row)\n"
+        '                piece = b"".join(read_at(folder / shard["file"], i, row) for i in at)\n',
+        "test_cost",
+        "calls of read_at, where",
+    ),
+    (
+        "rank 0 reads the metadata for all",
+        (
+            "def load(folder",
+            "read_metadata(folder).items()",
+        ),
+        (
+            "def told(folder: Path) -> dict:\n"
+            "    words = [read_metadata(folder)]\n"
+            "    dist.broadcast_object_list(words)\n"
+            "    return words[0]\n\n\n"
+            "def load(folder",
+            "told(folder).items()",
+        ),
+        "test_cost",
+        "it calls broadcast",
+    ),
+    (
+        "a row that is missing is zero",
+        "        if missing:\n",
+        "        if missing < 0:\n",
+        "test_gap",
+        "rows of token.weight lie in no shard, and load says nothing",
+    ),
+    (
+        "the tensor with the gap is not named",
+        "{name}: {missing} of rows {start} to {stop} lie in no shard",
+        "{missing} rows lie in no shard",
+        "test_gap",
+        "the error does not name it",
+    ),
+    (
+        "every gap is an error, whoever needs the rows",
+        "        if missing:\n",
+        '        held = sum(shard["stop"] - shard["start"] for shard in about["shards"])\n'
+        '        if missing or held < (about["shape"] or [1])[0]:\n',
+        "test_gap",
+        "all of this rank's rows are there, and load raises",
+    ),
+    (
+        "scalars come back as vectors",
+        'if about["shape"] else []\n',
+        'if about["shape"] else [1]\n',
+        "test_values",
+        "rows of step [] on rank 0",
+    ),
+]

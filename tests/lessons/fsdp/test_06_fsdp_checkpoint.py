@@ -1,0 +1,284 @@
+"""The lesson on sharded checkpoints: files as others read them, and each broken line's claim."""
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from course.playing import load, play
+from course.ranks import run
+
+LESSON = "fsdp/06_fsdp_checkpoint.py"
+
+
+def saved_on_all(folder: Path) -> tuple[list[str], dict, list[str]]:
+    """Save on all ranks over what another job left; what lies there, and what is found damaged."""
+    lesson = load(LESSON)
+    lesson.RANK = dist.get_rank()
+    lesson.WORLD_SIZE = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (lesson.WORLD_SIZE,))
+    if lesson.RANK == 0:
+        left = folder / "step-000001.tmp"
+        left.mkdir()
+        (left / "__7_0.distcp").write_bytes(b"of a job with more ranks")
+    dist.barrier()
+    lesson.save_sharded(*lesson.new_training(mesh), folder / "step-000001")
+    path = lesson.newest_whole(folder)
+    names = sorted(file.name for file in path.iterdir())
+    sums = json.loads((path / lesson.CHECKSUMS).read_text())
+    return names, sums, lesson.find_damage(path)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_what_is_published_is_whole_and_nothing_else(n: int, tmp_path: Path) -> None:
+    ranks = run(saved_on_all, n, tmp_path)
+    shards = [f"__{rank}_0.distcp" for rank in range(n)]
+    for names, sums, damage in ranks:
+        assert names == sorted([".metadata", "checksums.json", *shards])
+        assert sorted(sums) == sorted([".metadata", *shards])
+        assert damage == []
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+def judged(path: Path, harm: str) -> list[str]:
+    lesson = load(LESSON)
+    lesson.RANK = dist.get_rank()
+    lesson.WORLD_SIZE = dist.get_world_size()
+    if lesson.RANK == 0:
+        exec(harm, {"path": path})
+    dist.barrier()
+    return lesson.find_damage(path)
+
+
+HARMS = {
+    "a file is missing": ("(path / 'b').unlink()", "b: missing"),
+    "a file is shorter": ("(path / 'b').write_bytes(b'')", "b: 0 bytes instead of 9"),
+    "a file is longer": ("(path / 'b').write_bytes(bytes(11))", "b: 11 bytes instead of 9"),
+    "a bit is flipped": ("(path / 'b').write_bytes(b'the same!'[:-1] + b' ')", "b: another"),
+    "no list of checksums": ("(path / 'checksums.json').unlink()", "checksums.json: "),
+    "the list is no JSON": ("(path / 'checksums.json').write_text('{')", "checksums.json: "),
+    "the list is a number": ("(path / 'checksums.json').write_text('7')", "checksums.json: "),
+    "a sum is missing": (
+        "(path / 'checksums.json').write_text('{\"b\": {\"bytes\": 9}}')",
+        "b: another",
+    ),
+    "a sum is empty": ("(path / 'checksums.json').write_text('{\"b\": {}}')", "checksums.json: "),
+}
+
+
+@pytest.mark.parametrize("what", HARMS)
+def test_all_ranks_name_the_same_damage(what: str, tmp_path: Path) -> None:
+    """Whichever rank reads the file, and each file is named once."""
+    lesson = load(LESSON)
+    sums = {}
+    for name in ("a", "b", "c"):
+        (tmp_path / name).write_bytes(b"the same!")
+        sums[name] = lesson.fingerprint(tmp_path / name)
+    lesson.write_durably(tmp_path / lesson.CHECKSUMS, sums)
+    harm, told = HARMS[what]
+    first, second = run(judged, 2, tmp_path, harm)
+    assert first == second
+    assert len(first) == 1
+    assert first[0].startswith(told)
+
+
+def test_no_whole_checkpoint_is_no_reason_to_start_anew(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no whole checkpoint"):
+        load(LESSON).newest_whole(tmp_path)
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    return {
+        "head.weight": torch.arange(15.0).view(3, 5),
+        "norm": torch.tensor([1.5, -2.25], dtype=torch.bfloat16),
+        "scale": torch.tensor(3.0),
+        "turned": torch.arange(6.0).view(2, 3).T,
+    }
+
+
+def test_safetensors_come_back(tmp_path: Path) -> None:
+    lesson = load(LESSON)
+    file = tmp_path / "x.safetensors"
+    lesson.write_safetensors(tensors(), file)
+    back = lesson.read_safetensors(file)
+    assert back.keys() == tensors().keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in tensors().items())
+    assert all(back[name].dtype == tensor.dtype for name, tensor in tensors().items())
+    (length,) = struct.unpack("<Q", file.read_bytes()[:8])
+    assert length % 8 == 0
+    assert file.stat().st_size == 8 + length + sum(t.nbytes for t in tensors().values())
+
+
+def test_safetensors_own_library_reads_and_writes_the_same(tmp_path: Path) -> None:
+    library = pytest.importorskip("safetensors.torch", reason="pip install safetensors")
+    lesson = load(LESSON)
+    lesson.write_safetensors(tensors(), tmp_path / "ours")
+    theirs = library.load_file(tmp_path / "ours")
+    assert all(torch.equal(theirs[name], tensor) for name, tensor in tensors().items())
+    library.save_file({k: t.contiguous() for k, t in tensors().items()}, tmp_path / "theirs")
+    ours = lesson.read_safetensors(tmp_path / "theirs")
+    assert all(torch.equal(ours[name], tensor) for name, tensor in tensors().items())
+
+
+NO_TIMES = ("        check_times(mesh, folder, options.width, background)\n", "")
+HOW = ("missing", "cut off", "a bit flipped")
+STEP_LOADED = {f"{how}: the step that is loaded" for how in HOW}
+UNNAMED = "files in the folder without a name"
+NAMED = "checkpoints that have a name"
+MADE = "bytes a rank makes for the state / P"
+COPIED = "async_save: bytes copied per element of a shard"
+BEFORE = "loaded: elements that differ from before them"
+REFUSED = "n bits flipped: files that checksums refuse"
+THE_ONE_BEFORE = "the checkpoint before it: elements loaded wrong"
+SAFE = "safetensors: elements that differ"
+
+SAVE_AT_ONCE = """\
+def save_at_once(state, storage_writer, process_group, async_stager):
+    future = Future()
+    future.set_result(
+        dcp.save(state, storage_writer=storage_writer, process_group=process_group)
+    )
+    return future
+
+
+def check_asynchronous("""
+
+# Several lines of one lesson at a time, since each run of it takes seconds.
+BREAKS = {
+    "files under the final name, and the writer stages (Try)": (
+        [
+            ('path.with_suffix(".tmp")', "path"),
+            ("            async_stager=stager,\n", ""),
+        ],
+        {UNNAMED, NAMED, COPIED},
+    ),
+    "the name comes before the files; all ranks hold all; no steps are taken": (
+        [
+            (
+                "        return super().prepare_global_plan(plans)\n",
+                "        if not self.path.is_symlink():\n"
+                "            self.path.rename(self.final)\n"
+                "            self.path.symlink_to(self.final)\n"
+                "        return super().prepare_global_plan(plans)\n",
+            ),
+            ("        self.path.rename(self.final)  # at", "        self.path.unlink()  # at"),
+            ('"full_state_dict": True, "cpu_offload": True', '"full_state_dict": True'),
+            ("        train(*training, mesh, steps=1)\n", ""),
+        ],
+        {NAMED, f"full: {MADE}", "elements of the state that these steps changed"},
+    ),
+    "two die; no checksum is compared; a copy of the shards; ranks draw other data": (
+        [
+            (
+                "        if RANK == WORLD_SIZE - 1:\n            raise",
+                "        if True:\n            raise",
+            ),
+            ("    if fingerprint(path) != expected:\n", "    if not expected:\n"),
+            (
+                "tree_leaves(state_of(model, optimizer, **options))",
+                "tree_leaves(deepcopy(state_of(model, optimizer, **options)))",
+            ),
+            (
+                "generator = torch.Generator().manual_seed(0)",
+                "generator = torch.Generator().manual_seed(mesh.size() * 10 + RANK)",
+            ),
+        ],
+        {
+            "ranks that DCP names as failed",
+            UNNAMED,
+            "a bit flipped: files refused",
+            "a bit flipped: of these the damaged one",
+            "a bit flipped: the step that is loaded",
+            REFUSED,
+            THE_ONE_BEFORE,
+            f"sharded: {MADE}",
+            "gone on, 1 ranks: distance / way of the steps",
+        },
+    ),
+    "ranks keep what they find to themselves; the save blocks; one place for all tensors": (
+        [
+            ("chain(*gather_objects(found))", "found"),
+            ("        future = dcp.async_save(\n", "        future = save_at_once(\n"),
+            ("def check_asynchronous(", SAVE_AT_ONCE),
+            ("PATIENCE = 60.0", "PATIENCE = 0.5"),
+            ("        end = place[1]\n", "        end = place[0]\n"),
+        ],
+        {
+            *(f"{how}: files refused" for how in HOW),
+            *(f"{how}: of these the damaged one" for how in HOW),
+            *STEP_LOADED,
+            REFUSED,
+            COPIED,
+            "async_save: bytes written after three steps",
+            "async_save: steps before the first byte",
+            SAFE,
+        },
+    ),
+    "Adam's state is not loaded; nothing is staged; half the precision": (
+        [
+            (
+                "    dcp.load(state, checkpoint",
+                '    dcp.load({"model": state["model"]}, checkpoint',
+            ),
+            (
+                "    stager = DefaultStager(AT_ONCE)\n",
+                "    stager = DefaultStager(AT_ONCE)\n    stager.stage = lambda state: state\n",
+            ),
+            (
+                'write_safetensors(whole["model"], file)',
+                "write_safetensors({k: v.bfloat16() for k, v in whole['model'].items()}, file)",
+            ),
+        ],
+        {
+            "cut off: loads that DCP itself refuses",  # the half that is gone is Adam's
+            "n bits flipped: elements loaded wrong",
+            THE_ONE_BEFORE,
+            "2 -> 1 ranks: elements that differ",
+            "2 -> 1 -> 2 ranks: elements that differ",
+            "gone on, n ranks: elements that differ",
+            "gone on, n ranks: distance / way of the steps",
+            "gone on, 1 ranks: distance / way of the steps",
+            COPIED,
+            BEFORE,
+            "safetensors: bytes of the file / P",
+            SAFE,
+        },
+    ),
+    "SGD; the oldest first; an error of another kind": (
+        [
+            (
+                "torch.optim.Adam(model.parameters(), lr=1e-3)",
+                "torch.optim.SGD(model.parameters(), lr=1e-3)",
+            ),
+            ("not path.suffix), reverse=True)", "not path.suffix))"),
+            (
+                "        error = raised\n",
+                "        error = RuntimeError()\n        error.failures = raised.failures\n",
+            ),
+        ],
+        {
+            f"full: {MADE}",
+            "full: bytes of the one file / P",
+            "sharded: bytes of shards in a rank's file",
+            "errors that `except Exception` would catch",
+            "saved once more: the step that is loaded",
+            *STEP_LOADED,
+            THE_ONE_BEFORE,
+            "Adam's state forgotten: distance / way, at least",
+            COPIED,
+            BEFORE,
+        },
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_break_makes_its_claims_fail(name: str) -> None:
+    changes, expected = BREAKS[name]
+    played = play(LESSON, 2, NO_TIMES, *changes)
+    played.expect(expected)
