@@ -33,7 +33,7 @@ In `check_meta_device` write `manual_seed(RANK)`: what fails, and why is that no
 
 **Before.** fsdp/01_fsdp_basics.py: units, all-gathers, reduce-scatters.
 
-**Next.** exercises/09_hybrid_sharding; then profiling/01_distributed_profiling.py
+**Next.** exercises/09_hybrid_sharding; then fsdp/05_fsdp_transformer.py: a whole training run.
 """
 
 import argparse

@@ -1,0 +1,330 @@
+"""The lesson that trains a GPT: each claim FAILs when the line that it guards breaks.
+
+A break plays only the section that it is in.
+"""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from course.lessons import ROOT
+from course.playing import Played, load, play
+
+LESSON = "fsdp/05_fsdp_transformer.py"
+MAIN = (ROOT / LESSON).read_text().partition("def main()")[2]
+SECTIONS = re.search(r"(?:    check_\w+\(.*\)\n)+", MAIN)[0]
+TRAINING = "check_training(mesh, options)"
+AT_REST = {f"{P} million parameters: bytes of each" for P in ("0.8", "1.5", "3.0")}
+KEPT_WHOLE = {f"{P} million parameters, kept whole: bytes" for P in ("0.8", "1.5", "3.0")}
+SIZES = ("124m", "1b", "7b")
+SDPA = "F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=True)"
+BY_HAND = "(q_BHTK @ k_BHTK.mT / q_BHTK.shape[-1] ** 0.5).softmax(-1) @ v_BHTK"
+FULL = '    if recompute == "full":\n        return {"add": 2 * D}\n'
+AGREED = """\
+for grad in gradients)
+        scaler.step(optimizer)
+        scaler.update()
+"""
+ALONE = """\
+for grad in gradients)
+        if overflows == 0:
+            optimizer.step()
+        scaler.update(scaler.get_scale() / (1 if overflows == 0 else 2))
+"""
+
+BREAKS = {  # name: (section, changes, what FAILs)
+    "no inner unit": (
+        "check_units(mesh)",
+        [("        fully_shard(unit, mesh=mesh, **options)\n", "        pass\n")],
+        {
+            "by block: parameters ever whole, root + one unit",
+            "by block: all-gathers in a step, 2U + 1",
+            "by size: parameters ever whole, root + one unit",
+            "by size: all-gathers in a step, 2U + 1",
+        },
+    ),
+    "another threshold": (
+        "check_units(mesh)",
+        [("least: int = 20_000", "least: int = 30_000")],
+        {
+            "by size: units",
+            "by size: parameters ever whole, root + one unit",  # units lie inside units
+            "by size: all-gathers in a step, 2U + 1",
+        },
+    ),
+    "the first block is no unit": (
+        "check_units(mesh)",
+        [("return list(model.blocks)", "return list(model.blocks[1:])")],
+        {"by block: units", "by block: all-gathers in a step, 2U + 1"},
+    ),
+    "SGD (Try)": (
+        "check_bytes_at_rest(mesh)",
+        [
+            (
+                "torch.optim.AdamW(model.parameters(), lr=1e-3)\n            mean",
+                "torch.optim.SGD(model.parameters(), lr=1e-3)\n            mean",
+            )
+        ],
+        AT_REST | KEPT_WHOLE,
+    ),
+    "18P is said to be 16P": (
+        "check_bytes_at_rest(mesh)",
+        [("return 16 * P / n + 2 * copies", "return 16 * P / n")],
+        KEPT_WHOLE,
+    ),
+    "16P is said to be 18P": (
+        "check_bytes_at_rest(mesh)",
+        [("return 16 * P / n + 2 * copies", "return 18 * P / n + 2 * copies")],
+        AT_REST | KEPT_WHOLE,
+    ),
+    "the scores are stored": (
+        "check_activations(mesh)",
+        [(SDPA, BY_HAND)],
+        {
+            "made by addmm: bytes per token",
+            "made by attention: bytes per token",
+            "none: bytes per token",
+            "selective: bytes per token",
+        },
+    ),
+    "no first residual": (
+        "check_activations(mesh)",
+        [
+            (
+                "x_BTD = x_BTD + self.attention(self.norm1(x_BTD))",
+                "x_BTD = self.attention(self.norm1(x_BTD))",
+            )
+        ],
+        {"made by add: bytes per token", "made by addmm: bytes per token"},
+    ),
+    "one norm": (
+        "check_activations(mesh)",
+        [("self.up(self.norm2(x_BTD))", "self.up(x_BTD)")],
+        {"made by layer_norm: bytes per token", "none: bytes per token"},
+    ),
+    "relu": (
+        "check_activations(mesh)",
+        [("F.gelu(", "F.relu(")],
+        {
+            "made by addmm: bytes per token",
+            "made by gelu: bytes per token",
+            "none: bytes per token",
+        },
+    ),
+    "no recomputation in the formula": (
+        "check_activations(mesh)\n    check_peak(mesh)",
+        [(FULL, "")],
+        {"full: bytes per token", "full: peak of a step, in MB"},
+    ),
+    "no recomputation in the model": (
+        "check_activations(mesh)\n    check_peak(mesh)\n    check_flops(mesh)",
+        [("            block = checkpoint_wrapper(block)\n", "            pass\n")],
+        {
+            "full: bytes per token",
+            "full: peak of a step, in MB",
+            "full: FLOPs / forward's",
+            "full, no early stop: FLOPs / forward's",
+        },
+    ),
+    "products are recomputed (Try)": (
+        "check_activations(mesh)\n    check_flops(mesh)",
+        [("    torch.ops.aten.addmm.default,  # nn.Linear\n", "")],
+        {"selective: bytes per token", "selective: FLOPs / forward's"},
+    ),
+    "everything is recomputed": (
+        "check_peak(mesh)",
+        [('    if recipe.recompute == "full":', '    if recipe.recompute != "selective":')],
+        {"none: peak of a step, in MB"},
+    ),
+    "selective is taken for none": (
+        "check_peak(mesh)",
+        [('elif recipe.recompute == "selective":', 'elif recipe.recompute == "some":')],
+        {"selective: peak of a step, in MB"},
+    ),
+    "FlashAttention's five products are taken for four": (
+        "check_flops(mesh)",
+        [(" + attention / 2  #", "  #")],
+        {f"{name}: FLOPs / forward's" for name in ("none", "selective", "full")}
+        | {"full, no early stop: FLOPs / forward's"},
+    ),
+    "early stop is not known": (
+        "check_flops(mesh)",
+        [
+            (
+                "        if early_stop:\n            total -=",
+                "        if False:\n            total -=",
+            )
+        ],
+        {"full: FLOPs / forward's"},
+    ),
+    "P is the blocks'": (
+        "check_sizes()",
+        [("return elements_of(model), counter", "return elements_of(model.blocks), counter")],
+        {f"{size}: parameters" for size in SIZES} | {f"{size}: 6 P / FLOPs" for size in SIZES},
+    ),
+    "every rank trains on rank 0's bytes, and in bfloat16 on others": (
+        "check_losses(mesh, options.compile)",
+        [
+            (
+                "losses = losses_of(model, random_bytes(mesh, RANK))",
+                "losses = losses_of(model, random_bytes(mesh, 0))",
+            ),
+            (
+                "(losses_of(model, random_bytes(mesh, RANK)).double()",
+                "(losses_of(model, random_bytes(mesh, RANK) % 2).double()",
+            ),
+        ],
+        {
+            f"{name}: losses, error"
+            for name in ("by block", "by size", "kept whole", "selective", "full")
+        }
+        | {"bfloat16: losses, error, at most"},
+    ),
+    "recomputation in float32, and what is called bfloat16": (
+        "check_losses(mesh, options.compile)",
+        [
+            ('(Recipe(recompute="selective"), {})', '(Recipe(recompute="selective"), FLOAT)'),
+            ('(Recipe(recompute="full"), {})', '(Recipe(recompute="full"), FLOAT)'),
+            ('policy_of("bfloat16"))\n    error', 'policy_of("float32"))\n    error'),
+            (
+                "RECIPES = {",
+                'FLOAT = {"mp_policy": MixedPrecisionPolicy(torch.float32)}\nRECIPES = {',
+            ),
+        ],
+        {
+            "selective: losses, error",
+            "selective: weights unlike those of by block",
+            "full: losses, error",
+            "full: weights unlike those of by block",
+            "bfloat16: losses, error, at least",
+        },
+    ),
+    "masters in float32 only": (
+        "check_masters(mesh)",
+        [("heads=4)).to(dtype)", "heads=4)).to(torch.float32)")],
+        {"bfloat16 masters: share that an update misses"},
+    ),
+    "masters in bfloat16 only": (
+        "check_masters(mesh)",
+        [("heads=4)).to(dtype)", "heads=4)).to(torch.bfloat16)")],
+        {"float32 masters: share that an update misses"},
+    ),
+    "each rank decides alone": (
+        "check_overflow(mesh)",
+        [(AGREED, ALONE)],
+        {"one overflow: ranks that skip"},
+    ),
+    "the scale fits": (
+        "check_overflow(mesh)",
+        [("init_scale=2.0**26)", "init_scale=2.0**8)")],
+        {"steps skipped until the scale fits, at least", "the scale is halved by each"},
+    ),
+    "the overflow is everywhere, and comes again": (
+        "check_overflow(mesh)",
+        [
+            ("        if plant and RANK == 0:", "        if plant:"),
+            (
+                '    _, moved = step()\n    claim("the next',
+                '    _, moved = step(plant=True)\n    claim("the next',
+            ),
+        ],
+        {"one overflow: ranks that hold it", "the next step: weights that move, of a rank"},
+    ),
+    "the learning rate stays nothing": (
+        TRAINING,
+        [("    peak = PEAK_LR[options.size]\n", "    peak = 1e-9\n")],
+        {"validation loss, at most"},
+    ),
+    "it predicts what it sees": (
+        TRAINING,
+        [("x_BT[:, 1:].flatten())\n\n\ndef average", "x_BT[:, :-1].flatten())\n\n\ndef average")],
+        {"validation loss, and one bit per byte"},
+    ),
+}
+
+
+def play_section(section: str, n: int, *changes: tuple[str, str], argv: tuple = ()) -> Played:
+    return play(LESSON, n, (SECTIONS, f"    {section}\n"), *changes, argv=argv)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_break_makes_its_claim_fail(name: str) -> None:
+    section, changes, expected = BREAKS[name]
+    played = play_section(section, 2, *changes)
+    played.expect(expected)
+
+
+def test_what_needs_two_ranks_is_blocked_on_one() -> None:
+    played = play_section("check_units(mesh)", 1)
+    assert played.code == 0, played.output
+    blocked = {row["claim"] for row in played.ledger if row["verdict"] == "BLOCKED"}
+    assert {"by block: all-gathers", "by size: all-gathers"} <= blocked
+
+
+def test_the_learning_rate_warms_up_and_falls_along_a_cosine() -> None:
+    lesson = load(LESSON)
+    rates = [lesson.learning_rate(step, 101, 2.0) for step in range(101)]
+    assert rates[:10] == pytest.approx([0.2 * (step + 1) for step in range(10)])
+    assert rates[10] == pytest.approx(2.0)
+    assert rates[55] == pytest.approx(1.1)  # half of the way down
+    assert rates[100] == pytest.approx(0.2)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert lesson.learning_rate(1, 2, 2.0) == pytest.approx(2.0)
+
+
+def test_formulas_are_the_papers() -> None:
+    """Korthikanti et al. 2022, table 2 and appendix A; Narayanan et al. 2021: P of their models."""
+    lesson = load(LESSON)
+    shape = lesson.Shape(L=48, D=6144, T=2048, V=51_200, heads=64)
+    L, h, s, V = 48, 6144, 2048, 51_200
+    assert lesson.model_flops(shape) == pytest.approx(
+        72 * L * h**2 * (1 + s / (6 * h) + V / (12 * L * h))
+    )
+    saved = lesson.saved_per_token(shape, "none", statistic=0)
+    assert sum(saved.values()) == 34 * h - 2 * h + 4 * 64
+    assert sum(lesson.saved_per_token(shape, "full").values()) == 2 * h
+    P = 12 * L * h**2 * (1 + 13 / (12 * h) + (V + s) / (12 * L * h))
+    ours = shape.P - V * h  # whose head is not the embedding's
+    assert ours == pytest.approx(P, rel=1e-5)
+
+
+def test_large_modules_leave_nothing_out_and_take_nothing_twice() -> None:
+    lesson = load(LESSON)
+    model = lesson.GPT(*lesson.SIZES["tiny"])
+    for least in (1, 10_000, 100_000, 10**9):
+        units = [*lesson.units_of(model, least), model]
+        taken = set()
+        for unit in units[:-1]:
+            fresh = [p for p in unit.parameters() if p not in taken]
+            assert sum(p.numel() for p in fresh) >= least
+            taken.update(fresh)
+
+
+@pytest.mark.slow
+def test_every_flag_at_once(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(Path(pytest.__file__).read_bytes() + b"all work and no play " * 5_000)
+    argv = ("--data", str(text), "--precision", "float16", "--recompute", "selective")
+    argv += ("--units", "20000", "--batch", "4", "--steps", "25")
+    played = play_section(TRAINING, 2, argv=argv)
+    assert not played.failed, played.output
+
+
+@pytest.mark.slow
+def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(b"too short")
+    played = play_section(TRAINING, 1, argv=("--data", str(text)))
+    assert "--data needs over 640 bytes; it has 9" in str(played.code) + played.output
+
+
+@pytest.mark.slow
+def test_compiled_it_has_the_same_losses() -> None:
+    """Dynamo's graphs with autograd's, and no kernels of a compiler's: that takes minutes."""
+    played = play_section("check_losses(mesh, options.compile)", 1, argv=("--compile", "aot_eager"))
+    assert played.failed == set(), played.output
+    claims = {row["claim"]: row for row in played.ledger}
+    assert math.isclose(claims["compiled: losses, error"]["measured"], 0, abs_tol=1.3e-12)
