@@ -110,6 +110,12 @@ SMALLER = {
         ),
         ("repeats: int = 20", "repeats: int = 1"),
     ],
+    "fsdp/08_lora.py": [
+        ("L: int = 16, T: int = 2048", "L: int = 4, T: int = 64"),
+        ("torch.randint(32_768, (B", "torch.randint(1024, (B"),
+        ("GPT(L, width, T, V=32_768, heads=width // 128)", "GPT(L, 512, T, V=1024, heads=4)"),
+        ("repeats: int = 5", "repeats: int = 1"),
+    ],
     "profiling/01_distributed_profiling.py": [
         ("return 8_000_000 if", "return 80_000 if"),
         (
