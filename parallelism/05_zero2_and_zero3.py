@@ -26,7 +26,7 @@ is the training still right? In `land` replace `+=` by `=`: what fails, and what
 
 **Before.** parallelism/02_fsdp_zero.py: sixteen bytes per parameter, buckets, stage 1.
 
-**Next.** fsdp/01_fsdp_basics.py uses PyTorch's `fully_shard`.
+**Next.** exercises/21_gather_and_free. fsdp/01_fsdp_basics.py uses PyTorch's `fully_shard`;
 parallelism/06_tensor_parallel.py splits the multiplications themselves.
 """
 

@@ -1,0 +1,178 @@
+"""Known mistakes: name, passage of solution.py, what replaces it, check, what that check says."""
+
+MISTAKES = [
+    (
+        "A and B both random",
+        "self.B = nn.Parameter(base.weight.new_zeros(base.out_features, r, dtype=dtype))",
+        "self.B = nn.Parameter(base.weight.new_ones(base.out_features, r, dtype=dtype))",
+        "test_start",
+        "output of a new adapter: that of its base",
+    ),
+    (
+        "A and B both zero",
+        "nn.init.normal_(self.A, std=base.in_features**-0.5)",
+        "nn.init.zeros_(self.A)",
+        "test_start",
+        "A and B are both zero at first: then neither ever has a gradient",
+    ),
+    (
+        "A zero and B random",
+        (
+            "nn.init.normal_(self.A, std=base.in_features**-0.5)",
+            "base.weight.new_zeros(base.out_features, r, dtype=dtype)",
+        ),
+        ("nn.init.zeros_(self.A)", "base.weight.new_ones(base.out_features, r, dtype=dtype)"),
+        "test_start",
+        "B is to be zero at first, and A random",
+    ),
+    (
+        "the base is trained, too",
+        "        base.requires_grad_(False)\n",
+        "",
+        "test_start",
+        "parameters of an adapter that are trained: expected ['A', 'B'], "
+        "got ['A', 'B', 'base.bias', 'base.weight']",
+    ),
+    (
+        "adapters in the base's bfloat16",
+        "torch.promote_types(base.weight.dtype, torch.float32)",
+        "base.weight.dtype",
+        "test_start",
+        "A beside a base in bfloat16: expected torch.float32, got torch.bfloat16",
+    ),
+    (
+        "the factor forgotten in forward",
+        "(self.scale * change).to(y.dtype)",
+        "change.to(y.dtype)",
+        "test_forward",
+        "output: the factor alpha / r is missing",
+    ),
+    (
+        "alpha for alpha / r",
+        "self.scale = alpha / r",
+        "self.scale = alpha",
+        "test_forward",
+        "output: the factor is alpha, not alpha / r",
+    ),
+    (
+        "B A multiplied out",
+        "F.linear(F.linear(x.to(self.A.dtype), self.A), self.B)",
+        "F.linear(x.to(self.A.dtype), self.B @ self.A)",
+        "test_made",
+        "forward makes a tensor of 1,920 elements, where W has 1,920: multiply x by A first",
+    ),
+    (
+        "the output in float32",
+        "y + (self.scale * change).to(y.dtype)",
+        "y + self.scale * change",
+        "test_bfloat16",
+        "output beside a base in bfloat16: expected bfloat16, got torch.float32",
+    ),
+    (
+        "bfloat16 meets float32",
+        "x.to(self.A.dtype)",
+        "x",
+        "test_bfloat16",
+        "RuntimeError: ",
+    ),
+    (
+        "all frozen at the end, adapters too",
+        ("    model.requires_grad_(False)\n", "    return model\n    # --- end\n\n\ndef shard"),
+        ("", "    return model.requires_grad_(False)\n    # --- end\n\n\ndef shard"),
+        "test_places",
+        "not trained: blocks.0.down.A, blocks.0.down.B",
+    ),
+    (
+        "norms and other layers left to train",
+        "    model.requires_grad_(False)\n",
+        "",
+        "test_places",
+        "only A and B are to be trained; blocks.0.norm.bias, blocks.0.norm.weight",
+    ),
+    (
+        "an adapter for each place of a layer",
+        "                if child not in adapters:\n"
+        "                    adapters[child] = Adapter(child, r, alpha)\n",
+        "                adapters[child] = Adapter(child, r, alpha)\n",
+        "test_places",
+        "a layer that is held in two places gets one adapter",
+    ),
+    (
+        "names that only begin so",
+        "if name in names and",
+        "if name.startswith(names) and",
+        "test_places",
+        "places of the adapters: expected",
+    ),
+    (
+        "whatever bears the name",
+        "if name in names and isinstance(child, nn.Linear):",
+        "if name in names:",
+        "test_places",
+        "AttributeError: 'LayerNorm' object has no attribute 'in_features'",
+    ),
+    (
+        "thin matrices dealt out by rows",
+        "return Shard(1) if parameter.dim() == 2 and len(parameter) % n != 0 else None",
+        "return None",
+        "test_sharded",
+        "are padding (a matrix of 2 rows on 4 ranks)",
+    ),
+    (
+        "one unit for the whole model",
+        "    for block in model.blocks:\n"
+        "        fully_shard(block, mesh=mesh, shard_placement_fn=placement)\n",
+        "",
+        "test_sharded",
+        "rank 0: reduce-scatters, one per block: expected 2, got 1",
+    ),
+    (
+        "what is outside the blocks forgotten",
+        "return fully_shard(model, mesh=mesh, shard_placement_fn=placement)",
+        "return model",
+        "test_sharded",
+        "rank 0: whole on every rank, in no unit: up_front.weight",
+    ),
+    (
+        "a unit of its own for every adapter",
+        "    for block in model.blocks:\n",
+        "    for module in model.modules():\n"
+        "        if isinstance(module, Adapter):\n"
+        "            fully_shard(module, mesh=mesh, shard_placement_fn=placement)\n"
+        "    for block in model.blocks:\n",
+        "test_sharded",
+        "rank 0: reduce-scatters, one per block: expected 2, got 4",
+    ),
+    (
+        "units kept for backward",
+        "fully_shard(block, mesh=mesh, shard_placement_fn=placement)",
+        "fully_shard(\n"
+        "            block, mesh=mesh, shard_placement_fn=placement, reshard_after_forward=False\n"
+        "        )",
+        "test_sharded",
+        "rank 0: all-gathers, twice per block and once for the rest: expected 5, got 3",
+    ),
+    (
+        "merged without the factor",
+        "weight.to(self.A.dtype) + self.scale * self.B @ self.A",
+        "weight.to(self.A.dtype) + self.B @ self.A",
+        "test_merged",
+        "merged weight: the factor alpha / r is missing",
+    ),
+    (
+        "a new layer instead of the base",
+        "        return self.base\n        # --- end\n\n\ndef adapt",
+        "        layer = nn.Linear(self.base.in_features, self.base.out_features)\n"
+        "        layer.weight = weight\n"
+        "        return layer\n        # --- end\n\n\ndef adapt",
+        "test_merged",
+        "merged: expected the base itself, its weight changed",
+    ),
+    (
+        "the change rounded before it is added",
+        "weight.copy_(weight.to(self.A.dtype) + self.scale * self.B @ self.A)",
+        "weight += (self.scale * self.B @ self.A).to(weight.dtype)",
+        "test_merged_in_bfloat16",
+        "the change was rounded to bfloat16 before it was added",
+    ),
+]

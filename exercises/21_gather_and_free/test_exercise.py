@@ -1,0 +1,302 @@
+"""Grader of 21: shares, one process's weights, calls and elements, their order, what is whole."""
+
+import gc
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from course.grading import Event, Wrong, expect, grade, same
+
+D = 7  # 1, 7 and 11 are divided by none of 2, 3, 4
+WIDTHS = (31, 37, 41, 43, 47, 53)
+FROZEN = {1: ("down",), 3: ("up", "down", "spare")}  # of units, by layer; unit 3 is frozen whole
+STEPS = 3
+# Float64, numbers below 10: 3 steps of sums of up to 53 terms through 6 units and over 4 ranks.
+ATOL = 3 * 6 * 4 * 53 * 10 * 2**-53
+
+
+class Layers(nn.Module):
+    """A unit: two layers, after one that is never used. Says when it computes."""
+
+    def __init__(self, number: int, told: list) -> None:
+        super().__init__()
+        self.number = number
+        self.told = told
+        self.spare = nn.Linear(D, 1, bias=False)
+        self.up = nn.Linear(D, WIDTHS[number])
+        self.down = nn.Linear(WIDTHS[number], D)
+        for name in FROZEN.get(number, ()):
+            getattr(self, name).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for say in self.told:
+            say(self.number)
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def units_of(seed: int, told: list | None = None) -> list[Layers]:
+    torch.manual_seed(seed)
+    told = [] if told is None else told
+    return [Layers(number, told).double() for number in range(len(WIDTHS))]
+
+
+def sizes(number: int) -> tuple[int, int]:
+    """Trained and frozen elements of a unit."""
+    count = {True: 0, False: 0}
+    for p in units_of(0)[number].parameters():
+        count[p.requires_grad] += p.numel()
+    return count[True], count[False]
+
+
+def shares(number: int, n: int) -> tuple[int, int]:
+    trained, frozen = sizes(number)
+    return -(-trained // n), -(-frozen // n)
+
+
+def batch(seed: int, rank: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + 10 * rank + step)
+    return torch.randn(2, D, generator=generator, dtype=torch.float64)
+
+
+def loss_of(y: torch.Tensor) -> torch.Tensor:
+    return y.square().mean()
+
+
+def flat(parameters: list[torch.Tensor]) -> torch.Tensor:
+    parts = [p.detach().flatten() for p in parameters]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+
+
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def kinds(unit: nn.Module) -> dict[str, torch.Tensor]:
+    trained = [p for p in unit.parameters() if p.requires_grad]
+    frozen = [p for p in unit.parameters() if not p.requires_grad]
+    return {"trained": flat(trained), "frozen": flat(frozen)}
+
+
+def hold(answer, wire, seed: int) -> list:
+    """Each unit's shares, and the elements left in its own parameters."""
+    units = units_of(seed)
+    model = answer.ZeRO3(units)
+    held = []
+    for k, unit in enumerate(units):
+        left = sum(p.untyped_storage().nbytes() // 8 for p in unit.parameters())
+        held.append((copy_of(model.trained[k]), copy_of(model.frozen[k]), left))
+    names = [name for name, _ in model.named_parameters()]
+    return [held, names]
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_shares(answer: Path, seed: int, n: int) -> None:
+    """Each of {n} ranks holds its share, and nothing else"""
+    for rank, (held, names) in enumerate(grade(answer, hold, n, seed)):
+        for k, unit in enumerate(units_of(seed)):
+            told = f"rank {rank}, unit {k}"
+            for kind, share in (("trained", held[k][0]), ("frozen", held[k][1])):
+                whole = kinds(unit)[kind]
+                length = -(-len(whole) // n)
+                padded = torch.cat([whole, whole.new_zeros(n * length - len(whole))])
+                due = padded[rank * length : (rank + 1) * length]
+                expect(len(share), length, f"{told}: elements of its share of what is {kind}")
+                if length > 0:
+                    same(share, due, f"{told}: share of what is {kind}")
+            expect(held[k][2], 0, f"{told}: elements still in the unit's own parameters")
+        expect(names, [f"trained.{k}" for k in range(len(WIDTHS))], "the model's parameters")
+
+
+def train(answer, wire, seed: int, micro_batches: int) -> list[torch.Tensor]:
+    """Steps of SGD; returns what each unit's share of the trained elements is at the end."""
+    model = answer.ZeRO3(units_of(seed))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for x in batch(seed, dist.get_rank(), step).chunk(micro_batches):
+            (loss_of(model(x)) / micro_batches).backward()
+        optimizer.step()
+    return [copy_of(share) for share in model.trained]
+
+
+def alone(seed: int, n: int, lr: float = 0.1, known: bool = False) -> list[torch.Tensor]:
+    """What one process is left with, on all batches; if `known`, as if means were sums."""
+    model = nn.Sequential(*units_of(seed))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in range(n):
+            (loss_of(model(batch(seed, rank, step))) / (1 if known else n)).backward()
+        optimizer.step()
+    return [kinds(unit)["trained"] for unit in model]
+
+
+@pytest.mark.parametrize(("n", "micro_batches"), [(1, 1), (2, 1), (3, 2), (4, 1)])
+def test_training(answer: Path, seed: int, n: int, micro_batches: int) -> None:
+    """Weights after 3 steps are one process's: {n} ranks, micro-batches: {micro_batches}"""
+    told = grade(answer, train, n, seed, micro_batches)
+    expected = alone(seed, n)
+    summed = alone(seed, n, known=True)
+    start = alone(seed, n, lr=0.0)
+    for k, due in enumerate(expected):
+        if len(due) == 0:
+            continue
+        got = torch.cat([shares_of_rank[k] for shares_of_rank in told])[: len(due)]
+        known = {"gradients are the sum over ranks": summed[k]} if n > 1 else {}
+        known["it has not moved"] = start[k]
+        same(got, due, f"unit {k}, its shares put together", ATOL, known)
+
+
+def watch(answer, wire, seed: int) -> tuple[list[Event], list[Event]]:
+    """The calls and the computations of a forward, and of its backward, in their order."""
+    model = answer.ZeRO3(units_of(seed, [lambda number: wire.note(str(number))]))
+    wire.events.clear()
+    loss = loss_of(model(batch(seed, dist.get_rank(), 0)))
+    forward = list(wire.events)
+    wire.events.clear()
+    loss.backward()
+    return forward, list(wire.events)
+
+
+def names_of(events: list[Event], n: int) -> list[str]:
+    """Each event in words: "gather 2", "compute 2", "scatter 2"; units are told by their sizes."""
+    gathered = {}
+    scattered = {}
+    for k in range(len(WIDTHS)):
+        trained, frozen = shares(k, n)
+        gathered[8 * n * (trained + frozen)] = k
+        scattered[8 * n * trained] = k
+        scattered.setdefault(8 * n * (trained + frozen), f"{k} with what is frozen")
+    words = []
+    for event in events:
+        if event.op == "note":
+            words.append(f"compute {event.text}")
+        elif event.op == "all_gather" and event.nbytes in gathered:
+            words.append(f"gather {gathered[event.nbytes]}")
+        elif event.op == "reduce_scatter" and event.nbytes in scattered:
+            words.append(f"scatter {scattered[event.nbytes]}")
+        else:
+            words.append(f"{event.op} of {event.nbytes // 8} elements, which no unit has")
+    return words
+
+
+def due_forward(last: int) -> list[str]:
+    words = ["gather 0"]
+    for k in range(last + 1):
+        if k < last:
+            words.append(f"gather {k + 1}")
+        words.append(f"compute {k}")
+    return words
+
+
+def due_backward(last: int, n: int) -> list[str]:
+    words = [f"gather {last}"]
+    for k in range(last, -1, -1):
+        if k > 0:
+            words.append(f"gather {k - 1}")
+        words.append(f"compute {k}")
+        if shares(k, n)[0] > 0:
+            words.append(f"scatter {k}")
+    return words
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_order(answer: Path, seed: int, n: int) -> None:
+    """One gather per unit and pass, before its neighbour computes: {n} ranks"""
+    last = len(WIDTHS) - 1
+    for rank, (forward, backward) in enumerate(grade(answer, watch, n, seed)):
+        pairs = (("forward", forward, due_forward(last)), ("backward", backward, None))
+        for name, events, due in pairs:
+            got = names_of(events, n)
+            due = due_backward(last, n) if due is None else due
+            for at, word in enumerate(due):
+                came = got[at] if at < len(got) else "nothing more"
+                if came != word:
+                    so_far = ", ".join(due[max(0, at - 3) : at]) or "nothing"
+                    raise Wrong(f"rank {rank}, {name}: after {so_far}: expected {word}, got {came}")
+            if len(got) > len(due):
+                raise Wrong(f"rank {rank}, {name}: nothing more was due, got {got[len(due)]}")
+
+
+def stay(answer, wire, seed: int) -> dict[str, torch.Tensor]:
+    """Rank 1 does not begin its gather before that of rank 0 has returned."""
+    model = answer.ZeRO3(units_of(seed))
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        model.gather(2)
+        store.set("the gather of rank 0 has returned", "")
+    else:
+        try:
+            store.wait(["the gather of rank 0 has returned"], timedelta(seconds=15))
+        except dist.DistStoreError:
+            raise Wrong("gather waits for the other ranks: start it, and return at once") from None
+        model.gather(2)
+    return {name: copy_of(p) for name, p in model.whole(2).items()}
+
+
+def test_waiting(answer: Path, seed: int) -> None:
+    """A gather returns at once, and whole waits for it"""
+    due = dict(units_of(seed)[2].named_parameters())
+    for rank, got in enumerate(grade(answer, stay, 2, seed, deadline=40)):
+        expect(sorted(got), sorted(due), f"rank {rank}: parameters of unit 2")
+        for name, p in due.items():
+            same(got[name], p.detach(), f"rank {rank}: {name} of unit 2, whole")
+
+
+def weigh(answer, wire, seed: int) -> list[tuple[int, int, int]]:
+    """(unit, elements alive beyond what was there, at most so many), whenever a unit computes."""
+    found = []
+    told = []
+    model = answer.ZeRO3(units_of(seed, told))
+    gc.collect()
+    gc.freeze()
+
+    def alive() -> int:
+        gc.collect()
+        storages = {}
+        for tensor in gc.get_objects():
+            if issubclass(type(tensor), torch.Tensor) and tensor.dim() > 0:
+                storage = tensor.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes() // 8
+        return sum(storages.values())
+
+    def look(number: int) -> None:
+        """gloo's threads may hold a buffer for a moment: once, give them time to let go of it."""
+        bound = allowed(number, dist.get_world_size())
+        least = alive()
+        patience = 100 if all(elements <= limit for _, elements, limit in found) else 0
+        while least > bound and patience > 0:
+            time.sleep(0.05)
+            least = min(least, alive())
+            patience -= 1
+        found.append((number, least, bound))
+
+    told.append(look)
+    loss_of(model(batch(seed, dist.get_rank(), 0))).backward()
+    return found
+
+
+def allowed(number: int, n: int) -> int:
+    """Elements of this unit and its larger neighbour, of all shares' gradients, of activations."""
+    whole = [n * sum(shares(k, n)) for k in range(len(WIDTHS))]
+    neighbours = [whole[k] for k in (number - 1, number + 1) if 0 <= k < len(WIDTHS)]
+    gradients = sum(shares(k, n)[0] for k in range(len(WIDTHS)))
+    return whole[number] + max(neighbours) + gradients + 40 * 2 * D
+
+
+def test_memory(answer: Path, seed: int) -> None:
+    """Two units are whole at a time, on 4 ranks"""
+    total = sum(4 * sum(shares(k, 4)) for k in range(len(WIDTHS)))
+    for rank, found in enumerate(grade(answer, weigh, 4, seed, deadline=40)):
+        for number, elements, bound in found:
+            if elements > bound:
+                raise Wrong(
+                    f"rank {rank}: {elements:,} elements are alive while unit {number} computes; "
+                    f"it, its neighbour, gradients and activations are {bound:,} at most, "
+                    f"and all units together {total:,}"
+                )

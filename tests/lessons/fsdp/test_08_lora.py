@@ -1,0 +1,225 @@
+"""The lesson on LoRA: adapters, who has gradients, and each claim FAILs when its line breaks."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from course.playing import load, play
+from course.ranks import run
+
+LESSON = "fsdp/08_lora.py"
+QUICK = ("--steps", "1")
+SETTINGS = ("full", "LoRA", "LoRA, bfloat16")
+BYTES = {f"{name}: bytes on this rank" for name in SETTINGS}
+GATHERED = {f"{name}: elements gathered" for name in SETTINGS}
+SCATTERS = {f"{name}: reduce-scatters" for name in SETTINGS}
+STAYS = {f"in bfloat16, a change of {size} W: share that stays" for size in (0.1, 0.01, 0.001)}
+COUNT = "Q: the sum of r (d_in + d_out)"
+START = "outputs that differ once adapters are there"
+GRADIENT_A = "first step: elements of A with a gradient"
+GRADIENT_B = "first step: elements of B with one, all"
+DEAD = "A = B = 0: elements moved in 3 steps"
+ROWS = "r = 1, by rows: A reduce-scattered"
+COLUMNS = "r = 1, by columns: A reduce-scattered"
+FROZEN_DTYPE = "frozen bfloat16, trained float32: errors"
+TWO_DTYPES = "trained in two dtypes: errors"
+LOSSES = "losses of 3 steps, error"
+WEIGHTS = "weights after 3 steps, error"
+FROZEN = "frozen weights that training has changed"
+GAIN = "full fine-tuning's gain in nats, at least"
+THIRD = "gain of the adapters, at least a third of it"  # one step does not reach it
+AT_MOST = "gain of the adapters, at most all of it"
+RANK_LORA = "LoRA: largest matrix rank of a change"
+RANK_FULL = "full: smallest matrix rank of a change"
+MERGED = "merged in float64: outputs, error"
+
+
+def adapted(r: int) -> tuple[nn.Linear, nn.Module]:
+    lesson = load(LESSON)
+    torch.manual_seed(0)
+    base = nn.Linear(5, 7).double()
+    layer = lesson.LoRALinear(base, r, alpha=3)
+    nn.init.normal_(layer.lora_B)
+    return base, layer
+
+
+def test_the_adapter_is_the_formula() -> None:
+    base, layer = adapted(2)
+    x = torch.randn(4, 5, dtype=torch.float64)
+    W = base.weight + 3 / 2 * layer.lora_B @ layer.lora_A
+    assert torch.allclose(layer(x), x @ W.T + base.bias, rtol=0, atol=1e-14)
+    change = (W - base.weight).detach()
+    assert torch.allclose(layer.change(), change, rtol=0, atol=1e-14)
+
+
+def test_adapters_stay_in_float32_beside_bfloat16() -> None:
+    lesson = load(LESSON)
+    layer = lesson.LoRALinear(nn.Linear(5, 7).bfloat16(), 2, alpha=3)
+    assert (layer.lora_A.dtype, layer.lora_B.dtype) == (torch.float32, torch.float32)
+
+
+def test_added_where_named_and_merged_back() -> None:
+    lesson = load(LESSON)
+    model = lesson.GPT().double()
+    names = [name for name, _ in model.named_parameters()]
+    x = torch.randint(256, (2, 8))
+    lesson.add_adapters(model, ("qkv", "down"), 2, 4)
+    layers = lesson.adapters_of(model)
+    assert len(layers) == 8
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert all(name.endswith(("lora_A", "lora_B")) for name in trained)
+    assert len(trained) == 16
+    for layer in layers:
+        nn.init.normal_(layer.lora_B, std=0.1)
+    expected = model(x)
+    merged = lesson.merge_adapters(model)
+    assert [name for name, _ in merged.named_parameters()] == names
+    assert torch.allclose(merged(x), expected, rtol=0, atol=1e-12)
+
+
+def on_a_rank() -> tuple:
+    """Of an adapted model on one rank: frozen gradients, and what it holds and should hold."""
+    lesson = load(LESSON)
+    lesson.RANK, lesson.WORLD_SIZE = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (lesson.WORLD_SIZE,))
+    whole = lesson.new_model(mesh, "LoRA")
+    model = lesson.shard_model(lesson.new_model(mesh, "LoRA"), mesh)
+    with lesson.CountedCommunication() as counted:
+        lesson.mean_loss(model, lesson.random_bytes(mesh, lesson.RANK)).backward()
+    frozen = [p.grad for p in model.parameters() if not p.requires_grad and p.grad is not None]
+    rows = [p.to_local().shape[0] for p in model.parameters()]
+    predicted = [lesson.rows_held(len(p)) for p in whole.parameters()]
+    same = lesson.whole_parameters(model)
+    error = max((same[name] - p).abs().max().item() for name, p in whole.named_parameters())
+    scattered = counted.elements("reduce_scatter")
+    return len(frozen), rows == predicted, error, scattered
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_only_adapters_have_gradients_and_send_them(n: int) -> None:
+    for frozen, rows, error, scattered in run(on_a_rank, n):
+        assert (frozen, rows, error) == (0, True, 0.0)
+        in_A = 4 * (64 + 64 + 64 + 256) * (math.ceil(4 / n) * n)
+        out_B = 4 * sum(math.ceil(d / n) * n for d in (192, 64, 256, 64)) * 4
+        assert scattered == in_A + out_B
+
+
+FINE_TUNE = "    optimizer = torch.optim.AdamW(trained(model), lr=lr, fused=True)\n"
+TUNED = "            add_adapters(model, ADAPTED, r, ALPHA)\n"
+STEPS = "    losses = take_steps(model, batches[RANK])\n"
+
+# Where two lines guard different claims, they are broken in one run.
+BREAKS = {
+    "B starts at one": (
+        [("weight.new_zeros(base.out_features", "weight.new_ones(base.out_features")],
+        {START, DEAD, GRADIENT_A, WEIGHTS},
+    ),
+    "A starts at zero": (
+        [("nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))", "self.lora_A.data.zero_()")],
+        {GRADIENT_B, RANK_LORA},
+    ),
+    "merged without its factor; one dtype after all; one rank's losses; columns not asked for": (
+        [
+            ("return self.scale * self.lora_B.detach()", "return self.lora_B.detach()"),
+            ("layer.lora_A.data = layer.lora_A.data.bfloat16()", "pass"),
+            ("    dist.all_reduce(losses)\n", "    losses = losses * WORLD_SIZE\n"),
+            ('"columns": (by_columns_if_thin, in_A)', '"columns": (None, in_A)'),
+        ],
+        {MERGED, TWO_DTYPES, LOSSES, COLUMNS},
+    ),
+    "gradients are summed; the base stays in float32; half of the change is merged": (
+        [
+            (
+                STEPS,
+                "    for block in model.blocks:\n"
+                "        block.set_gradient_divide_factor(1.0)\n" + STEPS,
+            ),
+            ('"LoRA, bfloat16": (torch.bfloat16,', '"LoRA, bfloat16": (torch.float32,'),
+            ("(W_M.float() + change_M)", "(W_M.float() + change_M / 2)"),
+        ],
+        {LOSSES, WEIGHTS, "LoRA, bfloat16: bytes on this rank", *STAYS},
+    ),
+    "units are kept for backward; the bfloat16 base is trained; A is dealt out by columns": (
+        [
+            (
+                "mesh, name), mesh, **options)\n        with",
+                "mesh, name), mesh, reshard_after_forward=False, **options)\n        with",
+            ),
+            (
+                'frozen = new_model(mesh, "LoRA, bfloat16")\n',
+                'frozen = new_model(mesh, "LoRA, bfloat16").requires_grad_(True)\n',
+            ),
+            ('"rows": (None, WORLD', '"rows": (by_columns_if_thin, WORLD'),
+        ],
+        {*GATHERED, FROZEN_DTYPE, ROWS},
+    ),
+    "blocks are no units": (
+        [
+            (
+                "    for block in model.blocks:\n        fully_shard(block, mesh=mesh, **options)\n"
+                "    return fully_shard",
+                "    return fully_shard",
+            )
+        ],
+        {*GATHERED, *SCATTERS},
+    ),
+    "the head is adapted, too": (
+        [('("qkv", "out", "up", "down")', '("qkv", "out", "up", "down", "head")')],
+        {COUNT, "LoRA: reduce-scatters", "LoRA, bfloat16: reduce-scatters"},
+    ),
+    "the base is tuned with its adapters; full fine-tuning stands still": (
+        [
+            (TUNED, TUNED.replace("ALPHA)", "ALPHA).requires_grad_(True)")),
+            ('("full", None, 3e-3)', '("full", None, 0.0)'),
+        ],
+        {FROZEN, GAIN, AT_MOST, RANK_FULL},
+    ),
+    "the optimizer is made before the shards (Try)": (
+        [
+            (
+                "    shard_model(model, mesh)\n" + FINE_TUNE,
+                FINE_TUNE + "    shard_model(model, mesh)\n",
+            )
+        ],
+        {GAIN, RANK_FULL, RANK_LORA},
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_break_makes_its_claim_fail(name: str) -> None:
+    changes, expected = BREAKS[name]
+    played = play(LESSON, 2, *changes, argv=QUICK)
+    assert played.failed - {THIRD} == expected, played.output
+
+
+@pytest.mark.slow
+def test_rank_0s_rows_for_everyone() -> None:
+    """On 3 ranks the last has none of A's 4 rows."""
+    played = play(LESSON, 3, ("rows - RANK * chunk", "rows"), argv=QUICK)
+    assert played.failed - {THIRD} == BYTES, played.output
+
+
+@pytest.mark.slow
+def test_nothing_frozen_is_refused_in_bfloat16() -> None:
+    """The docstring's Try."""
+    played = play(LESSON, 2, ("    model.requires_grad_(False)\n", ""), argv=QUICK)
+    assert "FSDP expects uniform original parameter dtype" in played.code
+    for claim in (COUNT, DEAD, "LoRA: bytes on this rank"):
+        assert re.search(rf"FAIL .*{re.escape(claim)}", played.output), claim
+
+
+@pytest.mark.slow
+def test_own_text(tmp_path: Path) -> None:
+    path = tmp_path / "two.txt"
+    path.write_text("ab" * 5000)
+    played = play(LESSON, 1, argv=(*QUICK, "--data", str(path)))
+    assert played.failed == set(), played.output
+    assert {THIRD, AT_MOST, GAIN}.isdisjoint(row["claim"] for row in played.ledger)
