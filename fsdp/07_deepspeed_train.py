@@ -188,7 +188,7 @@ def start_engine(deepspeed: ModuleType, device: torch.device, config: dict) -> n
 # So two updates run at the lowest rate, and the highest is reached one update later than the name
 # `warmup_num_steps` suggests. With `warmup_min_lr` at 0, the default, both do nothing but count.
 # Without `warmup_type` the warmup is logarithmic, and far steeper at its beginning. To compare with
-# DeepSpeed, the loop of FSDP2 uses the same rates: `LambdaLR` in section 8.
+# DeepSpeed, the loop of FSDP2 uses the same rates: `LambdaLR` in section 9.
 
 
 # %%
@@ -596,8 +596,8 @@ def check_config(
 #
 # The **oracle** is one process, rank 0, that sees all sequences of an update at once. FSDP2 runs
 # through the same loop, written by hand: an update's micro-batches, the clip, the optimizer, the
-# scheduler. The text is Python's own sources; the sequences that follow those for
-# training are held out.
+# scheduler. The text is Python's own sources; the sequences that follow those for training are held
+# out.
 
 
 # %%
@@ -979,7 +979,7 @@ def main() -> None:
     device = setup()
     deepspeed = import_deepspeed(device)
     expected = from_rank_0(one_process(x_ST, x_ET, device) if RANK == 0 else None)
-    if path:
+    if path and deepspeed:
         check_config(deepspeed, path, x_ST, expected, device)
         finish()
     fall = expected["held out at first"] - expected["held out"]
