@@ -31,7 +31,8 @@ Predict, run, then read.
 
 **Before.** fsdp/02_deepspeed_config.py: the keys. parallelism/02_fsdp_zero.py: ZeRO's formulas.
 
-**Next.** fsdp/04_fsdp_refinements.py; which strategy when: fsdp/sharding_strategies.md
+**Next.** fsdp/04_fsdp_refinements.py, or fsdp/07_deepspeed_train.py if you use DeepSpeed alone.
+Which strategy when: fsdp/sharding_strategies.md
 """
 
 import argparse

@@ -106,6 +106,14 @@ SMALLER = {
     "fsdp/03_deepspeed_bytes.py": [
         ("deepspeed = import_deepspeed(device)", "deepspeed = None"),
     ],
+    "fsdp/07_deepspeed_train.py": [
+        ("deepspeed = import_deepspeed(device)", "deepspeed = None"),
+        ("torch.randint(32_768, (2, 2049)", "torch.randint(1024, (2, 65)"),
+        (
+            "GPT(L=16, D=2048, T=2048, V=32_768, heads=16)",
+            "GPT(L=2, D=256, T=64, V=1024, heads=2)",
+        ),
+    ],
     # DTensor asks it for the state of the GPU's random numbers.
     "fsdp/04_fsdp_refinements.py": [
         ("    check_meta_device(mesh)\n", ""),

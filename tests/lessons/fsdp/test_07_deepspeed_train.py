@@ -1,0 +1,325 @@
+"""The lesson on a whole run with DeepSpeed: real files and launchers; each claim can FAIL."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from course.lessons import ROOT
+from course.playing import load, play
+from course.ranks import run
+
+pytest.importorskip("deepspeed")
+LESSON = "fsdp/07_deepspeed_train.py"
+FOLDER = ROOT / "fsdp" / "deepspeed_configs"
+
+
+def test_the_files_are_written_from_the_lesson(tmp_path: Path) -> None:
+    lesson = load(LESSON)
+    lesson.write_configs(str(tmp_path))
+    assert {"offload_cpu.json", "offload_nvme.json", "fp16.json"} <= set(lesson.CONFIGS)
+    for name in lesson.CONFIGS:
+        assert (tmp_path / name).read_text() == (FOLDER / name).read_text()
+    of_lesson_02 = {"zero1.json", "zero2.json", "zero3.json"}
+    assert {path.name for path in FOLDER.iterdir()} == set(lesson.CONFIGS) | of_lesson_02
+
+
+def keys_of(config: dict) -> set[str]:
+    return set(config) | {k for v in config.values() if isinstance(v, dict) for k in keys_of(v)}
+
+
+def explained() -> dict[str, str]:
+    """Key and default of each row of the tables in fsdp/README.md."""
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", (ROOT / "fsdp/README.md").read_text(), re.M)
+    return {key: default.strip() for key, default in rows}
+
+
+def test_every_key_of_every_file_is_explained() -> None:
+    for path in FOLDER.glob("*.json"):
+        assert keys_of(json.loads(path.read_text())) <= set(explained()), path.name
+
+
+def test_defaults_of_these_sections_are_deepspeeds() -> None:
+    from deepspeed.runtime.lr_schedules import WarmupLR
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.runtime.zero.offload_config import (
+        DeepSpeedZeroOffloadOptimizerConfig,
+        DeepSpeedZeroOffloadParamConfig,
+    )
+
+    fields = dict(AIO_DEFAULT_DICT)
+    for section in (
+        DeepSpeedBF16Config,
+        DeepSpeedFP16Config,
+        DeepSpeedZeroConfig,
+        DeepSpeedZeroOffloadOptimizerConfig,
+        DeepSpeedZeroOffloadParamConfig,
+    ):
+        fields |= {name: field.default for name, field in section.model_fields.items()}
+    del fields["buffer_count"]  # two sections have it, with two defaults
+    names = WarmupLR.__init__.__code__.co_varnames[2:6]
+    fields |= dict(zip(names, WarmupLR.__init__.__defaults__, strict=False))
+    assert fields["warmup_type"] == explained()["warmup_type"] == "log"
+    stated = {k: v for k, v in explained().items() if k in fields}
+    unsaid = ("none", "by stage", "log", "the optimizer's")
+    compared = {k: v for k, v in stated.items() if v not in unsaid}
+    assert len(compared) >= 29
+    for key, default in compared.items():
+        assert np.allclose(fields[key], json.loads(default), rtol=1e-12, atol=0), key
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
+def test_the_ranks_together_save_everything_once(n: int) -> None:
+    """Stages 1 and 2 pad the moments at the end; stage 3 rounds each tensor's share up."""
+    lesson = load(LESSON)
+    lesson.WORLD_SIZE = n
+    sizes = [p.numel() for p in lesson.small_gpt().parameters()]
+    for stage, padding in (1, 8 * 2 * n), (3, 12 * n * len(sizes)):
+        total = 0
+        for rank in range(n):
+            lesson.RANK = rank
+            total += lesson.expected_states(stage)
+        assert 12 * sum(sizes) <= total <= 12 * sum(sizes) + padding
+
+
+ALL = "    engine = start_engine(deepspeed, device, config_of(2))\n    losses = check_counting"
+NO_OTHER_WORLD = ("    check_other_world(deepspeed, saved, x_ST, expected, device)\n", "")
+NO_BF16 = ("    check_bf16(deepspeed, x_ST, folder, expected, device)\n", "")
+NO_FSDP2 = ("    check_fsdp2(x_ST, x_ET, expected, device)\n", "")
+LOSSES = {f"stage {stage}: losses, error" for stage in (1, 2, 3)}
+HELD_OUT = {f"stage {stage}: held-out loss, error" for stage in (1, 2, 3)}
+FEWER = {"fewer ranks, stage 1 to 2: losses, error", "fewer ranks, stage 3: losses, error"}
+
+BREAKS = {  # each a set of breaks that meet different claims
+    "a warmup from 1e-4 (Try); no states (Try); masters given up; FSDP2 on other data": (
+        [
+            ('"warmup_min_lr": 0,', '"warmup_min_lr": 1e-4,'),
+            (
+                "resumed.load_checkpoint(folder)",
+                "resumed.load_checkpoint(folder, load_optimizer_states=False)",
+            ),
+            ('config_of(2, "bf16"))', "config_of(2, bf16=ALL_BF16))"),
+            (
+                "train_torch(model, lambda update: micro_batches(update, x_ST), device)",
+                "train_torch(model, lambda update: micro_batches(update, 0 * x_ST), device)",
+            ),
+        ],
+        {
+            "updates that changed no weight",
+            *LOSSES,
+            *HELD_OUT,
+            *FEWER,
+            "resumed in stage 1: losses that differ",
+            "resumed in stage 3: losses that differ",
+            "bf16 with masters: LayerNorm masters moved",
+            "stage 2, bf16: masters and moments",
+            "stage 2, bf16: bytes on the disk / P",
+            "bf16: losses, error against float32's",
+            "FSDP2: losses, error",
+            "FSDP2: held-out loss, error",
+            "FSDP2 in bf16: losses, error",
+        },
+    ),
+    "smaller micro-batches; masters where none should be; a mean of means; moments left behind": (
+        [
+            ('MICRO_BATCH,\n    "gradient', 'MICRO_BATCH // 2,\n    "gradient'),
+            ('steps": ACCUMULATION,', 'steps": 2 * ACCUMULATION,'),
+            ("config_of(2, bf16=ALL_BF16))", 'config_of(2, "bf16"))'),
+            ("[loss.item() * len(mine), len(mine)]", "[loss.item(), 1]"),
+            (
+                "engine.load_checkpoint(folder)\n    losses",
+                "engine.load_checkpoint(folder, load_optimizer_states=False)\n    losses",
+            ),
+            ("on_fewer_ranks(deepspeed, 2, x_ST,", "on_fewer_ranks(deepspeed, 2, x_ST.flip(0),"),
+            (
+                "        engine.load_checkpoint(folder)\n    except",
+                "        engine.load_checkpoint(folder, load_optimizer_states=False)\n    except",
+            ),
+            (
+                'client_state={"losses": losses}',
+                'client_state={"losses": losses, "x": torch.ones(1000)}',
+            ),
+        ],
+        {
+            "calls of engine.step()",
+            "bf16 without masters: LayerNorm weights moved",
+            *HELD_OUT,
+            "FSDP2: held-out loss, error",
+            *FEWER,
+            "fewer ranks: plain checkpoint refused",
+            "stage 1: bytes of weights in a model file",
+            "stage 3: bytes of weights in a model file",
+        },
+    ),
+    "a third moment; nothing is learnt": (
+        [
+            ('"torch_adam": True}', '"torch_adam": True, "amsgrad": True}'),
+            ('"lr": 1e-3,', '"lr": 1e-6,'),
+            NO_OTHER_WORLD,
+            NO_BF16,
+            NO_FSDP2,
+        ],
+        {
+            "one process: held-out loss falls by",
+            "stage 1: masters and moments",
+            "stage 3: masters and moments",
+            "stage 1: bytes on the disk / P",
+            "stage 3: bytes on the disk / P",
+        },
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", BREAKS)
+def test_a_wrong_run_fails_its_claims(what: str) -> None:
+    changes, expected = BREAKS[what]
+    play(LESSON, 2, *changes).expect(expected)
+
+
+# It computes in float16 all the same, which DeepSpeed does not expect of this CPU.
+ONLY_FP16 = [
+    (ALL, "    check_fp16(deepspeed, x_ST, device)\n    return\n" + ALL),
+    NO_FSDP2,
+    (
+        "    deepspeed = import_deepspeed(device)\n",
+        "    deepspeed = import_deepspeed(device)\n"
+        "    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True\n",
+    ),
+]
+FP16 = {
+    "an overflow halves the scale": (None, set()),
+    "the scale is never too high": (
+        ('"initial_scale_power": 24', '"initial_scale_power": 10'),
+        {"fp16: updates left out, 24 - log2(scale)", "fp16: updates left out, at least"},
+    ),
+    "the first overflow does not halve it": (
+        ('"hysteresis": 1', '"hysteresis": 2'),
+        {"fp16: updates left out, 24 - log2(scale)"},
+    ),
+    "the loop steps the scheduler, too": (
+        (
+            "            engine.step()\n            of_update",
+            "            engine.step()\n"
+            "            engine.lr_scheduler.step()\n"
+            "            of_update",
+        ),
+        {"fp16: steps of the scheduler"},
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", FP16)
+def test_fp16_where_deepspeed_allows_it(what: str) -> None:
+    change, expected = FP16[what]
+    played = play(LESSON, 2, *ONLY_FP16, *([change] if change else []))
+    played.expect(expected)
+    assert [row["claim"].partition(":")[0] for row in played.ledger[2:]] == ["fp16"] * 3
+
+
+@pytest.mark.slow
+def test_stage_3_and_the_others_do_not_load_each_other() -> None:
+    """Not even universal checkpoints: the files of stage 3 bear other names."""
+    other = ("on_fewer_ranks(deepspeed, 2, x_ST,", "on_fewer_ranks(deepspeed, 3, x_ST,")
+    played = play(LESSON, 2, NO_BF16, NO_FSDP2, other)
+    assert "check_ckpt_list" in str(played.code)
+
+
+def ranks_of_gathers(hpz: int) -> dict[int, int]:
+    """How many gathers of an update of two micro-batches are among how many ranks."""
+    counter = load("fsdp/02_deepspeed_config.py")
+    lesson = load(LESSON)
+    device = lesson.torch.device("cpu")
+    zero = counter.ZERO[3]["zero_optimization"] | {"zero_hpz_partition_size": hpz}
+    config = lesson.config_of(3, "bf16", zero_optimization=zero)
+    engine = lesson.start_engine(lesson.import_deepspeed(device), device, config)
+    x_ST, _ = lesson.read_sequences(None)
+    lesson.train(engine, x_ST, 1)
+    with counter.CountedCommunication() as counted:
+        lesson.train(engine, x_ST, 2)
+    return dict(Counter(len(c.ranks) for c in counted.calls("all_gather") if c.elements > 1))
+
+
+@pytest.mark.slow
+def test_hpz_gathers_among_all_ranks_once_per_update() -> None:
+    """Every module that holds parameters: forward and backward, two micro-batches."""
+    lesson = load(LESSON)
+    holders = [m for m in lesson.small_gpt().modules() if list(m.parameters(recurse=False))]
+    once = len(holders)
+    assert run(ranks_of_gathers, 4, 1)[0] == {4: 4 * once}
+    assert run(ranks_of_gathers, 4, 2)[0] == {4: once, 2: 3 * once}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["offload_cpu.json", "zero3.json"])
+def test_a_config_file_trains(name: str) -> None:
+    played = play(LESSON, 2, argv=("--deepspeed_config", str(FOLDER / name)))
+    played.expect(set())
+    assert [row["claim"] for row in played.ledger] == [f"{name}: losses, error"]
+
+
+@pytest.mark.slow
+def test_another_batch_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "large.json"
+    path.write_text(json.dumps({"gradient_accumulation_steps": 5}))
+    played = play(LESSON, 2, argv=("--deepspeed_config", str(path)))
+    assert "train_batch_size must be 8 on 2 ranks; got 20; leave out" in str(played.code)
+
+
+@pytest.mark.slow
+def test_it_runs_under_deepspeeds_own_launcher(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shutil.copy(ROOT / LESSON, tmp_path)
+    paths = {
+        "CUDA_VISIBLE_DEVICES": "",
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "LESSON_JSON": str(tmp_path / "ledger.json"),
+        "TORCH_EXTENSIONS_DIR": str(tmp_path / "c"),
+    }
+    launcher = ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(port)]
+    config = ["--deepspeed_config", str(FOLDER / "zero1.json")]
+    ran = subprocess.run(
+        [sys.executable, *launcher, Path(LESSON).name, *config],
+        cwd=tmp_path,
+        env=os.environ | paths,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
+    reported = json.loads((tmp_path / "ledger.json").read_text())
+    assert reported["ranks"] == 2
+    assert [row["verdict"] for row in reported["ledger"]] == ["PASS"]
+    assert not (tmp_path / "c").exists(), "it compiled something"
+
+
+@pytest.mark.slow
+def test_text_that_is_too_short_is_refused_once(tmp_path: Path) -> None:
+    (tmp_path / "short").write_text("once upon a time")
+    argv = [sys.executable, ROOT / LESSON, "--data", str(tmp_path / "short")]
+    alone = os.environ | {"RANK": "0", "WORLD_SIZE": "1"}
+    ran = subprocess.run(argv, env=alone, capture_output=True, text=True, timeout=150)
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert "--data needs 1,755 bytes of text; got 16; take a longer one" in ran.stderr
+
+
+@pytest.mark.slow
+def test_without_deepspeed_fsdp2_trains_and_the_rest_is_blocked() -> None:
+    played = play(LESSON, 2, ("        import deepspeed\n", "        raise ImportError\n"))
+    verdicts = [row["verdict"] for row in played.ledger]
+    assert (played.code, verdicts) == (0, ["PASS"] * 4 + ["BLOCKED"] * 2)
+    assert played.ledger[-1]["needs"].startswith("deepspeed: pip install")
