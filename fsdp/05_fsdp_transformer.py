@@ -844,10 +844,11 @@ def policy_of(precision: str) -> MixedPrecisionPolicy:
 
 
 def read_text(path: str | None) -> bytes:
-    """Return the start of the file at `path`, or the standard library's sources, [a-d]*.py."""
-    stdlib = Path(sysconfig.get_path("stdlib"))
-    files = [Path(path)] if path else sorted(stdlib.glob("[a-d]*.py"))
-    return b"".join(file.read_bytes() for file in files)[:2_000_000]
+    """Return up to 2 MB of the file at `path`, or of the standard library's sources."""
+    if path:
+        return Path(path).read_bytes()[:2_000_000]
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-d]*.py"))
+    return b"".join(source.read_bytes() for source in sources)[:2_000_000]
 
 
 def wait_for(device: torch.device) -> None:

@@ -32,7 +32,7 @@ SMALLER = {
         ("repeats: int = 10", "repeats: int = 1"),
     ],
     # DeepSpeed's layers are its own, and take seconds to load.
-    "fsdp/10_inference.py": [
+    "fsdp/09_inference.py": [
         ("max(1, 16 // WORLD_SIZE)", "max(1, 4 // WORLD_SIZE)"),
         ("    deepspeed = import_deepspeed(prompt_BT.device)\n", "    deepspeed = None\n"),
     ],
@@ -124,7 +124,6 @@ SMALLER = {
         ),
         ("repeats: int = 20", "repeats: int = 1"),
     ],
-<<<<<<< HEAD
     # There is no compiler for such GPUs. What C++ saves does not say that it lies on one, what is
     # recomputed does, and recomputation compares the two. Nor does the GradScaler's flag say it.
     "fsdp/05_fsdp_transformer.py": [
@@ -138,13 +137,12 @@ SMALLER = {
     ],
     "fsdp/06_fsdp_checkpoint.py": [
         ("L=16, D=width, T=1024, V=32_768, heads=width // 64", "L=2"),
-=======
+    ],
     "fsdp/08_lora.py": [
         ("L: int = 16, T: int = 2048", "L: int = 4, T: int = 64"),
         ("torch.randint(32_768, (B", "torch.randint(1024, (B"),
         ("GPT(L, width, T, V=32_768, heads=width // 128)", "GPT(L, 512, T, V=1024, heads=4)"),
         ("repeats: int = 5", "repeats: int = 1"),
->>>>>>> hE
     ],
     "profiling/01_distributed_profiling.py": [
         ("return 8_000_000 if", "return 80_000 if"),

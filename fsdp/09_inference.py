@@ -19,8 +19,8 @@ of T tokens and generates G more, one at a time, for a batch of B requests.
 
 **Run.**
 
-    torchrun --standalone --nproc-per-node=4 10_inference.py    # NCCL on 4 GPUs, else gloo
-    python 10_inference.py                                      # the same, started for you
+    torchrun --standalone --nproc-per-node=4 09_inference.py    # NCCL on 4 GPUs, else gloo
+    python 09_inference.py                                      # the same, started for you
 
 Takes 59 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs. Predict, run, then
 read.

@@ -5,7 +5,7 @@ import torch
 
 from course.playing import load, play
 
-LESSON = "fsdp/10_inference.py"
+LESSON = "fsdp/09_inference.py"
 NO_DEEPSPEED = ("    deepspeed = import_deepspeed(prompt_BT.device)\n", "    deepspeed = None\n")
 NO_STEPS = ("for B in (1, 4, 16):", "for B in (4,):")
 CACHED = "KV cache: tokens that differ from those without"
