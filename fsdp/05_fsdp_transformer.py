@@ -1,5 +1,5 @@
 """Train a GPT with FSDP2: memory, recomputation, FLOPs, MFU and precision, foretold
-==================================================================================
+=================================================================================
 
 **Question.** Before a training run you must know whether it fits, how fast it should be, and which
 settings leave the result alone. Can all of that be foretold from L, D, T, V and n?
@@ -29,7 +29,8 @@ trained by Adam on n ranks, with a unit of `fully_shard` per block.
     python 05_fsdp_transformer.py --size 1b --compile inductor        # on GPUs: is the MFU 50%?
     python 05_fsdp_transformer.py --data FILE --recompute full --precision bfloat16 --units 20000
 
-Takes 27 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on GPUs. Predict, run, then read.
+Takes 180 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs. Predict, run, then
+read.
 
 **Try.** Delete the line of `addmm` in `KEPT_RESULTS`: what does selective recomputation keep now,
 and what does it cost? In `check_bytes_at_rest` write `SGD` for `AdamW`: how many bytes are left?
@@ -879,6 +880,7 @@ def peak_flops(device: torch.device) -> tuple[float, str]:
     start = time.perf_counter()
     for _ in range(5):
         matrix @ matrix
+    wait_for(device)
     seconds = (time.perf_counter() - start) / 5
     return 2 * 512**3 / seconds, "matrix products, measured here"
 
