@@ -47,6 +47,20 @@ def test_every_key_of_every_file_is_explained() -> None:
         assert keys_of(json.loads(path.read_text())) <= set(explained()), path.name
 
 
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.name)
+def test_deepspeed_reads_every_file(path: Path) -> None:
+    """Its sections for precision and for ZeRO refuse a key that they do not know."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from pydantic import ValidationError
+
+    config = json.loads(path.read_text())
+    read = DeepSpeedConfig(config)
+    assert read.zero_optimization_stage == config["zero_optimization"]["stage"]
+    misspelt = {"zero_optimization": config["zero_optimization"] | {"stages": 1}}
+    with pytest.raises(ValidationError, match="stages"):
+        DeepSpeedConfig(config | misspelt)
+
+
 def test_defaults_of_these_sections_are_deepspeeds() -> None:
     from deepspeed.runtime.lr_schedules import WarmupLR
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
