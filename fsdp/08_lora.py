@@ -452,7 +452,7 @@ def fine_tune(
     silent = None if RANK == 0 else True  # None: show progress if this is a terminal
     for step in tqdm(range(steps), "training", leave=False, disable=silent):
         optimizer.param_groups[0]["lr"] = lr * min(1, (step + 1) / 5)  # warm-up
-        x_BT = draw(bytes_N, math.ceil(32 / WORLD_SIZE), generator)
+        x_BT = draw(bytes_N, math.ceil(24 / WORLD_SIZE), generator)
         mean_loss(model, x_BT.to(mesh.device_type)).backward()
         nn.utils.clip_grad_norm_(trained(model), 1.0)
         optimizer.step()
