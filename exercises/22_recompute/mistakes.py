@@ -1,0 +1,148 @@
+"""Known mistakes: name, passage of solution.py, what replaces it, check, what that check says."""
+
+MISTAKES = [
+    (
+        "other random numbers in backward",
+        "            torch.set_rng_state(ctx.state)\n",
+        "",
+        "test_gradients",
+        "gradient of 0.up.weight: element",
+    ),
+    (
+        "the state taken after forward",
+        (
+            "        ctx.state = torch.get_rng_state()\n",
+            "        return module(*inputs)\n        # --- end",
+        ),
+        (
+            "",
+            "        y = module(*inputs)\n"
+            "        ctx.state = torch.get_rng_state()\n"
+            "        return y\n        # --- end",
+        ),
+        "test_gradients",
+        "gradient of 0.up.weight: element",
+    ),
+    (
+        "a seed of its own",
+        (
+            "        ctx.state = torch.get_rng_state()\n",
+            "            torch.set_rng_state(ctx.state)\n",
+        ),
+        ("        torch.manual_seed(0)\n", "            torch.manual_seed(0)\n"),
+        "test_gradients",
+        "output 0: element",
+    ),
+    (
+        "no graph in backward",
+        "torch.random.fork_rng(devices=[]), torch.enable_grad()",
+        "torch.random.fork_rng(devices=[])",
+        "test_gradients",
+        "RuntimeError: element 0 of tensors does not require grad",
+    ),
+    (
+        "nothing requires a gradient",
+        "torch.empty(0, requires_grad=True)",
+        "torch.empty(0)",
+        "test_gradients",
+        "RuntimeError: element 0 of tensors does not require grad",
+    ),
+    (
+        "gradients of the inputs alone",
+        (
+            "        torch.autograd.backward(y, dy)\n",
+            '        return None, None, *[getattr(x, "grad", None) for x in inputs]\n',
+        ),
+        (
+            "        wanted = [x for x in inputs if torch.is_tensor(x) and x.requires_grad]\n"
+            "        found = iter(torch.autograd.grad(y, wanted, dy))\n",
+            "        return None, None, *["
+            "next(found) if any(x is w for w in wanted) else None for x in inputs]\n",
+        ),
+        "test_gradients",
+        "gradient of 0.up.weight: expected a tensor, got None",
+    ),
+    (
+        "the gradient of the first input alone",
+        '*[getattr(x, "grad", None) for x in inputs]',
+        "inputs[0].grad, *[None] * (len(inputs) - 1)",
+        "test_gradients",
+        "gradient of shift: expected a tensor, got None",
+    ),
+    (
+        "the gradient of the sum, whatever came",
+        "torch.autograd.backward(y, dy)",
+        "torch.autograd.backward(y, torch.ones_like(y))",
+        "test_gradients",
+        "gradient of 0.up.weight: element",
+    ),
+    (
+        "torch.utils.checkpoint",
+        "    anchor = torch.empty(0, requires_grad=True)\n"
+        "    return Recompute.apply(module, anchor, *inputs)\n",
+        "    return torch.utils.checkpoint.checkpoint(module, *inputs, use_reentrant=False)\n",
+        "test_gradients",
+        "the answer uses checkpoint",
+    ),
+    (
+        "no recomputation at all",
+        "    anchor = torch.empty(0, requires_grad=True)\n"
+        "    return Recompute.apply(module, anchor, *inputs)\n",
+        "    return module(*inputs)\n",
+        "test_calls",
+        "of these, calls that build a graph: expected 0, got 4",
+    ),
+    (
+        "the generator left where recomputation ends",
+        "torch.random.fork_rng(devices=[]), torch.enable_grad()",
+        "torch.enable_grad()",
+        "test_random_numbers",
+        "random numbers after backward 0: element",
+    ),
+    (
+        "a graph in forward, too",
+        "        return module(*inputs)\n        # --- end",
+        "        with torch.enable_grad():\n"
+        "            return module(*inputs).detach()\n        # --- end",
+        "test_calls",
+        "of these, calls that build a graph: expected 0, got 4",
+    ),
+    (
+        "computed twice in backward",
+        "            y = ctx.module(*inputs)\n",
+        "            ctx.module(*inputs)\n"
+        "            torch.set_rng_state(ctx.state)\n"
+        "            y = ctx.module(*inputs)\n",
+        "test_calls",
+        "calls of the blocks in backward: expected 4, got 8",
+    ),
+    (
+        "the output saved as well",
+        (
+            "        ctx.save_for_backward(*[inputs[i] for i in ctx.places])\n"
+            "        return module(*inputs)\n",
+            "zip(ctx.places, ctx.saved_tensors, strict=True)",
+        ),
+        (
+            "        y = module(*inputs)\n"
+            "        ctx.save_for_backward(*[inputs[i] for i in ctx.places], y)\n"
+            "        return y\n",
+            "zip(ctx.places, ctx.saved_tensors, strict=False)",
+        ),
+        "test_saved",
+        "elements are saved for backward; the inputs are 126",
+    ),
+    (
+        "inputs kept in ctx",
+        (
+            "ctx.save_for_backward(*[inputs[i] for i in ctx.places])",
+            "zip(ctx.places, ctx.saved_tensors, strict=True)",
+        ),
+        (
+            "ctx.tensors = [inputs[i] for i in ctx.places]",
+            "zip(ctx.places, ctx.tensors, strict=True)",
+        ),
+        "test_written_into",
+        "ctx.save_for_backward would have noticed",
+    ),
+]
