@@ -41,7 +41,7 @@ Predict, run, then read.
 
 **Before.** fsdp/02_deepspeed_config.py and 03_deepspeed_bytes.py: the keys, and the stages' bytes.
 
-**Next.** Which of the two when: fsdp/sharding_strategies.md; profiling/01_distributed_profiling.py
+**Next.** Which of the two when: fsdp/sharding_strategies.md; then fsdp/08_lora.py
 """
 
 import argparse

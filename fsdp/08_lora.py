@@ -41,7 +41,7 @@ which words? In `fine_tune` make the optimizer before `shard_model`: what fails?
 
 **Before.** fsdp/01_fsdp_basics.py: units, all-gathers, reduce-scatters.
 
-**Next.** exercises/20_lora; then profiling/01_distributed_profiling.py
+**Next.** exercises/20_lora; then fsdp/09_inference.py: the trained model answers
 """
 
 import argparse

@@ -31,7 +31,8 @@ without a cache notice?
 
 **Before.** parallelism/06_tensor_parallel.py: which layer is cut into rows and which into columns.
 
-**Next.** The documentation of vLLM or SGLang: they are what serves a model to users.
+**Next.** profiling/01_distributed_profiling.py; or the documentation of vLLM or SGLang, which are
+what serves a model to users.
 """
 
 import argparse
