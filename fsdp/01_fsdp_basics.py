@@ -32,8 +32,7 @@ fails? In `Block.attention` write `is_causal=False`: the loss falls as before, s
 
 **Before.** parallelism/02_fsdp_zero.py: what ZeRO shards, and how many bytes that saves.
 
-**Next.** exercises/22_recompute; then fsdp/02_deepspeed_config.py, or fsdp/04_fsdp_refinements.py
-if you use PyTorch alone.
+**Next.** fsdp/02_deepspeed_config.py, or fsdp/04_fsdp_refinements.py if you use PyTorch alone.
 """
 
 import argparse

@@ -2,7 +2,8 @@
 =================================================================================
 
 **Question.** Before a training run you must know whether it fits, how fast it should be, and which
-settings leave the result alone. Can all of that be foretold from L, D, T, V and n?
+settings leave the result alone. Can all of that be foretold from the model's shape and the number
+of ranks?
 
 **Predict**, and write it down before you run. A GPT of L blocks, D wide, has P parameters and is
 trained by Adam on n ranks, with a unit of `fully_shard` per block.
@@ -29,7 +30,7 @@ trained by Adam on n ranks, with a unit of `fully_shard` per block.
     python 05_fsdp_transformer.py --size 1b --compile inductor        # on GPUs: is the MFU 50%?
     python 05_fsdp_transformer.py --data FILE --recompute full --precision bfloat16 --units 20000
 
-Takes 180 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs. Predict, run, then
+Takes 58 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs. Predict, run, then
 read.
 
 **Try.** Delete the line of `addmm` in `KEPT_RESULTS`: what does selective recomputation keep now,
@@ -37,7 +38,7 @@ and what does it cost? In `check_bytes_at_rest` write `SGD` for `AdamW`: how man
 
 **Before.** fsdp/01_fsdp_basics.py: units. fsdp/04_fsdp_refinements.py: dtypes, the meta device.
 
-**Next.** fsdp/06_fsdp_checkpoint.py: the same training, saved and resumed.
+**Next.** exercises/22_recompute; then fsdp/06_fsdp_checkpoint.py: a training saved and resumed.
 """
 
 import argparse
@@ -114,10 +115,10 @@ PEAK_LR = {"tiny": 6e-3, "124m": 6e-4, "350m": 3e-4, "1b": 2e-4, "7b": 1.2e-4}  
 #
 # Three wrappers go around a block, and each must see what the one before did:
 #
-#     fully_shard(                 gathers before, frees after: outermost, since its hooks are
-#       compile(                   Python that no graph should hold
-#         checkpoint(block)))      compiled along with the block, so that the compiler sees both
-#                                  passes and may fuse them
+#     fully_shard(         gathers before and frees after, by hooks that no graph should hold
+#       compile(           sees the block and its recomputation, and may fuse either
+#         checkpoint(      drops what backward needs, and computes it again
+#           block)))
 #
 # **Activation checkpointing** (Chen et al. 2016) frees what a block would keep for its backward
 # pass, and computes it again when backward gets there. This course says **recomputation** for it,
@@ -999,7 +1000,7 @@ def compare_on_gpus(mesh: DeviceMesh, options: argparse.Namespace) -> None:
 #    float32. With masters in bfloat16, an update of 0.0001 misses 78% of the weights.
 # 5. All of them, though one rank alone holds the overflow. A job in which a single rank skips does
 #    not fail: its shards drift apart by one update, and the loss shows it late or never.
-# 6. About 2.7, below the bytes' entropy of 3.1. The training loss ends near it: after so few steps
+# 6. About 2.8, below the bytes' entropy of 3.1. The training loss ends near it: after so few steps
 #    there is nothing yet to overfit.
 #
 # **By size or by block?** With units of 20,000 parameters and more, half as much is ever whole, and
@@ -1029,7 +1030,7 @@ def main() -> None:
         {
             "--size": {"choices": SIZES, "help": "shape of the GPT (tiny; on GPUs 1b)"},
             "--data": {"metavar": "PATH", "help": "text to train on (Python's own sources)"},
-            "--steps": {"type": int, "default": 40, "help": "training steps (40)"},
+            "--steps": {"type": int, "default": 30, "help": "training steps (30)"},
             "--batch": {"type": int, "default": 8, "help": "sequences per rank and step (8)"},
             "--units": {"type": int, "metavar": "N", "help": "units of N parameters, not blocks"},
             "--recompute": {"choices": ["none", "selective", "full"], "default": "none"},

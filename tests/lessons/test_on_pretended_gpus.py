@@ -226,7 +226,7 @@ HARDWARE = [
     (
         "fsdp/05_fsdp_transformer.py",
         "validation loss, at most",
-        "5 steps of 40",
+        "5 steps of 30",
     ),
     (
         "parallelism/09_3d_parallelism.py",
