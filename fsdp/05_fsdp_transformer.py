@@ -30,7 +30,7 @@ trained by Adam on n ranks, with a unit of `fully_shard` per block.
     python 05_fsdp_transformer.py --size 1b --compile inductor        # on GPUs: is the MFU 50%?
     python 05_fsdp_transformer.py --data FILE --recompute full --precision bfloat16 --units 20000
 
-Takes 58 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs. Predict, run, then
+Takes 38 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs. Predict, run, then
 read.
 
 **Try.** Delete the line of `addmm` in `KEPT_RESULTS`: what does selective recomputation keep now,

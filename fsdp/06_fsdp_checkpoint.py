@@ -27,7 +27,7 @@ by FSDP2 on n ranks, and saved with `torch.distributed.checkpoint` (DCP).
     torchrun --standalone --nproc-per-node=4 06_fsdp_checkpoint.py   # NCCL on 4 GPUs, else gloo
     python 06_fsdp_checkpoint.py                                     # the same, started for you
 
-Takes 36 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs. Predict, run, then
+Takes 24 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs. Predict, run, then
 read. Checkpoints go to a temporary folder; on several nodes `--folder` names one that all see.
 
 **Try.** In `PublishingWriter` leave out `.with_suffix(".tmp")`, so that files are written under the

@@ -33,7 +33,7 @@ P parameters, trains on real text on n ranks: 12 updates of two micro-batches, A
     python 07_deepspeed_train.py --deepspeed_config PATH     # train with a config of your own, only
     python 07_deepspeed_train.py --data PATH         # text of your own instead of Python's sources
 
-Takes 34 s with 4 ranks on 2 cores (gloo, torch 2.15, DeepSpeed 0.19). Not run on several GPUs.
+Takes 30 s with 4 ranks on 2 cores (gloo, torch 2.15, DeepSpeed 0.19). Not run on several GPUs.
 Predict, run, then read.
 
 **Try.** In `COMMON`, set `warmup_min_lr` to 1e-4: what fails? In `check_resume`, load with

@@ -34,7 +34,7 @@ rank r = 4. All adapters together have Q parameters. There are n ranks.
     python 08_lora.py                                      # the same, started for you
     python 08_lora.py --data PATH                          # tune on your own text
 
-Takes 79 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs. Predict, run, read.
+Takes 36 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs. Predict, run, read.
 
 **Try.** In `add_adapters` leave out `model.requires_grad_(False)`: who notices, and who ends it in
 which words? In `fine_tune` make the optimizer before `shard_model`: what fails?

@@ -22,7 +22,7 @@ of T tokens and generates G more, one at a time, for a batch of B requests.
     torchrun --standalone --nproc-per-node=4 09_inference.py    # NCCL on 4 GPUs, else gloo
     python 09_inference.py                                      # the same, started for you
 
-Takes 59 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs. Predict, run, then
+Takes 27 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs. Predict, run, then
 read.
 
 **Try.** In `RowParallelLinear.forward` add the bias before the all-reduce: what fails, and at which
