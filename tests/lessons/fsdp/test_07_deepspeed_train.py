@@ -51,13 +51,12 @@ def test_every_key_of_every_file_is_explained() -> None:
 def test_deepspeed_reads_every_file(path: Path) -> None:
     """Its sections for precision and for ZeRO refuse a key that they do not know."""
     from deepspeed.runtime.config import DeepSpeedConfig
-    from pydantic import ValidationError
 
     config = json.loads(path.read_text())
     read = DeepSpeedConfig(config)
     assert read.zero_optimization_stage == config["zero_optimization"]["stage"]
     misspelt = {"zero_optimization": config["zero_optimization"] | {"stages": 1}}
-    with pytest.raises(ValidationError, match="stages"):
+    with pytest.raises(ValueError, match="stages"):
         DeepSpeedConfig(config | misspelt)
 
 
