@@ -231,9 +231,11 @@ def test_torchrun_killed_leaves_nothing() -> None:
     was = machine()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node=2", str(ROOT / LESSON)]
-    torchrun = subprocess.Popen(command, env=MARKED, stdout=subprocess.DEVNULL, process_group=0)
+    torchrun = subprocess.Popen(command, env=MARKED, stdout=subprocess.PIPE, process_group=0)
     once_there(torchrun, 5)  # two ranks, and a launcher with two ranks in two nodes
+    assert b"2 ranks" in torchrun.stdout.readline()  # both ranks have joined, and end with torchrun
     torchrun.kill()
+    torchrun.stdout.close()
     assert torchrun.wait(150) != 0
     assert gone()
     assert machine() == was
