@@ -533,7 +533,8 @@ def _be_rank(place: tuple, work: bytes, handed: list[int]) -> None:
     try:
         function, args = pickle.loads(work)
         if group:
-            dist.init_process_group("gloo", timeout=timedelta(seconds=2 * deadline + 60))
+            patience = timedelta(seconds=STARTUP + PATIENCE * deadline + 60)
+            dist.init_process_group("gloo", timeout=patience)
             _meet(world_size)
         os.write(rope, BEGUN)
         told = "returned", function(*args), ""
