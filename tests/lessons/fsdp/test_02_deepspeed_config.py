@@ -4,8 +4,6 @@ import inspect
 import json
 import os
 import re
-import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +13,7 @@ import pytest
 
 from course.lessons import ROOT
 from course.playing import load, play
+from tests.helpers.deepspeed_launcher import verdicts_under_deepspeed
 
 pytest.importorskip("deepspeed")
 LESSON = "fsdp/02_deepspeed_config.py"
@@ -195,29 +194,8 @@ def test_one_rank_alone_is_blocked_from_one_claim() -> None:
 @pytest.mark.slow
 def test_it_runs_under_deepspeeds_own_launcher(tmp_path: Path) -> None:
     """Nothing is compiled, though the machine has never seen DeepSpeed before."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shutil.copy(ROOT / LESSON, tmp_path)
-    paths = {
-        "LESSON_JSON": str(tmp_path / "ledger.json"),
-        "TORCH_EXTENSIONS_DIR": str(tmp_path / "c"),
-    }
-    launcher = ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(port)]
-    config = ["--deepspeed_config", str(FOLDER / "zero3.json")]
-    ran = subprocess.run(
-        [sys.executable, *launcher, Path(LESSON).name, *config],
-        cwd=tmp_path,
-        env=PLAIN | paths,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
-    reported = json.loads((tmp_path / "ledger.json").read_text())
-    assert reported["ranks"] == 2
-    assert [row["verdict"] for row in reported["ledger"]] == ["PASS"] * 4
-    assert not (tmp_path / "c").exists(), "it compiled something"
+    verdicts = verdicts_under_deepspeed(LESSON, FOLDER / "zero3.json", tmp_path)
+    assert verdicts == ["PASS"] * 4
 
 
 # DeepSpeed's two files are compiled as one, and without optimising. Nearly all of the time goes

@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import shutil
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -16,6 +14,7 @@ import pytest
 from course.lessons import ROOT
 from course.playing import load, play
 from course.ranks import run
+from tests.helpers.deepspeed_launcher import verdicts_under_deepspeed
 
 pytest.importorskip("deepspeed")
 LESSON = "fsdp/07_deepspeed_train.py"
@@ -292,32 +291,8 @@ def test_another_batch_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_it_runs_under_deepspeeds_own_launcher(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shutil.copy(ROOT / LESSON, tmp_path)
-    paths = {
-        "CUDA_VISIBLE_DEVICES": "",
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "LESSON_JSON": str(tmp_path / "ledger.json"),
-        "TORCH_EXTENSIONS_DIR": str(tmp_path / "c"),
-    }
-    launcher = ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(port)]
-    config = ["--deepspeed_config", str(FOLDER / "zero1.json")]
-    ran = subprocess.run(
-        [sys.executable, *launcher, Path(LESSON).name, *config],
-        cwd=tmp_path,
-        env=os.environ | paths,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
-    reported = json.loads((tmp_path / "ledger.json").read_text())
-    assert reported["ranks"] == 2
-    assert [row["verdict"] for row in reported["ledger"]] == ["PASS"]
-    assert not (tmp_path / "c").exists(), "it compiled something"
+    verdicts = verdicts_under_deepspeed(LESSON, FOLDER / "zero1.json", tmp_path)
+    assert verdicts == ["PASS"]
 
 
 @pytest.mark.slow
