@@ -1,13 +1,17 @@
 """Intervals, diagnosis and predictions are right, and breaks are seen."""
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
+from unittest.mock import Mock, patch
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from course.playing import load, play
+from course.ranks import run as run_ranks
 
 LESSON = "profiling/01_distributed_profiling.py"
 loop = load(LESSON)
@@ -96,6 +100,197 @@ def test_predictions_come_near_the_healthy_step_and_no_change_does_not(name: str
     assert abs(loop.per_healthy_batch(name, case) - HEALTHY.total) > gain / 3
 
 
+def launched(name: str, launch: float, start: float, end: float) -> list[dict]:
+    """A kernel, and the call that launched it, which took 0.1 ms."""
+    link = {"args": {"correlation": round(1000 * launch)}}
+    call = event("cudaLaunchKernel", launch, launch + 0.1, "cuda_runtime")
+    return [call | link, event(name, start, end, "kernel") | link]
+
+
+def copied(kind: str, start: float, end: float) -> dict:
+    return event(f"Memcpy HtoD ({kind} -> Device)", start, end, "gpu_memcpy")
+
+
+OPTIMIZER_NEEDS = 30.0  # ms that the optimizer's bytes need in these traces
+ALONE = {  # of a step, in ms; each begins with a kernel that a reader must not mistake for the work
+    "healthy, alone": [
+        *launched("fill", 0, 0, 1),
+        copied("Pinned", 1, 8),  # of which 6 ms before the first large kernel
+        *launched("spin_kernel", 1, 7, 61),
+        event("optimizer", 2, 4),  # the host's range; the kernel runs when it is long over
+        *launched("FusedAdamMathFunctor", 3, 61, 93),
+    ],
+    "launch-bound kernels": [
+        *launched("fill", 0, 0, 1),
+        *chain(*(launched("spin_kernel", at, at + 1, at + 4) for at in range(1, 121, 6))),
+        event("optimizer", 121, 122),
+        *launched("FusedAdamMathFunctor", 121, 122, 154),
+    ],
+    "pageable copies": [
+        *launched("fill", 0, 0, 1),
+        copied("Pageable", 1, 61),
+        *launched("spin_kernel", 61, 62, 122),
+        event("optimizer", 63, 64),
+        *launched("FusedAdamMathFunctor", 63, 122, 154),
+    ],
+    "memory-bound optimizer": [
+        *launched("fill", 0, 0, 1),
+        copied("Pinned", 1, 7),
+        *launched("spin_kernel", 1, 7, 61),
+        event("optimizer", 2, 4),
+        *launched("vectorized_elementwise_kernel<Mul>", 2.1, 61, 101),
+        *launched("vectorized_elementwise_kernel<Sqrt>", 3, 101, 146),
+    ],
+}
+
+
+def alone(name: str, *change: tuple[str, str]) -> object:
+    """The Case of one GPU's hand-written trace."""
+    lesson = load(LESSON, *change)
+    window = (0.0, 1 + max((one["ts"] + one["dur"]) / 1e3 for one in ALONE[name]))
+    spans = lesson.read_trace(ALONE[name])
+    ms = lesson.split_time(spans, window)
+    shares = lesson.avoidable_shares(ALONE[name], spans, window, OPTIMIZER_NEEDS)
+    return lesson.Case(window[1], window[1], [ms], 1.0, 0.0, shares)
+
+
+def said(name: str, *change: tuple[str, str]) -> str:
+    return load(LESSON, *change).diagnose(alone(name, *change), latency_bound=115_200)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_the_diagnosis_of_one_gpu(name: str) -> None:
+    assert said(name) == name.removesuffix(", alone")
+
+
+@pytest.mark.parametrize("name", list(ALONE)[1:])
+def test_the_predicted_cure_of_one_gpu(name: str) -> None:
+    healthy = alone("healthy, alone")
+    slow = alone(name)
+    assert slow.total > healthy.total * 4 / 3
+    assert loop.predicted_fixed(name, slow) == pytest.approx(healthy.total, rel=0.1)
+
+
+def test_shares_of_one_gpu_by_hand() -> None:
+    in_small, pageable, optimizer = (alone(name) for name in list(ALONE)[1:])
+    assert in_small.avoidable["launch-bound kernels"] == pytest.approx((121.1 - 1 - 20 * 3) / 155)
+    assert pageable.avoidable["pageable copies"] == pytest.approx(60 / 155)
+    assert optimizer.avoidable["memory-bound optimizer"] == pytest.approx(
+        (85 - OPTIMIZER_NEEDS) / 147
+    )
+    assert (
+        loop.avoidable_shares([], loop.read_trace([]), (0, 1), OPTIMIZER_NEEDS) == {}
+    )  # a CPU's trace
+
+
+@pytest.mark.parametrize(
+    ("fault", "named_wrong"),
+    [
+        (("length(optimizer) - needed", "length(optimizer)"), "healthy, alone"),
+        (('"Memcpy HtoD (Pageable"', '"Memcpy DtoH"'), "pageable copies"),
+        (("within(kernels + copies, launching)", "within(kernels, launching)"), "pageable copies"),
+        (('["correlation"] in launched', '["correlation"] not in launched'), "healthy, alone"),
+        (("launching[1] - launching[0] -", "window[1] - window[0] -"), "pageable copies"),
+        (("share > 0.2:\n            return name", "share > 0.5:\n            return name"),
+         "memory-bound optimizer"),
+    ],
+    ids=["bytes that are needed", "kind of copy", "copies leave no gap", "another's kernels",
+         "the end is no launch", "threshold"],
+)  # fmt: skip
+def test_a_reader_of_one_gpu_at_fault_is_seen(fault: tuple[str, str], named_wrong: str) -> None:
+    assert said(named_wrong, fault) != named_wrong.removesuffix(", alone")
+
+
+def planted(*change: tuple[str, str]) -> dict[str, tuple[bool, bool, bool]]:
+    """What the jobs of one GPU do on a pretended one.
+
+    For each: whether many kernels are launched, whether a copy goes on behind the host, and whether
+    the optimizer is fused.
+    """
+    from tests.helpers import pretended_gpus
+
+    with pretended_gpus.pretended_gpus(1):
+        lesson = load(LESSON, ("return 8_000_000 if", "return 80 if"), *change)
+        device = torch.device("cuda", 0)
+        found = {}
+        for name, job_change in ({"healthy": {}} | lesson.ON_ONE_GPU).items():
+            job = replace(lesson.Job(alone=True, batch_bytes=1000), **job_change)
+            model = lesson.make_model(job, 1.0, device)
+            extras = lesson.Extras(model, job)
+            lesson.small_kernel_ms()
+            with patch.object(torch.cuda, "_sleep", Mock()) as launch:
+                model(torch.ones(8, device=device, requires_grad=True))
+            extras.copy_batch(device)
+            fused = extras.optimizer.defaults["fused"]
+            found[name] = (launch.call_count > 2 * lesson.LAYERS, not extras.copies.query(), fused)
+        return found
+
+
+PLANTED = {
+    "healthy": (False, True, True),
+    "launch-bound kernels": (True, True, True),
+    "pageable copies": (False, False, True),
+    "memory-bound optimizer": (False, True, False),
+}
+NOT_PLANTED = {
+    "launch-bound kernels": ("if job.small_kernels:", "if False:"),
+    "pageable copies": ("pin_memory=job.pinned", "pin_memory=True"),
+    "memory-bound optimizer": ("fused=job.fused", "fused=True"),
+}
+
+
+def test_each_job_on_one_gpu_has_its_bottleneck_and_no_other() -> None:
+    assert run_ranks(planted, 1, group=False) == [PLANTED]
+
+
+@pytest.mark.parametrize("name", NOT_PLANTED)
+def test_a_bottleneck_that_is_not_planted_is_seen(name: str) -> None:
+    (found,) = run_ranks(planted, 1, NOT_PLANTED[name], group=False)
+    assert found == PLANTED | {name: PLANTED["healthy"]}
+
+
+class Traffic(TorchDispatchMode):
+    """Counts operations, and the numbers per element that they read and write."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self.elements = elements
+        self.operations = 0
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        tensors = [x for x in args if torch.is_tensor(x) and x.numel() == self.elements]
+        if tensors:
+            self.operations += 1
+            self.numbers += len({x.data_ptr() for x in tensors}) + 1  # and what is written
+        return result
+
+
+def test_adamw_in_eight_operations_moves_twenty_numbers() -> None:
+    weight = torch.ones(100, requires_grad=True)
+    optimizer = torch.optim.AdamW([weight], fused=False, foreach=False)
+    for _ in range(2):  # the first step makes the moments
+        weight.grad = torch.ones(100)
+        with Traffic(100) as traffic:
+            optimizer.step()
+    assert (traffic.operations, traffic.numbers) == (8, 20)
+
+
+def test_the_sizes_of_the_jobs_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arithmetic behind `choose_alone`: the fused optimizer takes U of a step of 3 U."""
+    monkeypatch.setattr(loop, "median_ms", lambda work, repeats=20: 2.0)
+    monkeypatch.setattr(loop, "gather_objects", lambda value: [value])
+    job = loop.choose_alone(torch.device("cpu"))
+    layer = 4 * loop.TENSORS * loop.elements_per_tensor(torch.device("cpu"))  # bytes
+    U = 28 / 4 * loop.LAYERS * layer / (2 * layer / 2.0)  # by a copy's bytes per ms
+    assert job.needed == pytest.approx(U)
+    assert job.batch_bytes / (layer / 2.0) == pytest.approx(2 * U, rel=1e-3)
+    assert 2 + 80 / 28 > 3 * 4 / 3  # the optimizer in eight operations
+    assert 2 + 3 > 3 * 4 / 3  # a pageable copy
+    assert 3 * 2 + 1 > 3 * 4 / 3  # launches that take three times as long as their kernels
+
+
 def test_every_bottleneck_is_planned_to_cost_a_third() -> None:
     """The arithmetic behind `Job`, in units of a layer's forward; one all-reduce takes 1.7."""
     layers, all_reduce = loop.LAYERS, 1.7
@@ -137,52 +332,61 @@ def with_jobs(*names: str) -> tuple[str, str]:
     return all_jobs, f"run(jobs[name], forward, device) for name in {jobs}}}"
 
 
-BREAKS = {  # a job that turned healthy gains nothing; by how much it seems to is noise: no FIXED
-    "the loader does not wait": (
-        ("time.sleep(job.loader * forward / 1e3)", "time.sleep(0.0 * forward / 1e3)"),
-        {f"slow loader: {what}" for what in (NAMED, LONGER)},
+# Each a set of breaks that meet different claims. A job that turned healthy gains nothing; by how
+# much it seems to is noise: no FIXED.
+BREAKS = {
+    "no wait of the loader; a barrier that is none; a bucket per layer after all; always overlap": (
+        [
+            ("time.sleep(job.loader * forward / 1e3)", "time.sleep(0.0 * forward / 1e3)"),
+            ("            dist.barrier()\n\n\nclass Layer", "            pass\n\n\nclass Layer"),
+            ("bucket_cap_mb=job.bucket_mb or layer_mb", "bucket_cap_mb=layer_mb"),
+            ('"no overlap": replace(HEALTHY, overlap=False)', '"no overlap": replace(HEALTHY)'),
+        ],
+        {
+            "no overlap: communication hidden, at most",
+            *(
+                f"{name}: {what}"
+                for name in ("slow loader", "needless syncs", "tiny buckets", "no overlap")
+                for what in (NAMED, LONGER)
+            ),
+        },
     ),
-    "nobody looks at other ranks": (
-        ("splits=[ms for ms, _ in everyone]", "splits=[ms]"),
-        {f"straggler: {NAMED}"},
+    "nobody looks at other ranks; hidden is taken for exposed": (
+        [
+            ("splits=[ms for ms, _, _ in everyone]", "splits=[ms]"),
+            ("return 1 - exposed / communication if", "return exposed / communication if"),
+        ],
+        HIDDEN | {f"straggler: {NAMED}", f"no overlap: {NAMED}"},
+    ),
+    "the clock counts another step; no cure is thought to help": (
+        [
+            ("wall=walls[best]", "wall=walls[best - 1] / 2"),
+            (
+                "    exposed = statistics.mean",
+                "    return case.total\n    exposed = statistics.mean",
+            ),
+        ],
+        {TRACED} | {f"{name}: {FIXED}" for name in ("slow loader", "straggler", "no overlap")},
     ),
     "the trace is read in the wrong unit": (
-        ('(event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3)',
-         '(event["ts"], event["ts"] + event["dur"])'),
+        [
+            (
+                '(event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3)',
+                '(event["ts"], event["ts"] + event["dur"])',
+            )
+        ],
         {TRACED},
     ),
-    "the clock counts another step": (("wall=walls[best]", "wall=walls[best - 1] / 2"), {TRACED}),
-    "hidden is taken for exposed": (
-        ("return 1 - exposed / communication if", "return exposed / communication if"),
-        HIDDEN | {f"no overlap: {NAMED}"},
-    ),
-    "no cure is thought to help": (
-        ("    exposed = statistics.mean", "    return case.total\n    exposed = statistics.mean"),
-        {f"{name}: {FIXED}" for name in ("slow loader", "straggler", "no overlap")},
-    ),
-    "overlap is not switched off": (
-        ('"no overlap": replace(HEALTHY, overlap=False)', '"no overlap": replace(HEALTHY)'),
-        {"no overlap: communication hidden, at most",
-         *(f"no overlap: {what}" for what in (NAMED, LONGER))},
-    ),
-    "a barrier that is none": (
-        ("            dist.barrier()\n\n\nclass Layer", "            pass\n\n\nclass Layer"),
-        {f"needless syncs: {what}" for what in (NAMED, LONGER)},
-    ),
-    "a bucket per layer after all": (
-        ("bucket_cap_mb=job.bucket_mb or layer_mb", "bucket_cap_mb=layer_mb"),
-        {f"tiny buckets: {what}" for what in (NAMED, LONGER)},
-    ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow
 @pytest.mark.clock
-@pytest.mark.parametrize("name", BREAKS)
-def test_a_break_is_seen(name: str) -> None:
-    change, expected = BREAKS[name]
+@pytest.mark.parametrize("names", BREAKS)
+def test_a_break_is_seen(names: str) -> None:
+    changes, expected = BREAKS[names]
     jobs = [claim.partition(":")[0] for claim in sorted(expected - {TRACED})]
-    played = play(LESSON, 2, change, with_jobs(*jobs))
+    played = play(LESSON, 2, *changes, with_jobs(*jobs))
     played.expect(set())
     assert expected <= played.failed_by_clock, played.output  # what builds on it may fail too
 

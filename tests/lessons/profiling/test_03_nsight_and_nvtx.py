@@ -1,0 +1,181 @@
+"""What a range says is heard as it was said; nsys is read right; each break is seen."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from course.playing import load, play
+from tests.helpers.gpu_trace import gpu_trace
+
+nvtx = pytest.importorskip("nvtx")
+
+LESSON = "profiling/03_nsight_and_nvtx.py"
+COUNT, POPS = "ranges that a rank opens in all steps", "pops, one for each push"
+PLAN = "in the plan's order, depth, payload and colour"
+MARKS, RANGED = (
+    "marks whose payload is the step's loss, to the bit",
+    "collectives that torch dispatched, with a range",
+)
+BYTES, TORCH = "bytes per step, by payloads: 4 P", "ranges of torch.cuda.nvtx that are heard"
+TOGETHER = "all-reduces in which all ranks are at one moment"
+LAUNCHES, AFTER = (
+    "launch ranges that end before the last joins",
+    "waits and flights that end after it",
+)
+LOADER = "ms in the late rank's loader, the shortest"
+
+
+def test_the_listener_hears_threads_domains_and_every_kind_of_call() -> None:
+    """In a process of its own, where nothing has called NVTX yet."""
+    code = f"""
+import threading
+from course.playing import load
+lesson = load({LESSON!r})
+import nvtx
+listener, why_not = lesson.listen()
+assert why_not == "", why_not
+assert [r.name for r in lesson.ranges_of(lesson.heard(listener), "training")] == ["the first call"]
+flight = nvtx.start_range("flight", domain="training")
+with nvtx.annotate("outer", 0x123456, "training", payload=7):
+    with nvtx.annotate("elsewhere", domain="another"):
+        pass
+    there = threading.Thread(target=lambda: nvtx.push_range("there", domain="training"))
+    there.start()
+    there.join()
+    with nvtx.annotate("inner", 0, "training", payload=0.1):
+        nvtx.mark("now", domain="training", payload=-3)
+    nvtx.end_range(flight)
+with nvtx.annotate("of no domain"):
+    pass
+events = lesson.heard(listener)
+assert lesson.heard(listener) == []
+ranges = lesson.ranges_of(events, "training")
+told = [(r.name, r.depth, r.payload) for r in ranges]
+assert told == [("flight", 0, None), ("outer", 0, 7), ("there", 0, None),
+                ("inner", 1, 0.1), ("now", 2, -3)], told
+flight, outer, there, inner, now = ranges
+assert outer.color == 0x123456
+assert there.end != there.end  # never popped
+assert flight.start < outer.start < inner.start < now.start == now.end
+assert now.end < inner.end < flight.end < outer.end
+assert [r.name for r in lesson.ranges_of(events, None)] == ["of no domain"]
+"""
+    env = {name: value for name, value in os.environ.items() if name != "NVTX_INJECTION64_PATH"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=env)
+
+
+FAKE_NSYS = """#!/bin/sh
+# Stands for nsys: runs what it is to profile, and tells sums as the real one does in CSV.
+if [ "$1" = profile ]; then
+    while [ "$1" != -o ]; do shift; done
+    touch "$2"; shift 2; exec "$@"
+fi
+echo "Processing [report.sqlite] with [nvtx_pushpop_sum.py]..."
+echo
+echo "Time (%),Total Time (ns),Instances,Avg (ns),Med (ns),Min (ns),Max (ns),StdDev (ns),Range"
+echo "66.7,300000000,3,100000000.0,1.0,1,1,0.0,training:step"
+echo "33.3,INSTEAD,3,50000000.0,1.0,1,1,0.0,training:all_reduce"
+"""
+
+
+QUICK = ("        time.sleep(0.05)\n        with", "        with")
+
+
+def with_nsys(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    nsys = folder / "nsys"
+    nsys.write_text(script)
+    nsys.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def test_what_nsys_prints_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_nsys(tmp_path, monkeypatch, FAKE_NSYS.replace("INSTEAD", "150000000"))
+    lesson = load(LESSON, QUICK)
+    assert lesson.by_nsys() == {"step": (3, 3e8), "all_reduce": (3, 1.5e8)}
+
+
+def test_the_claims_on_nsys_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for ns, verdict in (("150000000", "PASS"), ("30000000", "FAIL")):
+        with_nsys(tmp_path, monkeypatch, FAKE_NSYS.replace("INSTEAD", ns))
+        lesson = load(LESSON, QUICK)
+        lesson.gather_objects = lambda value: [value]
+        lesson.check_nsight_systems()
+        assert [row["verdict"] for row in lesson.ledger] == ["PASS", verdict]
+
+
+def test_shares_are_those_of_the_steps() -> None:
+    lesson = load(LESSON)
+
+    def one(name: str, start: int, end: int) -> object:
+        return lesson.Range(name, 0, None, 0, start, end)
+
+    ranges = [one("step", 0, 100), one("all_reduce", 10, 30), one("forward", 30, 90)]
+    assert lesson.share_of_nvtx([*ranges, one("step", 100, 200)]) == 0.1
+    transfers = [event for event in gpu_trace(0)["traceEvents"] if "AllReduce" in event["name"]]
+    assert len(transfers) == 4  # barriers are all-reduces, too
+    assert lesson.share_of_torch(gpu_trace(0)["traceEvents"]) == pytest.approx(0.25)
+
+
+# Faults that are planted together, and the claims that have to FAIL, one or more for each fault.
+OPEN = '    nvtx.mark("loss", COLORS["step"], DOMAIN, payload=loss.item())\n'
+BREAKS = {
+    "ranges left open, and short; a rounded loss; a collective that nobody named": (
+        [
+            (OPEN, OPEN.replace("loss.item()", "round(loss.item(), 3)")
+             + '    nvtx.push_range("open", domain=DOMAIN)\n'),
+            ("            vector_to_parameters(", "            dist.all_reduce(bucket_N)\n"
+             "            vector_to_parameters("),
+            ("time.sleep(LATE if", "time.sleep(0 if"),
+        ],
+        {COUNT, PLAN, MARKS, POPS, RANGED, LOADER},
+    ),
+    "bytes left out, as in Try; the wrong ranges looked at; no callbacks for torch": (
+        [
+            ('phase("all_reduce", device, payload=bucket_N.nbytes)', 'phase("all_reduce", device)'),
+            ('before["launch"], question=3', 'before["wait"], question=3'),
+            ('- before["wait"] -', '- before["launch"] -'),
+            ("*of[9] = torch_push; *of[11] = torch_pop;", ""),
+        ],
+        {PLAN, BYTES, LAUNCHES, AFTER} | ({TORCH} if torch.version.cuda else set()),
+    ),
+    "every range has one colour; the wait is outside, as in Try": (
+        [
+            ("nvtx.annotate(name, COLORS[name]", 'nvtx.annotate(name, COLORS["step"]'),
+            ("                dist.all_reduce(bucket_N)\n",
+             "                work = dist.all_reduce(bucket_N, async_op=True)\n"
+             "            work.wait()\n"),
+        ],
+        {PLAN, TOGETHER},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_break_is_seen(name: str) -> None:
+    changes, expected = BREAKS[name]
+    play(LESSON, 2, *changes).expect(expected)
+
+
+@pytest.mark.slow
+def test_the_lesson_holds_and_draws_and_nsys_that_fails_is_told(tmp_path: Path) -> None:
+    figure = tmp_path / "timeline.png"
+    there = ('shutil.which("nsys") is None or nvtx is None:', "False:")
+    fails = ('profiled = ["nsys", "profile"', 'profiled = ["false", "profile"')
+    played = play(LESSON, 3, there, fails, argv=("--figure", str(figure)))
+    played.expect(set())
+    assert figure.stat().st_size > 10_000
+    assert "returned non-zero exit status 1" in played.output
+    assert played.ledger[-1]["needs"] == "nsys that works here"
+
+
+@pytest.mark.slow
+def test_who_is_listened_to_already_leaves_it_so() -> None:
+    start = ("listener, why_not = listen()", 'os.environ["NVTX_INJECTION64_PATH"] = "/nsys.so"\n'
+             "    listener, why_not = listen()")  # fmt: skip
+    played = play(LESSON, 1, start)
+    assert played.ledger[0]["needs"] == "no other listener, such as nsys"

@@ -1,0 +1,256 @@
+"""The test for stragglers keeps its promise, causes are told apart, and breaks are seen."""
+
+import re
+from itertools import chain
+from math import comb
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from course.playing import load, play
+
+LESSON = "profiling/06_stragglers.py"
+lesson = load(LESSON)
+
+lengths = st.lists(st.integers(1, 1000), min_size=1, max_size=40)
+
+
+@pytest.mark.parametrize(("ranks", "due"), [(2, 17), (4, 17), (8, 18), (1000, 20), (10**5, 21)])
+def test_enough_is_the_least_number_that_keeps_the_promise(ranks: int, due: int) -> None:
+    k = lesson.enough(20, ranks)
+    assert k == due  # 21 of 20: nobody can be named, the window is too short
+    exact = sum(comb(20, i) for i in range(k, 21)) / 2**20
+    assert ranks * exact <= lesson.FALSE_ALARM < ranks * (exact + comb(20, k - 1) / 2**20)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 7])
+def test_a_healthy_rank_is_late_in_at_most_half_of_the_orders(ranks: int) -> None:
+    """Exactly half of the places in the order are late if their number is even."""
+    own_SR = torch.stack([torch.arange(ranks).roll(shift) for shift in range(ranks)]) + 1.0
+    late_R = lesson.late(own_SR, 0.0).double().mean(dim=0)
+    assert (late_R == ranks // 2 / ranks).all()
+
+
+def test_whole_windows_are_judged_and_stragglers_named() -> None:
+    own_SR = torch.ones(59, 6)
+    own_SR[:, 1] = own_SR[:, 4] = 1.2  # two slow ranks do not hide each other
+    own_SR[:, 2] = 1.09
+    own_SR[::4, 3] = 50.0  # rare pauses, though the mean is ten times as long
+    assert lesson.named(own_SR).tolist() == [[False, True, False, False, True, False]] * 2
+
+
+@given(lengths, st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=1, max_size=5))
+def test_every_sequence_is_dealt_once_and_no_rank_gets_too_much(sizes: list, speeds: list) -> None:
+    shares = lesson.deal(list(range(len(sizes))), sizes, speeds)
+    assert sorted(chain.from_iterable(shares)) == list(range(len(sizes)))
+    done = [sum(sizes[i] for i in mine) / v for mine, v in zip(shares, speeds, strict=True)]
+    assert max(done) <= sum(sizes) / sum(speeds) + max(sizes) / min(speeds)
+    if len(set(speeds)) == 1:  # Graham (1969): the mean, and at most a share of the longest
+        assert max(done) <= (sum(sizes) / len(speeds) + max(sizes)) / speeds[0]
+
+
+def times(own_SR: torch.Tensor, tokens_SR: torch.Tensor | None = None, pause: float = 0):
+    paused_SR = torch.zeros_like(own_SR)
+    if pause:
+        drawn = torch.Generator().manual_seed(1)
+        paused_SR = pause * (torch.rand(own_SR.shape, generator=drawn) < 0.2)
+    tokens_SR = torch.ones_like(own_SR) if tokens_SR is None else tokens_SR
+    return lesson.Times(own_SR + paused_SR, own_SR, tokens_SR, paused_SR)
+
+
+def test_causes_are_told_apart() -> None:
+    noise_SR = 1 + 0.03 * torch.rand(80, 4, generator=torch.Generator().manual_seed(0))
+    slow_SR = noise_SR * torch.tensor([1, 1, 1.3, 1])
+    tokens_SR = 100 + 900 * torch.rand(80, 4, generator=torch.Generator().manual_seed(2))
+    hiccups_SR = lesson.simulate(80, 4, seed=0) ** 2
+    assert lesson.diagnose(times(noise_SR)) == "healthy"
+    assert lesson.diagnose(times(slow_SR)) == "slow: rank 2"
+    assert lesson.diagnose(times(noise_SR * tokens_SR, tokens_SR)) == "uneven lengths"
+    assert lesson.diagnose(times(noise_SR, pause=1.3)) == "garbage collection"
+    assert lesson.diagnose(times(hiccups_SR)) == "unknown"
+
+
+def test_what_is_lost_is_the_waiting() -> None:
+    assert lesson.lost(torch.tensor([[1.0, 1.0], [1.0, 3.0]])) == pytest.approx(1 - 3 / 4)
+
+
+def test_the_largest_of_normal_numbers() -> None:
+    """Published: 1 / sqrt(pi) of two, 1.0294 of four (Harter, 1961)."""
+    assert lesson.expected_largest(2) == pytest.approx(torch.pi**-0.5, abs=1e-4)
+    assert lesson.expected_largest(4) == pytest.approx(1.0294, abs=1e-4)
+
+
+EVEN = "healthy, even: late in 15 of 20 steps, share"
+HEAVY = "healthy, heavy tail: late in 15 of 20 steps, share"
+ONE_STEP = "one late step: alarms in 200 healthy steps"
+MEAN = "mean of 20 steps: alarms in 200 healthy steps"
+SIGN, OURS = (f"3% slower: alarms in 200 steps, {which}" for which in ("no margin", "10% margin"))
+FROZEN = "gc.freeze(): share of objects still looked at"
+SIMULATED = {  # no ranks are needed for these
+    "one too few of the coin's tail": (
+        "range(k, steps + 1)",
+        "range(k + 1, steps + 1)",
+        {EVEN, HEAVY},
+    ),
+    "a rank is compared with itself too": ("if other != rank]", "]", {EVEN, HEAVY}),
+    "the mean of the others": (
+        "median = in_order[:, len(others) // 2]",
+        "median = in_order.mean(dim=1)",
+        {HEAVY, SIGN},  # times with hiccups have a mean above their median
+    ),
+    "no margin": ("(1 + margin) * median", "median", {OURS}),
+    "no hiccups": ("< 0.01, 5.0, 1.0)", "< 0.0, 5.0, 1.0)", {ONE_STEP, MEAN}),
+    "nobody is slower": ("[1.0] * 7 + [1.03]", "[1.0] * 8", {SIGN}),
+    "nothing is frozen": ("        gc.freeze()\n    gc.unfreeze()", "    gc.unfreeze()", {FROZEN}),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SIMULATED)
+def test_a_break_of_the_test_is_seen(name: str) -> None:
+    old, new, failed = SIMULATED[name]
+    broken = load(LESSON, (old, new))
+    broken.check_the_test()
+    broken.check_freeze()
+    assert {row["claim"] for row in broken.ledger if row["verdict"] == "FAIL"} == failed
+
+
+UNEVEN = "uneven lengths: most tokens / equal shares"
+DEALT = "dealt by length: most tokens / equal shares"
+EACH = "automatic: share of steps with one, per rank"
+SOME = "automatic: steps in which some rank collects"
+TOGETHER = "together: steps in which some rank collects"
+WEIGHTS = "all jobs: error of the weights"
+ALIKE = "healthy: error if means are averaged"
+LESS = "less work: error if means are averaged"
+SPARED = (("    check_the_test()\n    check_freeze()\n", ""),)
+QUICK = (("WORK_MS, PAUSE_MS = 7.0, 9.0", "WORK_MS, PAUSE_MS = 0.7, 0.9"), *SPARED)
+BREAKS = {  # played on two ranks, those together that fail different claims
+    "sequences dealt in turn; no garbage collected": (
+        [
+            ("rank = done.index(min(done))", "rank = sequence % len(done)"),
+            ("another start\n            gc.enable()\n", "another start\n"),
+        ],
+        {DEALT, EACH, LESS},
+    ),
+    "sums vary as one length does; all collect alike; a mean of means": (
+        [
+            ("* c / math.sqrt(DRAWN)", "* c"),
+            (".manual_seed(RANK)", ".manual_seed(0)"),
+            (
+                "feature_ND) / job.tokens_SR[step].sum()",
+                "feature_ND) / job.tokens_SR[step, RANK] / WORLD_SIZE",
+            ),
+        ],
+        {UNEVEN, SOME, WEIGHTS},
+    ),
+    "together, each in its own step; no sum over ranks; DDP taken for right": (
+        [
+            ("and step % 5 == 0", "and (step + RANK) % 5 == 0"),
+            ("    dist.all_reduce(gradient_D)\n", ""),
+            ("            if mean_of_means:\n", "            if False:\n"),
+        ],
+        {TOGETHER, WEIGHTS, LESS},
+    ),
+    "means that are not averaged": (
+        [("job.tokens_SR[step, rank] * WORLD_SIZE", "job.tokens_SR[step, rank]")],
+        {ALIKE},
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_break_is_seen(name: str) -> None:
+    changes, failed = BREAKS[name]
+    play(LESSON, 2, *QUICK, *changes).expect(failed)
+
+
+OWN, STEP = (f"{what} of the slow rank / others'" for what in ("own time", "step"))
+NAMED, BY_STEPS = "slow rank: its alarms in 3 windows", "slow rank: alarms by step times"
+FALSE = "healthy: alarms in 200 real steps"
+
+
+def cost(*jobs: str) -> set[str]:
+    return {f"{job}: step / healthy" for job in jobs}
+
+
+def diagnosed(*jobs: str) -> set[str]:
+    return {f"{job}: the diagnosis is right" for job in jobs}
+
+
+TIMED = {
+    "own times with the wait in them, as in Try": (
+        [
+            ("    own = time.perf_counter() - start\n    dist.all_reduce(gradient_D)\n",
+             "    dist.all_reduce(gradient_D)\n    own = time.perf_counter() - start\n"),
+        ],
+        {OWN, NAMED} | diagnosed("slow rank", "uneven lengths", "garbage collection"),
+    ),
+    "all ranks are slow in every job; no cure": (
+        [
+            ("(job.slow if RANK == WORLD_SIZE - 1 else 1)", "(1.5 if RANK == 1 else 1)"),
+            ("shares = deal(list(range(len(alike))), alike, speeds)", "pass"),
+            ("            time.sleep(PAUSE_MS / 1e3)  # launch time\n", ""),
+        ],
+        {FALSE} | cost("slow rank", "less work")
+        | {"slow rank, less work: alarms in 3 windows"}
+        | diagnosed("healthy", "garbage collection", "dealt by length"),
+    ),
+    "a model that does not mind the tokens; step times that are own times": (
+        [
+            ("WORK_MS / 1e3 * tokens / mean_tokens", "WORK_MS / 1e3"),
+            ("return own, time.perf_counter() - start", "return own, own * (1 + RANK)"),
+        ],
+        {OWN, STEP, NAMED, BY_STEPS} | cost("slow rank", "uneven lengths")
+        | diagnosed("slow rank", "uneven lengths"),
+    ),
+    "pauses are short where all wait for them, and long where none does": (
+        [
+            ('        if self.kind == "together" and step % 5 == 0:\n',
+             '        if self.kind == "together":\n            time.sleep(0.005)\n'
+             '        if self.kind == "together" and step % 5 == 0:\n'),
+            ("due = 1 + share * pause\n", "due = 1 + share * pause * (3 - 2 * (share < 0.21))\n"),
+            ("due = tokens_SR.amax(dim=1).mean()", "due = 0.7 * tokens_SR.amax(dim=1).mean()"),
+        ],
+        cost("garbage collection", "collected together", "dealt by length"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.clock
+@pytest.mark.parametrize("name", TIMED)
+def test_a_break_is_seen_by_the_clock(name: str) -> None:
+    changes, failed = TIMED[name]
+    played = play(LESSON, 2, *SPARED, *changes)
+    assert failed <= played.failed_by_clock, played.output
+
+
+def test_the_tables_show_every_rule_and_job_and_the_figure_is_drawn(tmp_path) -> None:
+    path = tmp_path / "own_times.png"
+    played = play(LESSON, 2, *QUICK[:1], argv=("--figure", str(path)))
+    played.expect(set())
+    assert path.read_bytes().startswith(b"\x89PNG")
+    rules = re.findall(r"^ {13}(\w.*?) {2,}(\d+\.\d\d) +(\d+\.\d\d)$", played.output, re.M)
+    assert [rule for rule, _, _ in rules] == list(lesson.RULES)
+    assert [float(healthy) for _, healthy, _ in rules][2:] == pytest.approx([0, 0], abs=0.1)
+    row = r"^ {5}(\w.*?) +\d+\.\d\d +\d+\.\d\d +\d+% +\d+% +-?\d+%  \w"
+    jobs = re.findall(row, played.output, re.M)
+    assert jobs == [
+        "healthy",
+        "slow rank",
+        "slow rank, less work",
+        "uneven lengths",
+        "dealt by length",
+        "garbage collection",
+        "collected together",
+    ]
+
+
+def test_one_rank_alone_is_told_what_it_lacks() -> None:
+    played = play(LESSON, 1)
+    played.expect(set())
+    assert "needs 2 ranks" in played.output

@@ -1,0 +1,288 @@
+"""bpftrace counts what was called, on gloo and by NCCL's names; it goes when its rank goes."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from course.playing import load, play
+from course.ranks import attempt, lives
+
+LESSON = "profiling/07_tracing_with_ebpf.py"
+tracing = load(LESSON)
+
+# Some containers forbid bpf(2) even to root.
+FORBIDDEN = os.system("bpftrace -e 'BEGIN { exit(); }' >/dev/null 2>&1") != 0
+needs_bpf = pytest.mark.skipif(FORBIDDEN, reason="needs root with bpf(2), and bpftrace")
+
+
+def test_what_is_printed_becomes_counts_sizes_and_lateness() -> None:
+    maps = {
+        "@sizes": {
+            ("7", "all_reduce", "100", "7"): 2,  # ncclFloat32
+            ("7", "all_reduce", "200", "6"): 3,  # ncclFloat16: the same bytes
+            ("7", "broadcast", "1", "0"): 5,
+            ("8", "all_reduce", "1", "0"): 1,
+        },
+        "@at": {
+            ("7", "all_reduce", "0"): 1_000_000,
+            ("8", "all_reduce", "0"): 4_000_000,
+            ("7", "all_reduce", "1"): 8_000_000,
+            ("8", "all_reduce", "1"): 13_000_000,
+            ("7", "broadcast", "0"): 99_000_000,
+            ("9", "all_reduce", "0"): 0,  # nobody's
+        },
+    }
+    assert tracing.sizes_seen(maps, 7, "all_reduce") == {400: 5}
+    assert tracing.sizes_seen(maps, 8, "broadcast") == {}
+    assert tracing.lateness(maps, [7, 8]) == [0, 3]  # the median of 0 (always there), 3 and 5
+    assert tracing.seen(maps, "@sizes", 7, "broadcast", 1, 0) == 5
+    assert tracing.seen(maps, "@tcp", 7) == 0
+
+
+def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert "root" in tracing.why_not()
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(tracing.shutil, "which", lambda name: None if name == "bpftrace" else name)
+    assert "no command bpftrace" in tracing.why_not()
+    monkeypatch.setattr(tracing.shutil, "which", lambda name: name)
+    monkeypatch.setattr(os, "readlink", lambda path: "pid:[4026532201]")
+    assert "container" in tracing.why_not()
+    with pytest.raises(OSError, match=r"uses no libcuda\.so"):
+        tracing.mapped(os.getpid(), "libcuda.so")
+
+
+def test_without_root_only_the_job_is_judged() -> None:
+    played = play(LESSON, 2, ("os.geteuid() != 0", "os.geteuid() == 0 or True"))
+    played.expect(set())
+    job, rest = played.ledger
+    assert job["verdict"] == "PASS"
+    assert (rest["verdict"], rest["needs"]) == ("BLOCKED", "root with bpf(2)")
+    assert "this user is not root" in played.output
+
+
+@needs_bpf
+def test_a_program_that_is_wrong_is_refused_with_its_reason() -> None:
+    with pytest.raises(OSError, match="bpftrace: tracepoint not found: sock:nothing"):
+        tracing.attach('BEGIN { printf("attached"); } tracepoint:sock:nothing { @ = 1; }')
+    with pytest.raises(OSError, match=r"exports no ncclAllReduce"):
+        tracing.address_of("ncclAllReduce", tracing.mapped(os.getpid(), "libc.so"))
+
+
+# A job on GPUs, as bpftrace sees one: files with these names, and functions with these in them.
+STAND_INS = {
+    "libnccl.so.2": "ncclAllReduce ncclBroadcast ncclAllGather ncclReduceScatter",
+    "libcuda.so.1": "cuMemcpyHtoDAsync_v2 cuMemcpyDtoHAsync_v2 cuMemcpyHtoDAsync cuMemcpyAsync",
+}
+JOB = """
+import ctypes, sys
+nccl, cuda = map(ctypes.CDLL, sys.argv[1:])
+size = ctypes.c_size_t
+print("ready", flush=True)
+sys.stdin.readline()
+for count in (1000, 1000, 24):
+    nccl.ncclAllReduce(size(1), size(2), size(count), 7, 0, None, None)  # ncclFloat32
+nccl.ncclAllGather(size(1), size(2), size(5), 9, None, None)  # ncclBfloat16
+cuda.cuMemcpyHtoDAsync_v2(size(1), size(2), size(2**33), None)
+cuda.cuMemcpyHtoDAsync_v2(size(1), size(2), size(1), None)
+cuda.cuMemcpyDtoHAsync_v2(size(1), size(2), size(4), None)
+cuda.cuMemcpyHtoDAsync(size(1), size(2), size(99), None)
+print("done", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def gpu_job(tmp_path: Path) -> Iterator[subprocess.Popen]:
+    """A process that calls the stand-ins when told so."""
+    for name, functions in STAND_INS.items():
+        source = tmp_path / "source.cc"
+        lines = [f'extern "C" int {function}() {{ return 0; }}' for function in functions.split()]
+        source.write_text("\n".join(lines))
+        subprocess.run(["g++", "-shared", "-fPIC", "-o", tmp_path / name, source], check=True)
+    libraries = [tmp_path / name for name in STAND_INS]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", JOB, *libraries], **pipes) as job:
+        assert job.stdout.readline() == "ready\n"
+        yield job
+        job.kill()
+
+
+@needs_bpf
+def test_on_gpus_the_calls_of_nccl_and_of_the_driver_are_counted(gpu_job: subprocess.Popen) -> None:
+    pid = gpu_job.pid
+    tracer = tracing.attach(tracing.program([pid], nccl=True))
+    gpu_job.stdin.write("\n")
+    gpu_job.stdin.flush()
+    assert gpu_job.stdout.readline() == "done\n"
+    maps = tracing.detach(tracer)
+    calls = {name: tracing.seen(maps, "@calls", pid, name) for name in tracing.NCCL}
+    assert calls == {"all_reduce": 3, "all_gather": 1, "broadcast": 0, "reduce_scatter": 0}
+    assert tracing.sizes_seen(maps, pid, "all_reduce") == {4000: 2, 96: 1}
+    assert tracing.sizes_seen(maps, pid, "all_gather") == {10: 1}
+    assert sum(bar["count"] for bar in maps["@us"][str(pid), "all_reduce"]) == 3
+    moments = [maps["@at"][str(pid), "all_reduce", str(nth)] for nth in range(3)]
+    assert moments == sorted(moments)
+    assert maps["@copied"] == {(str(pid), "HtoD"): 2**33 + 1, (str(pid), "DtoH"): 4}
+    assert tracing.seen(maps, "@copies", pid, "HtoD") == 2  # one that takes 32 bits is another's
+
+
+@needs_bpf
+def test_another_job_is_watched_by_its_pid(
+    gpu_job: subprocess.Popen, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def train(seconds: float) -> None:
+        gpu_job.stdin.write("\n")
+        gpu_job.stdin.flush()
+        assert gpu_job.stdout.readline() == "done\n"
+
+    monkeypatch.setattr(tracing, "time", SimpleNamespace(sleep=train))
+    tracing.watch([gpu_job.pid], 10)
+    said = capsys.readouterr().out
+    assert f"pid {gpu_job.pid}: 0 bytes by TCP" in said
+    assert "all_reduce            3 calls" in said
+    assert "{4000: 2, 96: 1}" in said
+
+
+def attach_and_wait(tell: Connection) -> None:
+    tracer = tracing.attach('BEGIN { printf("attached"); } interval:s:9 { @ = 1; }')
+    tell.send(tracer.pid)
+    time.sleep(600)
+
+
+@needs_bpf
+def test_bpftrace_goes_when_its_rank_is_killed() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    rank = multiprocessing.get_context("fork").Process(target=attach_and_wait, args=[theirs])
+    rank.start()
+    theirs.close()  # should the rank fail, we are told
+    tracer = psutil.Process(ours.recv())
+    assert tracer.name() == "bpftrace"
+    rank.kill()
+    rank.join()
+    stop = time.monotonic() + 100
+    while lives(tracer):  # whoever inherits it may leave a zombie
+        assert time.monotonic() < stop
+        time.sleep(0.02)
+
+
+CALLS, BYTES = "{}: calls that bpftrace counts", "{}: bytes in them"
+SIZES, TIMES = "{}: calls of another size", "{}: calls in the histogram of times"
+OTHERS, EVERYBODY = (
+    "all-reduces of another job that were counted",
+    "all-reduces of all processes, at least",
+)
+TCP = "bytes sent by TCP / bytes of all-reduces"
+AGAIN = "times that a dropped SYN was sent again"
+NOTHING = "calls of a function that does nothing, counted"
+
+
+def both(*texts: str) -> set[str]:
+    return {text.format(name) for text in texts for name in ("all_reduce", "broadcast")}
+
+
+# Without a filter, all that runs beside this test would fill the maps.
+CHILD = "*[child.pid for child in __import__('psutil').Process().children()]"
+BREAKS = {  # several lines at once, and the claims that must FAIL
+    "what is not counted": (
+        (
+            ('@calls[pid, "{name}"] = count(); ', ""),
+            ("if (@began[tid])", "if (@began[tid] == 1)"),
+            ("@tcp[pid] = sum({amount});", "@tcp[pid] = count();"),
+            ("@again[args->dport]", "@again[args->sport]"),
+            ("for _ in range(HITS):", "for _ in range(HITS - 1):"),
+        ),
+        both(CALLS, TIMES) | {TCP, AGAIN, NOTHING},
+    ),
+    "whose, and how large": (
+        (
+            ('1;" for pid in pids)', f'1;" for pid in [*pids, {CHILD}])'),
+            ("@buffer[tid] = arg3;", "@buffer[tid] = arg2;"),
+            ("library)} {{ {everybody} }}", "library)} /@traced[pid]/ {{ {everybody} }}"),
+        ),
+        both(BYTES, SIZES) | {OTHERS, EVERYBODY},
+    ),
+    "fewer buckets": (
+        (("bucket_cap_mb=bucket)", "bucket_cap_mb=8 * bucket)"),),
+        {"all-reduces per step: buckets and the loss"},
+    ),
+}
+
+
+@needs_bpf
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_wrong_line_fails_its_claims(name: str) -> None:
+    changes, failed = BREAKS[name]
+    played = play(LESSON, 2, *changes, ("PAUSE = 0.1", "PAUSE = 0.01"), deadline=250)
+    played.expect(failed)
+
+
+SLOW = {
+    "rank that spends the least time in all-reduces",
+    "rank that begins them last",
+    "ms by which it is late, at least",
+}
+PRICES = {
+    "us per hit of a uprobe, at most",
+    "a tracepoint's price / a uprobe's, at most",
+    "% of a step that tracing takes, at most",
+}
+
+
+@needs_bpf
+@pytest.mark.slow
+@pytest.mark.clock
+def test_a_wrong_line_fails_what_the_clock_decides() -> None:
+    changes = [
+        ("if RANK == SLOW:", "if RANK == 0:"),
+        ("(time.thread_time() - start) / HITS", "(time.thread_time() - start)"),
+        (
+            "zip(seconds_per_call(), without,",
+            "zip(reversed(seconds_per_call()), reversed(without),",
+        ),
+    ]
+    played = play(LESSON, 2, *changes)
+    played.expect(set())
+    assert played.failed_by_clock >= SLOW - {"ms by which it is late, at least"}, played.output
+    assert played.failed_by_clock >= PRICES, played.output
+
+
+def a_peer_leaves(*changes: tuple[str, str]) -> str:
+    """What rank 0, traced, hears when rank 1 closes its connections."""
+    lesson = load(LESSON, *changes)
+    pids = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+    if dist.get_rank() == 1:
+        dist.barrier()
+        return "left"
+    tracer = lesson.attach(lesson.program(pids, nccl=False))
+    dist.barrier()
+    try:
+        for _ in range(100):
+            dist.all_reduce(torch.ones(4))
+    except RuntimeError as error:
+        lesson.detach(tracer)
+        return str(error)
+
+
+@needs_bpf
+@pytest.mark.slow
+def test_what_gloo_throws_passes_the_probes() -> None:
+    """With a uretprobe on gloo::allreduce, any process that has one would be aborted there.
+
+    That was tried by hand: beside other tests it would end them, too.
+    """
+    traced, _ = attempt(a_peer_leaves, 2, deadline=250)
+    assert "onnection" in traced.value, traced
