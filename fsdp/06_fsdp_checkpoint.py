@@ -662,10 +662,10 @@ def check_one_file(folder: Path, saved: dict) -> None:
 # ## 7. How it is measured
 #
 # The **oracle** is the training itself: rank 0 keeps the full state as it was when it was saved,
-# and every state that was loaded is compared with it element by element. `live_storages` looks at
-# all tensors that exist. `CopiedBytes` sees the copies that the main thread makes, and none of the
-# writing thread's. Harm is done to files as bytes. The model is the GPT of fsdp/01_fsdp_basics.py
-# with two blocks, trained on random bytes: what it learns plays no part here.
+# and every state that was loaded is compared with it element by element. `CopiedBytes` sees the
+# copies that the main thread makes, and none of the writing thread's. Harm is done to files as
+# bytes. The model is the GPT of fsdp/01_fsdp_basics.py with two blocks, trained on random bytes:
+# what it learns plays no part here.
 
 
 # %%

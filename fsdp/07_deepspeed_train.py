@@ -543,7 +543,12 @@ def check_other_world(
 CPU = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 DISK = {"device": "nvme", "nvme_path": "/local_nvme", "pin_memory": True}
 NVME = {
-    "offload_optimizer": {**DISK, "buffer_count": 4, "pipeline_read": True, "pipeline_write": True},
+    "offload_optimizer": {
+        **DISK,
+        "buffer_count": 12,
+        "pipeline_read": True,
+        "pipeline_write": True,
+    },
     "offload_param": {**DISK, "buffer_count": 5, "buffer_size": 10**8, "max_in_cpu": 10**9},
 }
 ASYNCHRONOUS_IO = {

@@ -22,7 +22,7 @@ of T tokens and generates G more, one at a time, for a batch of B requests.
     torchrun --standalone --nproc-per-node=4 09_inference.py    # NCCL on 4 GPUs, else gloo
     python 09_inference.py                                      # the same, started for you
 
-Takes 27 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs. Predict, run, then
+Takes 17 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs. Predict, run, then
 read.
 
 **Try.** In `RowParallelLinear.forward` add the bias before the all-reduce: what fails, and at which
@@ -31,8 +31,8 @@ without a cache notice?
 
 **Before.** parallelism/06_tensor_parallel.py: which layer is cut into rows and which into columns.
 
-**Next.** profiling/01_distributed_profiling.py; or the documentation of vLLM or SGLang, which are
-what serves a model to users.
+**Next.** fsdp/10_offload.py: when a model does not fit; or the documentation of vLLM or SGLang,
+which are what serves a model to users.
 """
 
 import argparse
@@ -521,10 +521,11 @@ class TokensSeen:
         self.hook.remove()
 
 
-def bytes_per_token(caches: list[Cache]) -> float:
-    """Return how many bytes the caches of all blocks reserve per token that they have room for."""
-    _, B, _, T, _ = caches[0].kv_2BHTK.shape
-    return sum(cache.kv_2BHTK.nbytes for cache in caches) / (B * T)
+def bytes_per_token(caches: list[Cache], longest: int = CONTEXT) -> float:
+    """Return the bytes of memory behind all blocks' caches, per token of the longest texts."""
+    B = caches[0].kv_2BHTK.shape[1]
+    held = sum(cache.kv_2BHTK.untyped_storage().nbytes() for cache in caches)
+    return held / (B * longest)
 
 
 def gumbel(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
@@ -679,7 +680,7 @@ def check_on_gpus(device: torch.device) -> None:
     for B in (1, 32):
         x_BT = torch.randint(BIG["V"], (B, BIG["T"] // 2), device=device)
         milliseconds = median_ms(decode_step(model, x_BT))
-        cached = bytes_per_token(empty_caches(model, 1)) * x_BT.numel()
+        cached = bytes_per_token(empty_caches(model, 1), BIG["T"]) * x_BT.numel()
         floor = (weights + cached) / copied / 1e6
         print0(f"{'':13}{B:4} {milliseconds:8.2f} {B / milliseconds * 1e3:10,.0f} {floor:30.2f}")
         text = f"B = {B}: a step's time / the time to read"

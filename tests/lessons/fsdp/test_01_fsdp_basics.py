@@ -206,4 +206,4 @@ def test_own_text_and_its_entropy(tmp_path: Path) -> None:
     row = next(row for row in played.ledger if row["claim"] == LEARNED)
     assert row["predicted"] == pytest.approx(math.log(2), abs=1e-6)
     assert row["verdict"] == "PASS"
-    assert played.failed == set()
+    played.expect(set())

@@ -13,6 +13,7 @@ import pytest
 
 from course.lessons import ROOT
 from course.playing import load, play
+from tests.helpers.deepspeed_built import built
 from tests.helpers.deepspeed_launcher import verdicts_under_deepspeed
 
 pytest.importorskip("deepspeed")
@@ -198,37 +199,11 @@ def test_it_runs_under_deepspeeds_own_launcher(tmp_path: Path) -> None:
     assert verdicts == ["PASS"] * 4
 
 
-# DeepSpeed's two files are compiled as one, and without optimising. Nearly all of the time goes
-# into reading torch's headers, so only those are read that the files use.
-COMPILER = """#!/bin/sh
-case " $* " in
-*/csrc/adam/cpu_adam.cpp\\ *) exec c++ -x c++ -c /dev/null -MMD -MF cpu_adam.o.d -o cpu_adam.o ;;
-*/csrc/adam/*) exec c++ -I"${0%/*}" "$@" -O0 -g0 -include ../adam/cpu_adam.cpp ;;
-*) exec c++ "$@" ;;
-esac
-"""
-HEADERS = """#pragma once
-#include <ATen/core/Tensor.h>
-#include <torch/csrc/utils/pybind.h>
-namespace torch { using namespace at; constexpr auto kFloat32 = at::kFloat; }
-"""
-
-
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_cpu_offload_with_deepspeeds_own_adam() -> None:
-    """Compiled once, before there are ranks that could wait in vain; kept in build/."""
-    folder = ROOT / "build/extensions"
-    (folder / "torch").mkdir(parents=True, exist_ok=True)
-    (folder / "torch/extension.h").write_text(HEADERS)
-    compiler = folder / "c++"
-    compiler.write_text(COMPILER)
-    compiler.chmod(0o755)
-    compiled = {"TORCH_EXTENSIONS_DIR": str(folder), "CXX": str(compiler)}
-    build = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
-    path = {"PATH": f"{os.environ['PATH']}:{Path(sys.executable).parent}"}  # ninja may lie there
-    variables = PLAIN | compiled | path
-    subprocess.run([sys.executable, "-c", build], env=variables, check=True, timeout=600)
+    """Compiled once, before there are ranks that could wait in vain."""
+    compiled = built()
     find_it = ("    if cpu_adam:  #", f"    os.environ |= {compiled}\n    if cpu_adam:  #")
     only_offload = (
         '    configs = {f"stage {stage}": config for stage, config in enumerate(ZERO)}\n',

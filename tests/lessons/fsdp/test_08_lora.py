@@ -222,5 +222,5 @@ def test_own_text(tmp_path: Path) -> None:
     path = tmp_path / "two.txt"
     path.write_text("ab" * 5000)
     played = play(LESSON, 1, argv=(*QUICK, "--data", str(path)))
-    assert played.failed == set(), played.output
+    played.expect(set())
     assert {THIRD, AT_MOST, GAIN}.isdisjoint(row["claim"] for row in played.ledger)

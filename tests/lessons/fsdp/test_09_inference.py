@@ -12,6 +12,7 @@ CACHED = "KV cache: tokens that differ from those without"
 CUT = "cut in 2: tokens that differ"
 SUMS = "cut in 2: all-reduces per step, 2 L"
 SIZE = "cut in 2: elements summed per token, 2 L D"
+SHARE = "cut in 2: cache per token, 2 L D x 4 / n"
 ENTROPY = "loss in nats per byte, below the bytes' entropy"
 
 BREAKS = {
@@ -56,9 +57,15 @@ BREAKS = {
     ),
     "the cache holds a rank's share, and the prediction the whole": (
         [("2 * L * D * 4 / n, held", "2 * L * D * 4, held")],
-        {"cut in 2: cache per token, 2 L D x 4 / n"},
+        {SHARE},
     ),
-    "nothing is learned": ([("lr=3e-3", "lr=0.0")], {ENTROPY}),
+    "nothing is learned; the cache reserves twice the context": (
+        [
+            ("lr=3e-3", "lr=0.0"),
+            ("B, model.position.num_embeddings)", "B, 2 * model.position.num_embeddings)"),
+        ],
+        {ENTROPY, "KV cache: bytes per token, 2 L D x 4", SHARE},
+    ),
 }
 
 
@@ -66,7 +73,7 @@ BREAKS = {
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_break_makes_its_claim_fail(name: str) -> None:
     changes, expected = BREAKS[name]
-    steps = "30" if name == "nothing is learned" else "5"
+    steps = "30" if ENTROPY in expected else "5"
     played = play(LESSON, 2, NO_DEEPSPEED, NO_STEPS, *changes, argv=("--steps", steps))
     assert played.failed - {ENTROPY} == expected - {ENTROPY}, played.output
     if ENTROPY in expected:
@@ -74,14 +81,28 @@ def test_a_break_makes_its_claim_fail(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_deepspeed_given_reordered_rows_only_when_asked() -> None:
-    """That it cuts a fused layer wrongly is seen: were the rows in order, none would differ."""
-    change = (
+def test_what_deepspeed_cuts_is_seen() -> None:
+    """Were the fused rows in order, none would differ; an uncut model needs no all-reduces."""
+    ordered = (
         "n, reorder=False)\n    ours_BG, _ = generate(whole",
         "n, reorder=True)\n    ours_BG, _ = generate(whole",
     )
-    played = play(LESSON, 2, NO_STEPS, change, argv=("--steps", "5"))
-    assert played.failed - {ENTROPY} == {"DeepSpeed, qkv as it is: tokens that differ"}
+    uncut = (
+        "ordered = serve(deepspeed, copy.deepcopy(model), n, reorder=True)",
+        "ordered = serve(deepspeed, copy.deepcopy(model), 1, reorder=True)",
+    )
+    played = play(LESSON, 2, NO_STEPS, ordered, uncut, argv=("--steps", "5"))
+    assert played.failed - {ENTROPY} == {
+        "DeepSpeed, qkv as it is: tokens that differ",
+        "DeepSpeed: all-reduces per step, 2 L",
+    }
+
+
+@pytest.mark.slow
+def test_deepspeed_on_one_rank_with_half_of_the_heads() -> None:
+    change = ("block.heads //= n\n    return engine", "block.heads //= 2\n    return engine")
+    played = play(LESSON, 1, NO_STEPS, change, argv=("--steps", "5"))
+    assert played.failed - {ENTROPY} == {"DeepSpeed: tokens that differ"}
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
