@@ -43,10 +43,12 @@ def call(answer, wire, cases: list[Case], seed: int) -> list[list[Event]]:
         if rank == 0 and number == 0:
             for other in range(1, n):
                 store.wait([f"0, rank {other}"])
-            time.sleep(0.05)
+            time.sleep(0.4)  # who waits for nothing comes back meanwhile
         store.add(f"{number}, rank {rank}", 1)  # unlike set, returns when it is there
         told = f"shift {shift}, {layout or 'contiguous'} {str(dtype)[6:]}"
         y = answer.ring_shift(x, shift)
+        if rank == 0 and number == 0:  # who came back too early is to say so first
+            wait_until_there([f"0, rank {other} is right" for other in range(1, n)], 4)
         if isinstance(y, torch.Tensor) and not store.check([f"{number}, rank {behind}"]):
             raise Wrong(f"{told}: came back before anything can have come: wait for the work")
         if not torch.equal(x, held(rank, seed, dtype, layout)):
@@ -64,8 +66,16 @@ def call(answer, wire, cases: list[Case], seed: int) -> list[list[Event]]:
             raise Wrong(f"{told}: what it returns is not contiguous")
         wire.only("send", "recv")
         messages.append(wire.calls())
+        store.add(f"{number}, rank {rank} is right", 1)
         wire.events.clear()
     return messages
+
+
+def wait_until_there(keys: list[str], seconds: float) -> None:
+    """Wait for these in the store, but no longer than so many seconds."""
+    stop = time.monotonic() + seconds
+    while time.monotonic() < stop and not _get_default_store().check(keys):
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 1])
@@ -118,9 +128,10 @@ def each_late(answer, wire, seed: int) -> list[torch.Tensor]:
         x = held(rank, seed)
         if rank == late:
             wait_for_the_others(late, n)
-            time.sleep(0.1)  # who does not wait for its send overwrites x meanwhile
+            wait_until_there([f"rank {(late - 1) % n} is back, rank {late} late"], 0.2)
         came.append(answer.ring_shift(x))
-        x.fill_(-1)  # as the next step would
+        x.fill_(-1)  # as the next step would: who has not waited for its send spoils it
+        _get_default_store().add(f"rank {rank} is back, rank {late} late", 1)
     return came
 
 

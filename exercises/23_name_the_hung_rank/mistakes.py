@@ -1,0 +1,63 @@
+"""Known mistakes: name, passage of solution.py, what replaces it, check, what that check says."""
+
+MISTAKES = [
+    (
+        "takes the last rank",
+        "    rank = scores.index(max(scores))\n",
+        "    rank = len(dumps) - 1\n    waits = [others and {rank} for others in waits]\n",
+        "test_made_dumps",
+        "has not made the call that the others wait in. rank: expected",
+    ),
+    (
+        "takes who has the highest number",
+        "    rank = scores.index(max(scores))\n",
+        '    ids = [max(e["collective_seq_id"] for e in dump["entries"]) for dump in dumps]\n'
+        "    rank = ids.index(max(ids))\n"
+        "    waits = [{rank}] * len(dumps)\n"
+        "    calls = [call for call in calls if call]\n",
+        "test_made_dumps",
+        "has not made the call that the others wait in. rank: expected",
+    ),
+    (
+        "ignores whether a call is over",
+        'if not entry["retired"]]',
+        "]",
+        "test_made_dumps",
+        "expected",
+    ),
+    (
+        "ignores the group of a call",
+        '    parts = ("process_group", "collective_seq_id",',
+        '    parts = ("collective_seq_id",',
+        "test_made_dumps",
+        "in another group of the same ranks.",
+    ),
+    (
+        "all ranks are members of all groups",
+        'in ast.literal_eval(dump["pg_config"][name]["ranks"]):',
+        "in range(len(dumps)):",
+        "test_made_dumps",
+        "Only the members of a group are waited for",
+    ),
+    (
+        "compares no sizes",
+        '"profiling_name", "input_sizes")',
+        '"profiling_name")',
+        "test_made_dumps",
+        "One rank's tensor is larger than the others'.: expected",
+    ),
+    (
+        "stops at the first rank of a chain",
+        "        scores.append((eventually, sum(rank in others for others in waits)))\n",
+        "        scores.append((0, sum(rank in others for others in waits)))\n",
+        "test_made_dumps",
+        "which waits in another group for the guilty one. rank: expected 1, got 3",
+    ),
+    (
+        "takes no vote in a circle",
+        "        scores.append((eventually, sum(rank in others for others in waits)))\n",
+        "        scores.append((eventually, 0))\n",
+        "test_made_dumps",
+        "has made another call instead: a circle. rank: expected",
+    ),
+]

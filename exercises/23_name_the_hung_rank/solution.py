@@ -1,0 +1,58 @@
+"""Name the hung rank. Read exercises/23_name_the_hung_rank/README.md first."""
+
+import ast
+
+Dump = dict  # what a rank's flight recorder held, as torch pickles it
+
+
+def guilty(dumps: list[Dump]) -> tuple[int, str, int, str] | None:
+    """Return (rank, group, number, call): who did not make which call; None if nobody waits.
+
+    dumps[r]: rank r's flight recorder, of which you need two parts.
+      "pg_config"  {"0": {"ranks": "[0, 1, 2, 3]"}, ...}: a group's name, and its ranks, in a string
+      "entries"    the collectives that the rank has called, a dict each. The oldest may have fallen
+                   out of the ring buffer; a rank need not be in all groups.
+        "process_group"      ("0", "default_pg"): the group's name, and a description
+        "collective_seq_id"  1, 2, ...: the how-manieth call in this group it is
+        "profiling_name"     "gloo:all_reduce", "nccl:broadcast"
+        "input_sizes"        [[4, 3]]: the shape of each tensor
+        "retired"            whether it is over; a rank waits in its first call that is not
+
+    Two calls are the same if group, number, name and sizes are. A rank waits for all members of
+    the group that have not made the same call. The chains of waiting end in the guilty rank; in a
+    circle it is the rank that most others wait for. There is one such rank, or nobody waits.
+    The call to return is that in which the others wait for it: ("0", 7, "all_reduce").
+    """
+    # --- yours
+    calls = []
+    waits = []
+    for rank, dump in enumerate(dumps):
+        still_open = [entry for entry in dump["entries"] if not entry["retired"]]
+        calls.append(still_open[0] if still_open else None)
+        waits.append(set())
+        if still_open:
+            name = still_open[0]["process_group"][0]
+            for other in ast.literal_eval(dump["pg_config"][name]["ranks"]):
+                made = any(same(entry, still_open[0]) for entry in dumps[other]["entries"])
+                if other != rank and not made:
+                    waits[rank].add(other)
+    chains = [set(others) for others in waits]
+    for _ in dumps:
+        for others in chains:
+            others.update(*[chains[other] for other in others])
+    scores = []
+    for rank in range(len(dumps)):
+        eventually = sum(rank in chains[other] for other in range(len(dumps)) if other != rank)
+        scores.append((eventually, sum(rank in others for others in waits)))
+    if not any(waits):
+        return None
+    rank = scores.index(max(scores))
+    call = next(calls[other] for other, others in enumerate(waits) if rank in others)
+    number = call["collective_seq_id"]
+    return rank, call["process_group"][0], number, call["profiling_name"].partition(":")[2]
+
+
+def same(one: dict, other: dict) -> bool:
+    parts = ("process_group", "collective_seq_id", "profiling_name", "input_sizes")
+    return all(one[part] == other[part] for part in parts)
+    # --- end

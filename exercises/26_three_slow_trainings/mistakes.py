@@ -1,0 +1,109 @@
+"""Known mistakes: name, passage of solution.py, its replacement, the check, what it says."""
+
+MISTAKES = [
+    (
+        "every rank reads the whole batch",
+        "        first = step * batch + dist.get_rank() * share\n"
+        "        pairs = [samples[i] for i in range(first, first + share)]\n",
+        "        whole = [samples[i] for i in range(step * batch, (step + 1) * batch)]\n"
+        "        first = dist.get_rank() * share\n"
+        "        pairs = whole[first : first + share]\n",
+        "test_training_1",
+        "samples that it reads: expected 18, got 36",
+    ),
+    (
+        "every rank reads the first share",
+        "step * batch + dist.get_rank() * share",
+        "step * batch",
+        "test_training_1",
+        "samples read more than once: [0, 1, 2, 3, 4, 5, 12,",
+    ),
+    (
+        "one rank reads for all, and scatters",
+        "        pairs = [samples[i] for i in range(first, first + share)]\n"
+        "        x_BD = torch.stack([x for x, _ in pairs])\n"
+        "        y_BC = torch.stack([y for _, y in pairs])\n",
+        "        whole = [None]\n"
+        "        if dist.get_rank() == 0:\n"
+        "            whole = [[samples[i] for i in range(step * batch, (step + 1) * batch)]]\n"
+        "        dist.broadcast_object_list(whole)\n"
+        "        pairs = whole[0][first - step * batch :][:share]\n"
+        "        x_BD = torch.stack([x for x, _ in pairs])\n"
+        "        y_BC = torch.stack([y for _, y in pairs])\n",
+        "test_training_1",
+        "rank 0: its calls: expected",
+    ),
+    (
+        "shares that follow each other over steps",
+        "step * batch + dist.get_rank() * share",
+        "(dist.get_rank() * steps + step) * share",
+        "test_training_1",
+        "rank 0: parameters",
+    ),
+    (
+        "a call for each tensor",
+        "        dist.all_reduce(flat)\n        flat /= dist.get_world_size()\n        losses",
+        "        for part in flat.split([len(gradient) for gradient in gradients] + [1]):\n"
+        "            dist.all_reduce(part)\n"
+        "        flat /= dist.get_world_size()\n        losses",
+        "test_training_2",
+        "calls in 3 steps: expected 3, got 15",
+    ),
+    (
+        "the loss in a call of its own",
+        "        losses.append(flat[-1].item())\n",
+        "        dist.all_reduce(loss.detach())\n"
+        "        losses.append(loss.item() / dist.get_world_size())\n",
+        "test_training_2",
+        "calls in 3 steps: expected 3, got 6",
+    ),
+    (
+        "a barrier is left, to be safe",
+        "        losses.append(flat[-1].item())\n",
+        "        dist.barrier()\n        losses.append(flat[-1].item())\n",
+        "test_training_2",
+        "calls in 3 steps: expected 3, got 6",
+    ),
+    (
+        "this rank's loss",
+        "losses.append(flat[-1].item())",
+        "losses.append(loss.item())",
+        "test_training_2",
+        "rank 0: losses",
+    ),
+    (
+        "gradients are summed",
+        "        flat /= dist.get_world_size()\n        losses.append(flat[-1].item())\n",
+        "        losses.append(flat[-1].item() / dist.get_world_size())\n",
+        "test_training_2",
+        "rank 0: parameters",
+    ),
+    (
+        "rank 0 validates alone",
+        "whole.tensor_split(dist.get_world_size())[rank] for whole",
+        "whole[: len(whole) * (rank == 0)] for whole",
+        "test_training_3",
+        "rank 0: 108 samples through the model, where 63 do",
+    ),
+    (
+        "every rank validates everything",
+        "whole.tensor_split(dist.get_world_size())[rank] for whole",
+        "whole for whole",
+        "test_training_3",
+        "rank 0: 108 samples through the model, where 63 do",
+    ),
+    (
+        "what cannot be shared evenly is left out",
+        "whole.tensor_split(dist.get_world_size())[rank] for whole",
+        "whole.split(len(whole) // dist.get_world_size())[rank] for whole",
+        "test_training_3",
+        "rank 0: right after each step",
+    ),
+    (
+        "this rank's share alone",
+        "        dist.all_reduce(hits)\n",
+        "",
+        "test_training_3",
+        "rank 0: calls, with their bytes",
+    ),
+]

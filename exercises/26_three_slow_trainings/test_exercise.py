@@ -1,0 +1,164 @@
+"""Grader of 26: each training does what it did, and pays for what it needs, and no more."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from course.grading import Wrong, expect, grade, same
+
+D, C, RATE, STEPS, BATCH = 6, 3, 0.1, 3, 12
+ATOL = 1e-12  # of float64: what the order of a sum may change
+on_ranks = pytest.mark.parametrize("n", [1, 2, 4])
+
+
+def network(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(D, 8), nn.Tanh(), nn.Linear(8, C)).double()
+
+
+def numbers(seed: int, *shape: int) -> Tensor:
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=random, dtype=torch.float64)
+
+
+def batches_of(seed: int, rank: int) -> list[tuple[Tensor, Tensor]]:
+    found = []
+    for step in range(STEPS):
+        start = seed + 1000 * rank + 10 * step
+        found.append((numbers(start, 5, D), numbers(start + 1, 5, C)))
+    return found
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def train(seed: int, batches: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, float]]:
+    """In one process: the parameters and the loss of each step; a batch is all ranks'."""
+    model = network(seed)
+    told = []
+    for x, y in batches:
+        model.zero_grad()
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        for parameter in model.parameters():
+            parameter.data -= RATE * parameter.grad
+        told.append((flat(model), loss.item()))
+    return told
+
+
+def joined(seed: int, n: int) -> list[tuple[Tensor, Tensor]]:
+    """Each step's batches of n ranks, as one."""
+    steps = zip(*(batches_of(seed, rank) for rank in range(n)), strict=True)
+    return [tuple(map(torch.cat, zip(*pairs, strict=True))) for pairs in steps]
+
+
+class Samples(Sequence):
+    """Notes who reads what."""
+
+    def __init__(self, seed: int) -> None:
+        self.x = numbers(seed, STEPS * BATCH, D)
+        self.y = numbers(seed + 1, STEPS * BATCH, C)
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.read.append(range(len(self.x))[index])
+        return self.x[index], self.y[index]
+
+
+def call_1(answer, wire, seed: int) -> tuple:
+    model = network(seed)
+    samples = Samples(seed)
+    answer.training_1(model, samples, STEPS, BATCH)
+    return flat(model), samples.read, [event.op for event in wire.calls()]
+
+
+@on_ranks
+def test_training_1(answer: Path, seed: int, n: int) -> None:
+    """Training 1 reads each sample once, and learns the same, on {n} ranks"""
+    told = grade(answer, call_1, n, seed)
+    samples = Samples(seed)
+    whole = list(zip(samples.x.split(BATCH), samples.y.split(BATCH), strict=True))
+    due = train(seed, whole)[-1][0]
+    for rank, (_, read, calls) in enumerate(told):
+        expect(len(read), STEPS * BATCH // n, f"rank {rank}: samples that it reads")
+        expect(calls, ["all_reduce"] * STEPS, f"rank {rank}: its calls")
+    everyone = []
+    for _, read, _ in told:
+        everyone += read
+    everyone.sort()
+    if everyone != list(range(STEPS * BATCH)):
+        twice = sorted({index for index in everyone if everyone.count(index) > 1})
+        raise Wrong(f"samples read more than once: {twice}; others are read by nobody")
+    for rank, (parameters, _, _) in enumerate(told):
+        same(parameters, due, f"rank {rank}: parameters", ATOL)
+
+
+def call_2(answer, wire, seed: int) -> tuple:
+    model = network(seed)
+    losses = answer.training_2(model, batches_of(seed, dist.get_rank()))
+    return flat(model), losses, [(event.op, event.nbytes) for event in wire.calls()]
+
+
+@on_ranks
+def test_training_2(answer: Path, seed: int, n: int) -> None:
+    """Training 2 calls once a step, and learns the same, on {n} ranks"""
+    told = grade(answer, call_2, n, seed)
+    due = train(seed, joined(seed, n))
+    summed = None
+    for rank, (parameters, losses, calls) in enumerate(told):
+        same(parameters, due[-1][0], f"rank {rank}: parameters", ATOL, summed)
+        if not isinstance(losses, list) or len(losses) != STEPS:
+            raise Wrong(f"rank {rank}: expected {STEPS} losses, got {losses!r}")
+        got = torch.tensor(losses, dtype=torch.float64)
+        mean = torch.tensor([loss for _, loss in due], dtype=torch.float64)
+        same(got, mean, f"rank {rank}: losses", ATOL, {"these are sums": mean * n})
+        nbytes = 8 * (due[-1][0].numel() + 1)
+        expect(len(calls), STEPS, f"rank {rank}: calls in {STEPS} steps")
+        expect(calls, [("all_reduce", nbytes)] * STEPS, f"rank {rank}: calls, with their bytes")
+
+
+V = 31
+
+
+def validation_of(seed: int) -> tuple[Tensor, Tensor]:
+    labels = torch.randint(C, (V,), generator=torch.Generator().manual_seed(seed + 7))
+    return numbers(seed + 7, V, D), labels
+
+
+def call_3(answer, wire, seed: int) -> tuple:
+    model = network(seed)
+    rows = []
+    model.register_forward_hook(lambda model, inputs, output: rows.append(len(inputs[0])))
+    right = answer.training_3(model, batches_of(seed, dist.get_rank()), validation_of(seed))
+    calls = [(event.op, event.nbytes) for event in wire.calls()]
+    return flat(model), right, sum(rows), calls
+
+
+@on_ranks
+def test_training_3(answer: Path, seed: int, n: int) -> None:
+    """Training 3 shares the validation, and counts the same, on {n} ranks"""
+    told = grade(answer, call_3, n, seed)
+    x, labels = validation_of(seed)
+    due = train(seed, joined(seed, n))
+    hits = []
+    model = network(seed)
+    for parameters, _ in due:
+        nn.utils.vector_to_parameters(parameters, model.parameters())
+        hits.append(int((model(x).argmax(1) == labels).sum()))
+    most = STEPS * (5 + -(-V // n))
+    for rank, (parameters, right, rows, calls) in enumerate(told):
+        if rows > most:
+            told_rows = f"{rows} samples through the model, where {most} do"
+            raise Wrong(f"rank {rank}: {told_rows}: the others wait for this rank")
+        expect(right, hits, f"rank {rank}: right after each step")
+        same(parameters, due[-1][0], f"rank {rank}: parameters", ATOL)
+        step = [("all_reduce", 8 * parameters.numel()), ("all_reduce", 8)]
+        expect(calls, step * STEPS, f"rank {rank}: calls, with their bytes")
