@@ -302,8 +302,8 @@ def who_waits_for_whom(device: torch.device) -> None:
     x = torch.full((4,), RANK + 1.0, device=device)
     undone = [f"undone {rank}" for rank in range(1, WORLD_SIZE)]
     if RANK == 0:
-        with contextlib.suppress(dist.DistStoreError):  # not all back in 5 s: count those who are
-            store.wait(undone, timedelta(seconds=5))
+        with contextlib.suppress(dist.DistStoreError):  # not all back in 20 s: count those who are
+            store.wait(undone, timedelta(seconds=20))
         store.add("undone", sum(store.check([key]) for key in undone))
     work = dist.all_reduce(x, async_op=True)
     if not work.is_completed():

@@ -130,9 +130,10 @@ def a_send_waits(cpu: dist.ProcessGroup) -> None:
 #
 # No rank alone does anything wrong, so look at all of them. Two things help. A **timeout** is given
 # when a group is made (by default 30 minutes for gloo, 10 for NCCL): then gloo raises an error, and
-# NCCL's watchdog ends the process. And **stacks**, one per rank: `faulthandler` writes them even
-# while a rank waits inside C++, and from outside `py-spy dump --pid` does. If all stand in the same
-# send, nobody is late, and the order of the calls is wrong.
+# NCCL's watchdog ends the process. The rank whose timeout ends first closes its connections, so a
+# neighbor may read `Connection closed by peer` before its own timeout. And **stacks**, one per
+# rank: `faulthandler` writes them even while a rank waits inside C++, and from outside `py-spy dump
+# --pid` does. If all stand in the same send, nobody is late, and the order of the calls is wrong.
 
 # %%
 LEFT = (RANK - 1) % WORLD_SIZE

@@ -563,6 +563,7 @@ def timed_on_real_nodes(work: Callable[[], None], device: torch.device) -> tuple
         torch.cuda.synchronize()
     dist.barrier()
     before = bytes_sent_by_this_node(device)
+    dist.barrier()  # nobody sends before all have looked
     start = time.perf_counter()
     work()
     if device.type == "cuda":

@@ -802,9 +802,11 @@ def train_when_told(pipe: Connection) -> None:
 
 
 def bytes_so_far() -> int:
-    """Bytes on the cable once all ranks have come so far."""
+    """Bytes on the cable once all ranks have come so far; all have looked before any goes on."""
     dist.barrier()
-    return bytes_on_the_cable()
+    so_far = bytes_on_the_cable()
+    dist.barrier()
+    return so_far
 
 
 def from_rank_0(value: object) -> object:

@@ -75,7 +75,16 @@ def test_the_late_network_reads_at_once_and_delivers_when_waited_for() -> None:
 SENT, GRADIENTS = "all-reduces before the last gradient", "error of the gradients"
 AHEAD, ACTIVATIONS = "all-gathers begun a layer ahead", "error of the activations"
 HALF_FULL = ("layer % PER_BUCKET == 0:", "layer % PER_BUCKET == 1:")
-NO_FINAL_WAIT = ("        for work in self.recorder.works:\n            work.wait()\n", "")
+# Only the late network: a real one would write to memory that may be gone, and crash at times.
+NO_FINAL_WAIT = (
+    "            work.wait()\n",
+    "            if not self.recorder.late:\n                work.wait()\n",
+)
+NO_WAIT = (
+    "                self.recorder.works[layer].wait()\n",
+    "                if not self.recorder.late:\n"
+    "                    self.recorder.works[layer].wait()\n",
+)
 BREAKS = {
     "a bucket leaves before it is full": (
         [HALF_FULL],
@@ -104,7 +113,7 @@ BREAKS = {
         {how + GRADIENTS for how in ("after: ", "overlap: ")},
     ),
     "a layer does not wait for its weight": (
-        [("                self.recorder.works[layer].wait()\n", "                pass\n")],
+        [NO_WAIT],
         {how + ACTIVATIONS for how in ("after: ", "overlap: ")},
     ),
     "no prefetch": (
@@ -122,17 +131,11 @@ BREAKS = {
 }
 
 
-# Nobody waits for the collective, so the memory that it writes to may be gone.
-FREED_TOO_EARLY = ("nobody waits in the end", "a layer does not wait for its weight")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("what", BREAKS)
 def test_a_broken_line_fails_the_claims_that_guard_it(what: str) -> None:
     changes, claims = BREAKS[what]
     played = play(LESSON, 2, *NO_LINK, *NO_HERE, *changes)
-    if what in FREED_TOO_EARLY and "SIGSEGV" in str(played.code):
-        return  # that is noticed as well
     played.expect(claims)
 
 
@@ -179,7 +182,7 @@ ON_THE_LINK = {
 
 
 def across(*changes: tuple[str, str]) -> Played:
-    return play(LESSON, 2, *NO_HERE, *ONE_STEP, *QUICK, *changes)
+    return play(LESSON, 2, *NO_HERE, *ONE_STEP, *QUICK, *changes, deadline=200)
 
 
 @pytest.mark.slow
@@ -220,7 +223,7 @@ def test_without_a_slow_network_it_is_blocked_and_says_why() -> None:
 @pytest.mark.slow
 def test_whoever_is_not_root_has_a_slow_network_too() -> None:
     changes = [*NO_HERE, *ONE_STEP, *QUICK]
-    outcomes = attempt(play_as_nobody, 2, LESSON, *changes, deadline=60, group=False)
+    outcomes = attempt(play_as_nobody, 2, LESSON, *changes, deadline=200, group=False)
     _, ledger = outcomes[0].value
     assert {row["claim"] for row in ledger} >= {CLOCK, TRACE, LOG}, outcomes[0].output
 

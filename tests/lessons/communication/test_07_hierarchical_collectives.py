@@ -27,7 +27,7 @@ NO_TIMES = ("    check_times(rounds, mbit)\n", "")
 
 def once(*changes: tuple[str, str], argv: tuple[str, ...] = ()) -> Played:
     """One round of small all-reduces, no times judged."""
-    return play(LESSON, 1, QUICK, ONE_ROUND, NO_TIMES, *changes, argv=argv)
+    return play(LESSON, 1, QUICK, ONE_ROUND, NO_TIMES, *changes, argv=argv, deadline=200)
 
 
 # Values
@@ -127,7 +127,7 @@ def test_a_broken_line_fails_the_claims_that_guard_it(what: str) -> None:
 @pytest.mark.clock
 def test_times_fail_if_the_hierarchy_is_a_ring() -> None:
     played = play(LESSON, 1, ONE_ROUND, FLAT, argv=("--mbit", "40"))
-    assert played.failed == {"hierarchy" + LINK}, played.output
+    played.expect({"hierarchy" + LINK})
     times = {f"time: {name} / hierarchy" for name in WAYS[:2]}
     assert times & played.failed_by_clock, played.output
 
@@ -192,7 +192,7 @@ def test_ranks_that_are_all_here_are_refused() -> None:
 @pytest.mark.slow
 def test_whoever_is_not_root_has_nodes_too() -> None:
     changes = [QUICK, ONE_ROUND, NO_TIMES]
-    (outcome,) = attempt(play_as_nobody, 1, LESSON, *changes, deadline=60, group=False)
+    (outcome,) = attempt(play_as_nobody, 1, LESSON, *changes, deadline=200, group=False)
     code, ledger = outcome.value
     assert code == 0, outcome.output
     assert [row["claim"] for row in ledger if row["verdict"] == "PASS"][-1].endswith(LINK)
