@@ -357,7 +357,11 @@ killed for memory: exitcode *: -9|SIGKILL|[Oo]ut of memory: Killed|oom-kill
   the kernel, Slurm or Kubernetes killed a rank, mostly for the host's memory
   dmesg -T | grep -i 'out of memory'; sacct -o MaxRSS; memory.events of its cgroup
   fewer DataLoader workers, load weights on one rank or on meta, ask for more memory
-hang in training: Watchdog caught|collective operation timeout|Timed out waiting \d+ms for
+calls differ: Detected mismatch between collectives|Received data size doesn't match expected size
+  ranks made different calls of one group: another collective, order, shape or dtype
+  TORCH_DISTRIBUTED_DEBUG=DETAIL names the rank; profiling/04_debugging_hangs.py, the line, too
+  the same calls in the same order with the same shapes and dtypes on all ranks
+hang in training: Watchdog caught|operation timeout|Timed out waiting \d+ms for|watchdog got stuck
   one rank did not call what the others called: it died, took another branch, or had no data left
   the first error of any rank; py-spy dump --pid PID; torchfrtrace on the flight recorder's files
   mend that rank; if it was only slow (a checkpoint, a download), a longer timeout
@@ -409,7 +413,7 @@ def shortened(text: str, width: int) -> str:
 
 
 def store(host: str = "127.0.0.1", port: int = 0, n: int = 1, serve: bool = True) -> dist.TCPStore:
-    return dist.TCPStore(host, port, n, serve, timedelta(seconds=1))
+    return dist.TCPStore(host, port, n, serve, timedelta(seconds=4))  # in place of minutes
 
 
 def taken_port() -> None:
@@ -418,9 +422,9 @@ def taken_port() -> None:
 
 
 def silent_port() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    store(port=port, serve=False)
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # nobody listens there, and nobody else may
+        store(port=held.getsockname()[1], serve=False)
 
 
 def torch_without_nccl() -> None:
@@ -446,8 +450,9 @@ FAILURES = {
 
 def failures_are_recognised() -> None:
     right = 0
-    for name, failure in FAILURES.items():
-        said, found, _, _, _, remedy = diagnose(str(look(failure)()))
+    answers = {name: look(failure) for name, failure in FAILURES.items()}  # they wait together
+    for name, answer in answers.items():
+        said, found, _, _, _, remedy = diagnose(str(answer(60)))
         right += found == name
         show(found, f'"{shortened(said, 76)}"\n{remedy}')
     claim("failures that the table names rightly", len(FAILURES), right, question=3)
@@ -466,7 +471,7 @@ def failures_are_recognised() -> None:
 PROGRAM = """
 import ctypes, datetime, json, os, sys, torch, torch.distributed as dist
 sys.platform == "linux" and ctypes.CDLL(None).prctl(1, 9)  # die with torchrun
-backend, rank, wait = sys.argv[1], int(os.environ["RANK"]), datetime.timedelta(seconds=40)
+backend, rank, wait = sys.argv[1], int(os.environ["RANK"]), datetime.timedelta(seconds=90)
 device = None
 if backend == "nccl":
     device = torch.device("cuda", rank)
@@ -547,7 +552,7 @@ def interface_nccl_takes(library: str) -> str:
     env = {k: v for k, v in os.environ.items() if not k.startswith("NCCL_DEBUG")}
     env["NCCL_DEBUG"] = "INFO"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    said = subprocess.run(command, env=env, **pipes, timeout=30).stdout
+    said = subprocess.run(command, env=env, **pipes, timeout=100).stdout
     return re.search(r"Bootstrap ?: Using (\S+?):", said)[1]
 
 
@@ -559,7 +564,7 @@ def nccl_takes_what_is_foretold() -> None:
     if library is None or isinstance(nets, Exception) or chosen:
         blocked(text, needs="NCCL in torch, psutil, and no choice in NCCL_SOCKET_IFNAME")
         return
-    taken = look(interface_nccl_takes, library)(40)
+    taken = look(interface_nccl_takes, library)(110)
     foretold = nccl_interfaces(list(nets))[:1]
     show("NCCL meets on", taken)
     claim(text, 0, int([taken] != foretold), question=1)
@@ -620,6 +625,7 @@ DeepSpeed | deepspeed | ZeRO and offload as DeepSpeed does them | pip install -e
 FFCV | ffcv | FFCV's loaders | make .venv/all, which asks apt-get for compilers
 nvtx | nvtx | names in the timelines of GPUs | pip install -e '.[profiling]'
 nsys | nsys --version | timelines of GPUs | NVIDIA Nsight Systems
+py-spy | py-spy | stacks of ranks that hang | pip install -e '.[profiling]'
 bpftrace | bpftrace --version | a rank watched from the kernel | apt install bpftrace
 Slurm | sinfo --version | sbatch and srun | a cluster, or apt install slurm-wlm
 tc | tc -V | links slowed on purpose | apt install iproute2

@@ -385,7 +385,8 @@ def measure_paths(host: dist.ProcessGroup, two: bool) -> Found:
     with ExitStack() as wires:
         paths = Paths(host, two, wires)
         trips = ping_pong(paths, dict.fromkeys(paths.ends, SIZES))
-        halves = {name: fit(curve).half for name, curve in curves_of(trips).items()}
+        fits = {name: fit(curve) for name, curve in curves_of(trips).items()}
+        halves = {name: min(one.half, SIZES[-1]) for name, one in fits.items()}  # the buffers' size
         if two:
             halves = told_by_rank_0(halves, host)
         again = ping_pong(paths, {name: sorted({*SIZES, n}) for name, n in halves.items()})

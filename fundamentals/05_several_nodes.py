@@ -41,6 +41,7 @@ communication/07_hierarchical_collectives.py: how to cross the slow link with fe
 
 import argparse
 import ctypes
+import importlib
 import json
 import logging
 import math
@@ -576,6 +577,7 @@ def fastest(work: Callable[[], object] | None, device: torch.device) -> tuple[fl
     for _ in range(1 + REPEATS):
         dist.barrier()
         before = bytes_on_the_cable()
+        dist.barrier()  # nobody sends before all have looked
         if device.type == "cuda":
             torch.cuda.synchronize()
         start = time.perf_counter()
@@ -584,6 +586,7 @@ def fastest(work: Callable[[], object] | None, device: torch.device) -> tuple[fl
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
+        dist.barrier()  # all have received what was sent to them
         time.sleep(0.05)  # the last acknowledgement may be 40 ms late
         crossed.append(bytes_on_the_cable() - before)
     return max(gather_objects(min(seconds[1:]))), min(crossed[1:])
@@ -746,45 +749,53 @@ def lines_of(descriptor: int) -> list[str]:
 
 
 # %% [markdown]
-# A mistake's processes are silent; the first error of theirs is what counts.
+# A mistake's processes are silent; the first error of theirs is what counts. All begin together:
+# who comes late is missing, too, and would be named for that.
 
 
 # %%
-def report_error(work: Callable[[], None], pipe: Connection) -> None:
-    """Do the work; send how long it took until what error."""
+def report_error(work: Callable[[], None], line: tuple[int, int], pipe: Connection) -> None:
+    """Do the work, once all are there; send when what error came, and how long it took."""
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)
     os.dup2(silence, 2)
+    begin, hold = line
+    os.close(hold)
+    os.read(begin, 1)  # returns once nobody holds the other end any more
     start = time.monotonic()
     message = "no error at all"
     try:
         work()
     except BaseException as error:
         message = f"{type(error).__name__}: {error}".replace("\n", " ")
-    pipe.send((time.monotonic() - start, message))
+    pipe.send((time.monotonic(), time.monotonic() - start, message))
 
 
 def make_mistakes(nodes: list[int], mistakes: dict[str, Mistake]) -> dict[str, tuple]:
     """Make all mistakes at the same time; return each one's first error, and when it came."""
+    importlib.import_module("torch.distributed.run")  # once, and not in each launcher
     children: list[int] = []
     names: dict[Connection, str] = {}
+    begin, hold = os.pipe()  # a starting line
     for name, mistake in mistakes.items():
         for network, work in zip(nodes, mistake[1:], strict=True):
             if work is not None:
                 ours, theirs = Pipe(duplex=False)
                 names[ours] = name
-                children.append(fork_in(network, partial(report_error, work, theirs)))
+                make = partial(report_error, work, (begin, hold), theirs)
+                children.append(fork_in(network, make))
                 theirs.close()
-    caught = {}
+    os.close(hold)
+    caught = {name: (math.inf, math.inf, "still waiting") for name in mistakes}
     deadline = time.monotonic() + 60
-    while len(caught) < len(mistakes) and time.monotonic() < deadline:
+    while math.inf in [when for when, _, _ in caught.values()] and time.monotonic() < deadline:
         for pipe in wait(list(names), timeout=1):
             name = names.pop(pipe)
-            caught.setdefault(name, pipe.recv())
+            caught[name] = min(caught[name], pipe.recv())  # the other may be its consequence
     for child in children:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    return {name: caught.get(name, (math.inf, "still waiting")) for name in mistakes}
+    return {name: (seconds, message) for name, (_, seconds, message) in caught.items()}
 
 
 # %% [markdown]

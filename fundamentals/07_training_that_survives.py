@@ -886,7 +886,7 @@ def reports_of_torchrun(folder: Path, flags: list[str]) -> list[dict]:
         if not re.search("RANK|WORLD_SIZE|MASTER_|TORCHELASTIC_", name):
             environment[name] = value
     command = [sys.executable, "-c", tied + run, *options, *program]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
     if ran.returncode != 0:
         sys.exit(ran.stderr)
     return [json.loads((folder / f"report {rank}.json").read_text()) for rank in range(2)]

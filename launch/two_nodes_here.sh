@@ -21,22 +21,26 @@ here=$(cd "$(dirname "$0")" && pwd)
 # are killed, setpriv has the nodes killed with us; setsid leaves it to torchrun to tell the ranks.
 if [[ -z ${TWO_NODES_STAGE:-} ]]; then
   export TWO_NODES_STAGE=first
+  pass_on() {
+    local first
+    heard=$1
+    read -r first <"/proc/${nodes:-$!}/task/${nodes:-$!}/children" # a line without an end
+    kill -TERM "$first"
+  }
+  heard=
+  trap 'pass_on 129' HUP
+  trap 'pass_on 130' INT
+  trap 'pass_on 143' TERM
   setpriv --pdeathsig KILL setsid \
     unshare --user --map-root-user --net --pid --fork --kill-child bash "$0" "$@" &
   nodes=$!
-  pass_on() {
-    local first
-    read -r first <"/proc/$nodes/task/$nodes/children" # a line without an end
-    kill -TERM "$first"
-  }
-  trap pass_on INT TERM HUP
   trap 'kill -KILL "$nodes" 2>/dev/null' EXIT
   wait "$nodes"
   code=$?
   while kill -0 "$nodes" 2>/dev/null; do # it was a signal that ended the waiting
     wait "$nodes"
   done
-  exit "$code"
+  exit "${heard:-$code}"
 fi
 
 # Inside: the network that we are in is node0's. Keep a descriptor of it, and enter another, node1's.
@@ -63,12 +67,12 @@ export CUDA_VISIBLE_DEVICES=    # both nodes would take the same GPUs
 export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} # no warning that 10.0.0.1 has no name
 launch=(bash "$here/launch_ddp.sh" --nodes 2 --head 10.0.0.1 --ranks 2 "$@") # typed on both nodes
 as_host='hostname "$0" && exec "$@"'
+told=
+trap 'told=yes; kill -TERM "${node0:-$!}" "${node1:-$!}" 2>/dev/null' TERM
 nsenter --net=/proc/self/fd/3 unshare --uts bash -c "$as_host" node0 "${launch[@]}" &
 node0=$!
 unshare --uts bash -c "$as_host" node1 "${launch[@]}" &
 node1=$!
-told=
-trap 'told=yes; kill -TERM "$node0" "$node1" 2>/dev/null' TERM
 
 # If one node fails, the other sees that too and says so. If it does not within 10 s, end it; and if
 # it waits for the first inside C++, where torchrun hears no SIGTERM, kill it.

@@ -235,18 +235,21 @@ def one_gpipe_among_1f1b(p: int, m: int) -> list[list[Action]]:
 
 
 def rehearse(
-    schedule: Sequence[list[Action]], group: dist.ProcessGroup, together: bool = True
+    schedule: Sequence[list[Action]],
+    group: dist.ProcessGroup,
+    together: bool = True,
+    patience: timedelta = timedelta(minutes=2),
 ) -> dict[Action, int]:
     """Follow this rank's list with messages but without layers; return the slots of its actions.
 
-    Each message carries only its sender's clock, in slots. A rank that waits longer than the
-    group's timeout gives up: what it returns then is what it did until it got stuck.
+    Each message carries only its sender's clock, in slots. A rank that waits for one longer than
+    its patience gives up: what it returns then is what it did until it got stuck.
     """
     now = 0
     starts = {}
     try:
         for done, todo in pairwise([None, *schedule[RANK], None]):
-            for message, stamp in exchange(done, todo, now, group, together):
+            for message, stamp in exchange(done, todo, now, group, together, patience):
                 if message.verb == "recv":
                     now = max(now, stamp)
             if todo is not None:
@@ -264,6 +267,7 @@ def exchange(
     now: int,
     group: dist.ProcessGroup,
     together: bool,
+    patience: timedelta,
 ) -> list[tuple[Message, int]]:
     """Pass on the clock; return each message with the clock that it carried."""
     ends = messages(RANK, WORLD_SIZE, done, todo)
@@ -276,7 +280,7 @@ def exchange(
     for batch in batches:
         if batch:
             for work in dist.batch_isend_irecv(batch):
-                work.wait()
+                work.wait(patience)
     return [(message, stamp.item()) for message, stamp in zip(ends, stamps, strict=True)]
 
 
@@ -344,11 +348,11 @@ def run_torch_schedule(schedule_class: type, case: "Case", per_rank: int) -> tup
 # ## 5. How it is measured
 #
 # **Simulated against real.** `rehearse` above is the run: real ranks, real messages, whose clocks
-# give each action's slot. Deadlocks are let happen, in a gloo group of its own whose timeout is
-# three seconds, so that the lesson survives them. A rank then returns the actions that it got done;
-# their number must be the simulator's. (The group is gloo on GPUs too: NCCL's watchdog would end
-# the process.) A schedule that is refused must not send one message, which is counted beneath
-# torch's dispatcher.
+# give each action's slot. Deadlocks are let happen, in a gloo group of their own in which a rank
+# waits three seconds at most, so that the lesson survives them. It then returns the actions that it
+# got done; their number must be the simulator's. (The group is gloo on GPUs too: NCCL's watchdog
+# would end the process.) A schedule that is refused must not send one message, which is counted
+# beneath torch's dispatcher.
 #
 # **PyTorch against one process.** The oracle is the whole model on the whole batch, in float64.
 # Sums of WIDTH terms are reordered in 2 (LAYERS + 1) products, hence the tolerance.
@@ -429,24 +433,29 @@ def check_deadlocks() -> None:
     p = WORLD_SIZE
     m = MICRO_BATCHES
     mixed = one_gpipe_among_1f1b(p, m)
-    group = dist.new_group(backend="gloo", timeout=PATIENCE)
+    group = dist.new_group(backend="gloo")
     with CountedCommunication() as counted, contextlib.suppress(ValueError):
         check_schedule(mixed)
-        rehearse(mixed, group)
+        rehearse(mixed, group, patience=PATIENCE)
     claim("refused: messages handed to send", 0, len(counted.calls("send")))
 
     done = let_happen("one GPipe among 1F1B", mixed, together=True)
     claim("one GPipe among 1F1B: done by the last stage", 2, done[-1], question=1)
-    done = let_happen("GPipe, sends first", [gpipe(s, p, m) for s in range(p)], together=False)
+    with_time = timedelta(minutes=2)  # it finishes, however slow the machine is
+    schedule = [gpipe(s, p, m) for s in range(p)]
+    done = let_happen("GPipe, sends first", schedule, together=False, patience=with_time)
     claim("GPipe, sends first: stages that finish", p, done.count(2 * m), question=2)
     done = let_happen("1F1B, sends first", [one_f_one_b(s, p, m) for s in range(p)], together=False)
     claim("1F1B, sends first: stages that finish", 0, done.count(2 * m), question=2)
 
 
-def let_happen(name: str, schedule: list[list[Action]], together: bool) -> list[int]:
+def let_happen(
+    name: str, schedule: list[list[Action]], together: bool, patience: timedelta = PATIENCE
+) -> list[int]:
     """Run a schedule for real; claim that each stage gets as far as simulated; return how far."""
-    group = dist.new_group(backend="gloo", timeout=PATIENCE)
-    real = len(rehearse(schedule, group, together))
+    group = dist.new_group(backend="gloo")
+    dist.barrier()  # patience is for messages, and not for whoever comes late
+    real = len(rehearse(schedule, group, together, patience))
     simulated = len(simulate(schedule, together)[RANK])
     claim(f"{name}: actions done", simulated, real, timed=True)
     return gather_objects(real)

@@ -128,6 +128,7 @@ def test_the_template_is_clean() -> None:
     assert [str(match) for match in aws.lint(TEMPLATE, regions=[aws.REGION])] == []
 
 
+@pytest.mark.timeout(600)  # aws is started twenty times
 def test_everything_is_made_reachable_by_its_owner_and_gone_again(account: aws.Account) -> None:
     assert +account.holds() == EMPTY
     assert deploy(account, "--from", OWNER, said="no\n").returncode == 1

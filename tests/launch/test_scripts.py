@@ -18,14 +18,18 @@ from tests.helpers.namespaces import AS_NOBODY, needs_namespaces
 SCRIPTS = [*sorted((ROOT / "launch").rglob("*.sh")), ROOT / "launch/slurm.sbatch"]
 
 # Stands in for torchrun: says on which host, at which address and how it was started; then leaves,
-# or with STAY starts a rank in a session of its own, as torchrun does, and stays with it.
+# or with STAY starts a rank in a session of its own, as torchrun does, and stays with it. One that
+# is to fail waits until the other stays.
 TORCHRUN = """#!/usr/bin/env bash
 echo "$(hostname) $(ip -o -4 address show dev cable | grep -o '10[0-9.]*/24'): $*"
-[ "$FAIL" = "$(hostname)" ] && exit 7
+if [ "$FAIL" = "$(hostname)" ]; then
+  until [ -s there ]; do sleep 0.1; done
+  exit 7
+fi
 [ -n "$STAY" ] || exit 0
 setsid sleep 1000 &
 trap 'kill $!; echo "$(hostname) heard SIGTERM"; exit 143' TERM
-echo "$(hostname) stays"
+echo "$(hostname) stays" | tee there
 wait
 """
 
@@ -38,6 +42,8 @@ def folder() -> Iterator[Path]:
         folder.chmod(0o755)
         shutil.copytree(ROOT / "launch", folder / "launch")
         stub(folder, "torchrun", TORCHRUN)
+        (folder / "there").touch()
+        (folder / "there").chmod(0o666)
         yield folder
 
 
@@ -54,7 +60,7 @@ def command(folder: Path, script: str, *arguments: str, **variables: str) -> dic
 
 def lines(folder: Path, script: str, *arguments: str, **variables: str) -> list[str]:
     how = command(folder, script, *arguments, **variables)
-    ran = subprocess.run(**how, capture_output=True, timeout=60)
+    ran = subprocess.run(**how, capture_output=True, timeout=200)
     assert ran.returncode == 0, ran.stderr
     return sorted(ran.stdout.splitlines())
 
@@ -129,7 +135,7 @@ def test_a_signal_reaches_both_torchruns_and_leaves_nothing(folder: Path, end: s
         os.killpg(nodes.pid, number)  # as Ctrl-C does
     else:
         nodes.send_signal(number)
-    output, _ = nodes.communicate(timeout=60)
+    output, _ = nodes.communicate(timeout=200)
     assert nodes.returncode == (-number if end == "SIGKILL" else 128 + number)
     heard = [line for line in sorted(output.splitlines()) if "heard" in line]
     assert heard == ([] if end == "SIGKILL" else ["node0 heard SIGTERM", "node1 heard SIGTERM"])
@@ -141,7 +147,7 @@ def test_a_signal_reaches_both_torchruns_and_leaves_nothing(folder: Path, end: s
 @pytest.mark.slow
 def test_a_node_that_fails_ends_the_other(folder: Path) -> None:
     how = command(folder, "two_nodes_here.sh", "train.py", STAY="yes", FAIL="node1")
-    nodes = subprocess.run(**how, capture_output=True, timeout=60)
+    nodes = subprocess.run(**how, capture_output=True, timeout=200)
     assert nodes.returncode == 7
     assert "node0 heard SIGTERM" in nodes.stdout
     assert gone()

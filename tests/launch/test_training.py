@@ -22,7 +22,7 @@ SOME_SLOW = [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=p
 
 def torchrun(path: Path, ranks: int, folder: Path) -> list[str]:
     argv = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(path)]
-    ran = run_warm(argv, folder, MARKED, 120)
+    ran = run_warm(argv, folder, MARKED, 200)
     assert ran.returncode == 0, ran.stderr
     return sorted(ran.stdout.splitlines())
 
@@ -84,7 +84,8 @@ def test_ranks_train_as_one_process_does(ranks: int, alone: Trained, tmp_path: P
     assert (trained.weights[0] - alone.weights[0]).abs().max() <= ATOL
     # 357 is odd: two ranks count 179 and 178. An image may change sides only if it lies between.
     assert [seen for _, seen in trained.counts] == [1797 - 1440] * EPOCHS
-    assert trained.counts == alone.counts
+    for (right, _), (right_alone, _) in zip(trained.counts, alone.counts, strict=True):
+        assert abs(right - right_alone) <= 1
     assert trained.counts[-1][0] >= 0.95 * 357
 
 
@@ -118,7 +119,7 @@ def two_nodes(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     bin_folder = Path(sys.executable).parent
     env = MARKED | {"PATH": f"{bin_folder}:{os.environ['PATH']}"}
     argv = ["bash", str(ROOT / "launch/two_nodes_here.sh"), *arguments]
-    return subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=200)
+    return subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=280)
 
 
 def across_two_nodes(folder: Path, *arguments: str) -> list[str]:
@@ -146,6 +147,7 @@ import os
 import torch.distributed as dist
 dist.init_process_group("gloo")
 rank = dist.get_rank()
+dist.barrier()  # who is not met yet would be told of a closed connection instead
 dist.destroy_process_group()
 if rank == 1:
     os.abort()
@@ -168,7 +170,8 @@ def test_a_node_that_waits_for_one_that_failed_is_ended(tmp_path: Path) -> None:
 def test_two_nodes_train_as_one_process_does(alone: Trained, tmp_path: Path) -> None:
     said = across_two_nodes(tmp_path, "--ranks", "1", str(MINIMAL))
     last = alone.counts[-1][0]
-    assert said[-1] == f"epoch {EPOCHS - 1}: {last} of 357 test images right"
+    found = re.fullmatch(rf"epoch {EPOCHS - 1}: (\d+) of 357 test images right", said[-1])
+    assert abs(int(found[1]) - last) <= 1
     state = torch.load(tmp_path / "ddp_minimal.pt")
     weights = torch.cat([weight.flatten() for weight in state.values()])
     assert (weights - alone.weights[0]).abs().max() <= ATOL

@@ -66,6 +66,13 @@ def test_ranks_beyond_two_wait_and_hear_everything() -> None:
     assert "gloo" in played.output
 
 
+@pytest.mark.slow
+def test_an_n_half_beyond_the_buffers_does_not_hang() -> None:
+    """As a machine so busy that every message takes milliseconds would have it."""
+    beyond = ("self.alpha * self.beta))", "self.alpha * self.beta * 2**30))")
+    play(LESSON, 2, *FEW, beyond, deadline=30).expect(set())
+
+
 def test_one_rank_is_refused() -> None:
     played = play(LESSON, 1)
     assert "needs 2 ranks or more" in played.code

@@ -116,7 +116,8 @@ NAMED = ": errors that name it"
 
 @pytest.mark.slow
 def test_what_is_no_mistake_is_not_named() -> None:
-    played = play(LESSON, 1, *ONLY_MISTAKES, *RIGHT)
+    in_time = ("PATIENCE = 4 ", "PATIENCE = 50 ")  # however busy the machine is
+    played = play(LESSON, 1, *ONLY_MISTAKES, *RIGHT, in_time, deadline=200)
     named = {row["claim"] for row in played.ledger if row["claim"].endswith(NAMED)}
     assert len(named) == 6
     played.expect(named)
@@ -129,7 +130,7 @@ def test_what_is_no_mistake_is_not_named() -> None:
 def test_a_mistake_that_waits_is_not_noticed_at_once() -> None:
     """Nobody listens at that port: the second node waits, and the first has what it needs."""
     waits = ("    launch_nothing(flags)\n    taken", "    time.sleep(PATIENCE + 1)\n    taken")
-    played = play(LESSON, 1, *ONLY_MISTAKES, waits)
+    played = play(LESSON, 1, *ONLY_MISTAKES, waits, deadline=200)
     played.expect({"port taken" + NAMED})
     assert played.failed_by_clock == {"mistakes noticed before any timeout"}
 
@@ -201,7 +202,7 @@ def test_in_a_user_namespace_ranks_change_the_speed_of_the_cable_too(tmp_path: P
     change = (NONE[0][0], f"if {outside} or libc.unshare(CLONE_NEWNET) != 0:")
     played = run_alone(tmp_path, change)
     played.expect(set())
-    assert len([row for row in played.ledger if row["verdict"] == "PASS"]) >= 18
+    assert len([row for row in played.ledger if row.get("timed") is False]) == 16
 
 
 def on_two_nodes(script: Path) -> tuple[list[int], list[str], list[dict]]:
@@ -260,7 +261,7 @@ def test_nodes_of_unequal_size_are_refused() -> None:
 
 def wait_for_ranks(lesson: subprocess.Popen, path: Path) -> None:
     """Return once four ranks in two other networks have joined their group, and so have threads."""
-    stop = time.monotonic() + 120
+    stop = time.monotonic() + 200
     inside = []
     while len(inside) < 4:
         assert time.monotonic() < stop, inside
@@ -274,7 +275,7 @@ def wait_for_ranks(lesson: subprocess.Popen, path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["SIGINT", "SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize("end", ["SIGINT", "SIGKILL"])
 def test_a_signal_to_the_launcher_leaves_nothing(end: str, tmp_path: Path) -> None:
     was = machine()
     path = tmp_path / "lesson.py"
@@ -285,6 +286,6 @@ def test_a_signal_to_the_launcher_leaves_nothing(end: str, tmp_path: Path) -> No
     )
     wait_for_ranks(lesson, path)
     lesson.send_signal(getattr(signal, end))
-    assert lesson.wait(60) != 0
+    assert lesson.wait(150) != 0
     assert gone()
     assert machine() == was

@@ -237,7 +237,7 @@ DEATH = {  # torchrun takes some seconds
 def test_what_goes_wrong_at_a_real_death(name: str) -> None:
     changes, failed = DEATH[name]
     spared = [NO_RESUME, *((line, "") for line in SECTIONS.values())]
-    play(LESSON, 1, *spared, *changes).expect(failed)
+    play(LESSON, 1, *spared, *changes, deadline=200).expect(failed)
 
 
 @functools.cache

@@ -122,7 +122,7 @@ BREAKS = {
 def test_a_broken_line_fails_its_claims(name: str) -> None:
     old, new, claims = BREAKS[name]
     played = play(LESSON, 2, (old, new))
-    assert played.failed == claims, played.output
+    played.expect(claims)
 
 
 @pytest.mark.slow
