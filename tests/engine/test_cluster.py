@@ -1,0 +1,163 @@
+"""The suite for a new cluster: who is warned of, what is compared, and a rank that is throttled."""
+
+import argparse
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks import cluster
+from benchmarks.cluster import Measurement, compare, row_of
+from course.ranks import attempt, run
+
+PRODUCT = Measurement("product", "TFLOP/s", 2.0, lambda: None, look="its clock")
+LATENCY = Measurement("all_reduce, 1 MiB", "us", None, lambda: None, "joint")
+
+
+def warned(seconds: list[list[float]], measurement: Measurement = PRODUCT) -> list[str]:
+    return row_of(measurement, seconds, 0.1).warnings
+
+
+def test_peers_within_the_tolerance_are_not_warned_of() -> None:
+    assert warned([[1.0, 1.05], [1.09, 1.2], [1.02, 1.0]]) == []
+
+
+def test_a_rank_whose_best_is_slower_is_named() -> None:
+    assert warned([[1.0], [2.0], [1.0], [1.02]]) == ["rank 1: 1 at best, its peers 1.98"]
+    assert warned([[1.0], [2.0]]) == ["rank 1: 1 at best, its peers 1.5"]
+
+
+def test_rounds_that_were_disturbed_warn_of_nobody() -> None:
+    assert warned([[1.0, 1.0, 1.0], [1.0, 9.0, 9.0], [9.0, 1.0, 9.0]]) == []
+
+
+def test_where_all_must_meet_nobody_is_compared_with_its_peers() -> None:
+    row = row_of(LATENCY, [[1e-3], [3e-3]], 0.1)
+    assert (row.value, row.warnings) == (pytest.approx(3000), [])
+
+
+def test_all_are_warned_of_when_the_datasheet_is_far() -> None:
+    sheet = Measurement("product", "TFLOP/s", 2.0, lambda: None, expected=1.5)
+    assert warned([[1.0], [1.0]], sheet) == []
+    assert warned([[2.0], [2.0]], sheet) == ["all: 1, expected 1.5 by the datasheet"]
+
+
+def test_what_a_datasheet_lets_expect(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {"NVIDIA H100 80GB HBM3": 0.7 * 989, "NVIDIA A100-SXM4-40GB": 0.7 * 312, "T4": None}
+    for name, least in names.items():
+        monkeypatch.setattr("torch.cuda.get_device_name", lambda device, name=name: name)
+        assert cluster.expected(torch.device("cuda"), "tflops") == least
+    assert cluster.expected(torch.device("cpu"), "tflops") is None
+
+
+def test_two_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    about = {"ranks": 2, "nodes": 1, "device": "CPU cores", "torch": "2.15", "date": "2026-11-23"}
+    runs = {
+        "old": [("memory", "GB/s", 10), ("all_reduce", "us", 100), ("gone", "us", 1)],
+        "new": [("memory", "GB/s", 9.5), ("all_reduce", "us", 120), ("more", "GB/s", 1)],
+    }
+    files = [tmp_path / name for name in runs]
+    for file, rows in zip(files, runs.values(), strict=True):
+        rows = [{"name": name, "unit": unit, "value": value} for name, unit, value in rows]
+        file.write_text(json.dumps({"about": about | {"torch": file.name}, "rows": rows}))
+    assert compare(*files, 0.1) == 1
+    said = {line.split("  ")[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert said["torch differ: old and new"]
+    assert said["memory"].endswith("0.95 ")
+    assert said["all_reduce"].endswith("0.83 SLOWER")
+    assert said["more"].endswith("new")
+    assert "gone".ljust(44) + " not measured any more" in said.values()
+    assert compare(files[0], files[0], 0.1) == 0
+    assert "SLOWER" not in capsys.readouterr().out
+
+
+def whole(folder: str) -> tuple[list[str], list[int]]:
+    """Measure everything, once, on a rank."""
+    suite = importlib.import_module("benchmarks.cluster")
+    suite.ROUNDS = 1
+    files = argparse.Namespace(
+        folder=None, tolerance=0.99, json=Path(folder, "run.json"), figure=f"{folder}/run.png"
+    )
+    rows = suite.run(files)
+    return [row.name for row in rows], [len(row.medians) for row in rows]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_everything_is_measured_on_every_rank(ranks: int, tmp_path: Path) -> None:
+    names, counts = run(whole, ranks, str(tmp_path), deadline=120)[0]
+    assert set(counts) == {ranks}
+    assert len(names) == len(set(names)) == (17 if ranks > 1 else 16)  # one has no link to a next
+    written = json.loads((tmp_path / "run.json").read_text())
+    assert [row["name"] for row in written["rows"]] == names
+    assert all(row["value"] > 0 for row in written["rows"] if "bus" not in row["name"] or ranks > 1)
+    assert (tmp_path / "run.png").stat().st_size > 1000
+
+
+def sums_where_one_is_wrong() -> bool:
+    suite = importlib.import_module("benchmarks.cluster")
+    right = dist.all_reduce
+
+    def wrong(x: torch.Tensor) -> None:
+        right(x)
+        if dist.get_rank() == 1:
+            x[77_777] += 1
+
+    assert suite.sums_are_right(torch.device("cpu"))
+    with patch("torch.distributed.all_reduce", wrong):
+        return suite.sums_are_right(torch.device("cpu"))
+
+
+def test_one_wrong_element_of_a_sum_is_noticed_by_all() -> None:
+    assert run(sums_where_one_is_wrong, 3) == [False] * 3
+
+
+BUSY = "import os; os.sched_setaffinity(0, [{core}])\nwhile True: pass"
+
+
+def throttled(slow: int | None) -> list[str]:
+    """The warnings of a product of matrices, while others share one rank's core."""
+    suite = importlib.import_module("benchmarks.cluster")
+    if dist.get_rank() == slow:
+        core = min(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {core})
+        for _ in range(3):
+            subprocess.Popen([sys.executable, "-c", BUSY.format(core=core)])
+    product = suite.own_measurements(torch.device("cpu"), Path())[0]
+    seconds = [None] * dist.get_world_size()
+    dist.all_gather_object(seconds, suite.seconds_of(product, torch.device("cpu")))
+    return suite.row_of(product, seconds, 0.3).warnings
+
+
+@pytest.mark.clock
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="pins processes to a core")
+def test_a_rank_that_is_throttled_is_found_and_no_other() -> None:
+    (warning,) = run(throttled, 3, 1)[0]
+    assert warning.startswith("rank 1: ")
+    assert run(throttled, 3, None)[0] == []
+
+
+def test_a_link_is_measured_by_its_sender_and_by_every_rank_once() -> None:
+    outcomes = attempt(links, 3)
+    assert [outcome.value for outcome in outcomes] == [(1, 1)] * 3, outcomes
+
+
+def links() -> tuple[int, int]:
+    """How often this rank sends, and answers, in a round."""
+    suite = importlib.import_module("benchmarks.cluster")
+    link = suite.Link(torch.zeros(4))
+    calls = []
+    with (
+        patch.object(suite.Link, "__call__", lambda self: calls.append("sends")),
+        patch.object(suite.Link, "answer", lambda self: calls.append("answers")),
+    ):
+        suite.over_the_link(link, torch.device("cpu"))
+    return calls.count("sends"), calls.count("answers")
