@@ -1,8 +1,9 @@
 """Everything, on a machine with GPUs: `make gpu`.
 
-The doctor, every lesson on 1, 2, 4 and 8 GPUs as far as there are so many, the benchmarks, and a
-page of what passed: into results/MACHINE/. A lesson that fails or hangs is named, what it printed
-is kept, and the others run. What has passed is not run again: an interrupted run goes on.
+The doctor, each GPU beside the others, every lesson on 1, 2, 4 and 8 GPUs as far as there are so
+many, the benchmarks, and a page of what passed: into results/MACHINE/. A lesson that fails or hangs
+is named, what it printed is kept, and the others run. What has passed is not run again: an
+interrupted run goes on.
 """
 
 import argparse
@@ -188,7 +189,8 @@ class Box:
         before = f", {len(done)} of which passed before" if done else ""
         lines = [
             f"{machine_name(self.gpus)}: the doctor, then {len(self.runs)} runs{before}:",
-            f"every lesson on {sizes} ranks, as far as it takes so many; then the benchmarks.",
+            f"every lesson on {sizes} ranks, as far as it takes so many. Before them, each GPU is",
+            "compared with the others; after them come the benchmarks.",
             f"On four ranks and two CPU cores these lessons took {minutes:.0f} minutes. A run is",
             f"ended after {self.deadline:.0f} s, named, and the others go on.",
             f"All is written to {self.folder.relative_to(ROOT)}/, less than 20 MB. What has passed",
@@ -225,6 +227,18 @@ def ask_doctor(folder: Path, deadline: float) -> list[str]:
     print(said, flush=True)
     (folder / "doctor.txt").write_text(discreet(said))
     return ["the doctor"] if status else []
+
+
+def compare_gpus(folder: Path, deadline: float) -> list[str]:
+    """Show and keep what each GPU delivers beside the others; return what failed."""
+    kept = folder / "cluster.json"
+    if kept.exists() and json.loads(kept.read_text())["about"]["torch"] == torch.__version__:
+        return []
+    flags = (f"--json={kept}", f"--figure={kept.with_suffix('.png')}")
+    status, said = watch(["-m", "benchmarks.cluster", *flags], {}, deadline)
+    print(said, flush=True)
+    kept.with_suffix(".txt").write_text(discreet(said))
+    return ["the suite for a new cluster"] if status else []
 
 
 def measure(box: Box) -> list[str]:
@@ -264,8 +278,12 @@ def main() -> None:
     (box.folder / "machine.json").write_text(json.dumps(about(box.gpus), indent=1) + "\n")
     (box.folder / "topology.txt").write_text(discreet(topology()))
     try:
-        failed = ask_doctor(box.folder, box.deadline) + measure(box)
-        if not (box.pretended or options.only) and bench(box.folder):
+        whole = not (box.pretended or options.only)
+        failed = ask_doctor(box.folder, box.deadline)
+        if whole:
+            failed += compare_gpus(box.folder, box.deadline)
+        failed += measure(box)
+        if whole and bench(box.folder):
             failed.append("the benchmarks")
     except KeyboardInterrupt:
         failed = ["interrupted; the same command goes on"]

@@ -138,7 +138,7 @@ def grade(
     )
     if all(o.kind == "returned" for o in outcomes):
         return _rebuilt(outcomes, own_modules(task))
-    raise Wrong(_told(outcomes, answer, deadline))
+    raise Wrong(_told(outcomes, answer))
 
 
 def _rebuilt(outcomes: list[Outcome], modules: tuple[str, ...]) -> list:
@@ -151,7 +151,7 @@ def _rebuilt(outcomes: list[Outcome], modules: tuple[str, ...]) -> list:
     return values
 
 
-def _told(outcomes: list[Outcome], answer: Path, deadline: float) -> str:
+def _told(outcomes: list[Outcome], answer: Path) -> str:
     """Why the ranks failed: the first cause, or if there is none, who waits for whom."""
     linecache.checkcache(str(answer))  # it may have been saved since we last looked
     causes = [o for o in outcomes if o.kind not in ("returned", "hung")]
@@ -161,7 +161,8 @@ def _told(outcomes: list[Outcome], answer: Path, deadline: float) -> str:
         first = next(o for o in causes if _cause(o, answer) == said)  # always the same rank
         same_everywhere = said.startswith("not written yet")
         return (said if same_everywhere else f"rank {first.rank}: {said}") + _printed(first, said)
-    lines = [f"after {deadline:g} s not every rank has come back:"]
+    waited = max(o.waited for o in outcomes)  # the deadline, and what it was put off by
+    lines = [f"after {int(waited)} s not every rank has come back:"]
     for o in outcomes:
         last = re.findall(rf"{re.escape(WIRE)}(.*)", o.output)
         said = f"; its last call: {last[-1]}" if last and o.kind == "hung" else ""

@@ -1,7 +1,8 @@
 """The GPU machines on which the course was run, results/MACHINE/, and the page made of each.
 
 `make gpu` makes such a folder: machine.json, N-ranks/ (a ledger per lesson, what it printed if it
-failed), bench/, topology.txt, doctor.txt, and README.md, which this file writes from the others.
+failed), bench/, cluster.json, cluster.txt and cluster.png, topology.txt, doctor.txt, and README.md,
+which this file writes from the others.
 """
 
 import json
@@ -211,6 +212,8 @@ def own_speeds(machine: Machine) -> list[str]:
 
 def files(machine: Machine) -> str:
     """Links to what else the folder holds: topology, doctor, figures."""
-    paths = [*machine.folder.glob("*.txt"), *machine.folder.glob("*/*.png")]
+    paths = []
+    for kind in ("*.txt", "*.png", "*/*.png"):
+        paths += machine.folder.glob(kind)
     found = sorted(path.relative_to(machine.folder) for path in paths)
     return "\n".join(f"- [{path}]({path})" for path in found)

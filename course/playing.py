@@ -39,6 +39,12 @@ class Played:
             raise DecidedByNoClock(f"no ledger; ended with {self.code}\n{self.output[-3000:]}")
         return [row for row in self.ledger if row["verdict"] == "FAIL"]
 
+    def _surprises(self, failed: set[str]) -> str:
+        """What FAILED and should not have, with its numbers; and what should have, and did not."""
+        rows = [row for row in self._failed() if row["claim"] in self.failed - failed]
+        found = [f"FAIL {row['claim']}: {row['measured']}, not {row['predicted']}" for row in rows]
+        return "; ".join(found + [f"no FAIL {claim}" for claim in sorted(failed - self.failed)])
+
     def expect(self, failed: set[str]) -> None:
         """Check that these claims FAILED and no other, apart from those that a clock decides.
 
@@ -46,7 +52,7 @@ class Played:
         """
         if self.failed != failed:
             raise DecidedByNoClock(
-                f"FAIL: {sorted(self.failed)}\nexpected: {sorted(failed)}\n{self.output[-3000:]}"
+                f"not as expected: {self._surprises(failed)}\n{self.output[-3000:]}"
             )
         due = int(bool(self.failed or self.failed_by_clock))
         if self.code != due:

@@ -121,7 +121,7 @@ def pass_on(errors: int, interrupted: threading.Event) -> None:
     """
     while said := read_from(errors):
         if b"Traceback" in said or b"Fatal Python error" in said:
-            interrupted.wait(0.5)  # perhaps we have not heard of Ctrl-C yet
+            interrupted.wait(2)  # perhaps we have not heard of Ctrl-C yet
         if not interrupted.is_set():
             os.write(2, said)
 

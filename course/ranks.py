@@ -21,6 +21,7 @@ import contextlib
 import ctypes
 import faulthandler
 import importlib
+import math
 import os
 import pickle
 import re
@@ -55,7 +56,7 @@ OUTPUT_LIMIT = 20_000_000  # bytes one rank may print
 WORD_LIMIT = 1_000_000_000  # bytes one rank may return
 STACK_WAIT = 3.0  # seconds that hung ranks get to write their stacks down
 STARTUP = 50.0  # seconds that the ranks get to start and to find each other
-PATIENCE = 6  # deadlines that ranks get which would compute, and are kept from it by other programs
+PATIENCE = 6  # deadlines, or graces, for ranks that would compute and are kept from it by others
 PRELOAD = ["torch.distributed." + name for name in ("fsdp", "tensor.parallel", "pipelining")]
 PRELOAD += ["torch.distributed.checkpoint", "torch._dynamo", "cloudpickle", "course.grading"]
 PRELOAD += ["pytest"]  # it may be the main program, which every rank loads again
@@ -93,6 +94,7 @@ class Outcome:
     frames: list[Frame] = field(default_factory=list)  # those of the caller's own, innermost first
     output: str = ""  # what the rank printed
     when: float = 0  # of a raise or exit, on the clock all ranks share; 0 if killed
+    waited: float = 0  # seconds that a hung rank was given, from when all ranks had met
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.kind}: {self.text}"
@@ -240,6 +242,7 @@ class Rank:
             os.pipe()
         )  # the rank rings as it begins, and once its word is written
         self.began = False
+        self.used_before = 0.0  # seconds of a core, when another rank failed
         os.set_blocking(self.bell, False)
         files.callback(os.close, self.bell)
         files.callback(os.close, self.rope)
@@ -294,10 +297,36 @@ def _read_with_care(word: bytes) -> tuple | None:
     return kind, value, text, when
 
 
+class Stopwatch:
+    """When a run is over: at its deadline, or GRACE after a failure; later for a starved rank."""
+
+    def __init__(self, deadline: float) -> None:
+        self.deadline = deadline
+        self.began: float | None = None  # when all ranks had met
+        self.failed: float | None = None  # when the first of them had
+        self.stop = time.monotonic() + STARTUP
+
+    def is_over(self, ranks: list[Rank]) -> bool:
+        now = time.monotonic()
+        running = [rank for rank in ranks if rank.outcome.kind == "running"]
+        if self.began is None and all(rank.began for rank in ranks):
+            self.began = now
+            self.stop = now + (GRACE if self.failed else self.deadline)
+        kinds = {rank.outcome.kind for rank in ranks}
+        if self.failed is None and kinds - {"running", "returned"}:
+            self.failed = now
+            self.stop = min(self.stop, now + GRACE)
+            for rank in running:
+                rank.used_before = _used(rank)
+        since, seconds = (self.failed, GRACE) if self.failed else (self.began, self.deadline)
+        if since and self.stop < now < since + PATIENCE * seconds and _starved(running, seconds):
+            self.stop = now + seconds / 4
+        return now > self.stop
+
+
 def _watch(ranks: list[Rank], deadline: float, trusted: bool, own: list[Path]) -> None:
-    """Fill in the outcomes as they come; give up at the deadline, or GRACE after a failure."""
-    began = None
-    stop = time.monotonic() + STARTUP
+    """Fill in the outcomes as they come; give up when the time is over."""
+    watch = Stopwatch(deadline)
     while running := [rank for rank in ranks if rank.outcome.kind == "running"]:
         signs = [rank.bell for rank in running] + [rank.process.sentinel for rank in running]
         connection.wait(signs, timeout=0.05)
@@ -309,27 +338,27 @@ def _watch(ranks: list[Rank], deadline: float, trusted: bool, own: list[Path]) -
             elif os.fstat(rank.output.fileno()).st_size > OUTPUT_LIMIT:
                 o.kind = "flooded"
                 o.text = f"printed more than {OUTPUT_LIMIT:,} bytes"
-        now = time.monotonic()
-        if began is None and all(rank.began for rank in ranks):
-            began = now
-            stop = now + deadline
-        if any(rank.outcome.kind not in ("running", "returned") for rank in ranks):
-            stop = min(stop, now + GRACE)
-        elif began and stop < now < began + PATIENCE * deadline and _starved(running, deadline):
-            stop = now + deadline / 4
-        if now > stop:
+        if watch.is_over(ranks):
             break
+    for rank in running:
+        rank.outcome.waited = time.monotonic() - (watch.began or watch.stop)
     _ask_for_stacks([rank for rank in ranks if rank.outcome.kind == "running"], trusted, own)
 
 
-def _starved(ranks: list[Rank], deadline: float) -> bool:
-    """Whether one of them would compute, and has had less of a core than the deadline is worth."""
-    for rank in _at_work(ranks):
-        with contextlib.suppress(psutil.Error):
-            used = psutil.Process(rank.process.pid).cpu_times()
-            if used.user + used.system < 0.7 * deadline:
-                return True
-    return False
+def _starved(ranks: list[Rank], seconds: float) -> bool:
+    """Whether one of them would compute, and has had less of a core than these seconds are worth.
+
+    They count from the rank's start, or from when another rank failed.
+    """
+    return any(_used(rank) - rank.used_before < 0.7 * seconds for rank in _at_work(ranks))
+
+
+def _used(rank: Rank) -> float:
+    """Seconds of a core that the rank has used; without end if it is gone."""
+    with contextlib.suppress(psutil.Error):
+        used = psutil.Process(rank.process.pid).cpu_times()
+        return used.user + used.system
+    return math.inf
 
 
 def _died(rank: Rank, own: list[Path]) -> None:

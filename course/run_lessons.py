@@ -21,9 +21,10 @@ from tqdm import tqdm
 
 from course.lessons import LESSONS, ROOT, flags_of
 from course.machines import name_of
+from course.ranks import lives
 
 DEADLINE = 600.0  # seconds for one lesson: many times what the slowest takes
-STACK_WAIT = 3.0  # seconds that hung ranks get to write their stacks down
+STACK_WAIT = 10.0  # seconds that hung ranks get, at most, to write their stacks down
 
 
 def run_one(
@@ -82,12 +83,16 @@ def ask_for_stacks(pid: int) -> None:
     """Make all that this process has started write its stack to its output, and abort."""
     process = psutil.Process(pid)
     hung = process.children(recursive=True) or [process]
-    for each in hung:
+    if process not in hung:
+        process.suspend()  # a launcher would end the others as soon as one has aborted
+    stop = time.monotonic() + STACK_WAIT
+    for each in hung:  # one after another, or their lines would mix
         with contextlib.suppress(psutil.Error):  # it has just ended
             if sys.platform == "linux":
                 each.rlimit(psutil.RLIMIT_CORE, (0, 0))  # a stack, and no dump of its memory
             each.send_signal(signal.SIGABRT)
-    psutil.wait_procs(hung, timeout=STACK_WAIT)
+        while lives(each) and time.monotonic() < stop:
+            time.sleep(0.02)
 
 
 def end(running: subprocess.Popen) -> None:

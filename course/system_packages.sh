@@ -1,7 +1,7 @@
 #!/bin/sh
 # Install what packages.txt lists and this machine lacks, as root or with passwordless sudo, having
 # said so. With SYSTEM_PACKAGES=no, or without the right to, say what is missing and go on: FFCV,
-# disk offload, the slow link and the tests of Slurm need it.
+# disk offload, the slow link, tracing from the kernel and the tests of Slurm need it.
 missing=""
 for package in $(grep -v '^#' packages.txt); do
   dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || missing="$missing $package"

@@ -101,7 +101,7 @@ def lines_of(process: subprocess.Popen) -> Iterator[str]:
     """The lines that a process prints, as they come, and "" five times a second in between.
 
     A thread reads them. It may wait for longer than the process lives, if something that this has
-    started holds its output open.
+    started holds its output open; but what was printed comes within seconds of the end.
     """
     lines = queue.SimpleQueue()
 
@@ -114,7 +114,7 @@ def lines_of(process: subprocess.Popen) -> Iterator[str]:
     while True:
         ended = process.poll() is not None
         try:
-            line = lines.get(timeout=0.2)
+            line = lines.get(timeout=5 if ended else 0.2)
         except queue.Empty:
             if ended:
                 return

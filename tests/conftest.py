@@ -1,6 +1,7 @@
 """What every test shares: an environment of its own; a summary of exercises and repeats."""
 
 import os
+import signal
 from collections.abc import Iterator
 from unittest.mock import patch
 
@@ -13,11 +14,22 @@ hypothesis.settings.register_profile("steady", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("steady")
 
 
+# A script that starts the suite in the background has it ignore Ctrl-C; what the suite starts, and
+# then interrupts, must not inherit that.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
     """What a lesson sets when it is imported must not reach the next test."""
     with patch.dict(os.environ):
         yield
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the tests that may take longest, so that no worker is left alone with one."""
+    items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -2,7 +2,10 @@
 
 import json
 import re
+import socket
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +13,7 @@ import psutil
 import pytest
 import torch
 
+from benchmarks import cluster
 from course import gpu_box, lessons, machines, run_lessons, tables
 
 LAUNCHER = gpu_box.Box.launcher
@@ -58,8 +62,8 @@ def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(gpu_box.Box, "launcher", lambda *run: ())
     monkeypatch.setattr(gpu_box, "ask_doctor", lambda folder, deadline: [])
     monkeypatch.setattr(gpu_box, "bench", lambda folder: 0)
+    monkeypatch.setattr(gpu_box, "compare_gpus", lambda folder, deadline: [])
     monkeypatch.setattr(tables, "write", lambda: [])
-    monkeypatch.setattr(run_lessons, "STACK_WAIT", 0.3)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return tmp_path
 
@@ -178,9 +182,21 @@ def test_it_goes_on_with_what_has_not_passed(box: Path, monkeypatch: pytest.Monk
 def test_ranks_of_torchrun_that_hang_say_where_and_are_ended(
     box: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    hung = box / "fsdp/03_hung.py"
+    hung.write_text(f'open(__file__ + "." + __import__("os").environ["RANK"], "w")\n{HUNG}')
+
+    class Patient(subprocess.Popen):
+        """Its deadline is over once both ranks hang: torchrun may take long to start them."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            while timeout == 3.25 and len([*hung.parent.glob("03_hung.py.?")]) < 2:
+                assert self.poll() is None
+                time.sleep(0.05)
+            return super().wait(timeout)
+
     monkeypatch.setattr(gpu_box.Box, "launcher", LAUNCHER)
-    monkeypatch.setattr(run_lessons, "STACK_WAIT", 3.0)
-    assert make(monkeypatch, "--only=hung", "--deadline=15") == 1
+    monkeypatch.setattr(subprocess, "Popen", Patient)
+    assert make(monkeypatch, "--only=hung", "--deadline=3.25") == 1
     said = (box / "results/2xH100-SXM/2-ranks/fsdp_03_hung.txt").read_text()
     assert len(re.findall(r'fsdp/03_hung.py", line \d+ in <module>', said)) == 2, said
     assert not running(box)
@@ -197,6 +213,28 @@ def test_a_page_compares_with_every_other_machine(
     assert "| fsdp/01_good.py | GB/s | >= 2.5 | 7.25 | 3.5 |" in text
 
 
+def test_each_gpu_is_compared_with_the_others_once_for_each_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = []
+
+    def watched(arguments: list[str], environment: dict, deadline: float) -> tuple[int, str]:
+        called.append(arguments[:2])
+        options = cluster.options_of(arguments[2:])
+        options.json.write_text(json.dumps({"about": {"torch": torch.__version__}}))
+        return 0, f"17 pass, {socket.gethostname()}"
+
+    monkeypatch.setattr(gpu_box, "watch", watched)
+    for _ in range(2):
+        assert gpu_box.compare_gpus(tmp_path, 60) == []
+    assert called == [["-m", "benchmarks.cluster"]]
+    assert (tmp_path / "cluster.txt").read_text() == "17 pass, host"
+    monkeypatch.setattr(gpu_box, "watch", lambda *arguments: ("hung", "an all-reduce"))
+    (tmp_path / "cluster.json").unlink()
+    assert gpu_box.compare_gpus(tmp_path, 60) == ["the suite for a new cluster"]
+
+
+@pytest.mark.timeout(600)
 @pytest.mark.slow
 def test_on_pretended_gpus_it_plays_a_whole_lesson(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.__main__ import merged, row_of
+from benchmarks.__main__ import NAMES, merged, row_of
 from course import doctor, new, write
 from course.book import exercises
 from course.lessons import LESSONS, ROOT
@@ -122,9 +122,9 @@ def test_what_an_extra_blocks_is_read_off_the_lessons(monkeypatch: pytest.Monkey
     monkeypatch.setattr(doctor, "version_of", lambda package: "")
     blocked = {row.label: row.found for row in doctor.extras()}
     assert set(blocked) == {"deepspeed", "ffcv", "nvtx"}
-    assert blocked["deepspeed"].endswith("fsdp/07_deepspeed_train, fsdp/09_inference")
+    assert blocked["deepspeed"].endswith("fsdp/09_inference, fsdp/10_offload")
     assert blocked["ffcv"].count("data-loading/") == 3
-    assert "profiling/02" in blocked["nvtx"]
+    assert "profiling/03" in blocked["nvtx"]
     missing = doctor.core()
     assert missing.state == "bad"
     assert "cloudpickle" in missing.found
@@ -186,6 +186,7 @@ def test_what_cannot_be_new_is_refused(arguments: list[str], words: str) -> None
         options.run(options)
 
 
+@pytest.mark.timeout(900)  # it starts Python many times: on a busy machine, half a minute each
 @pytest.mark.slow
 def test_a_new_lesson_passes_the_tests_of_form_and_runs(tmp_path: Path) -> None:
     checkout(tmp_path)
@@ -216,6 +217,7 @@ def test_a_new_lesson_passes_the_tests_of_form_and_runs(tmp_path: Path) -> None:
     assert "failed" not in said
 
 
+@pytest.mark.timeout(900)  # it starts Python many times: on a busy machine, half a minute each
 @pytest.mark.slow
 def test_a_new_exercise_is_complete(tmp_path: Path) -> None:
     checkout(tmp_path)
@@ -256,6 +258,7 @@ def test_git_and_lint_do_not_see_answers(solved: Path) -> None:
     python(solved, *RUFF, "format", "--check", ".")
 
 
+@pytest.mark.timeout(900)  # a whole folder of tests
 @pytest.mark.slow
 def test_the_tests_of_form_do_not_see_answers(solved: Path) -> None:
     python(solved, *PYTEST, "tests/form", "-k", "not make")
@@ -280,7 +283,6 @@ def test_one_file_s_ratios_take_the_places_of_the_old(tmp_path: Path) -> None:
     assert merged(old, tmp_path / "none.json") == old
 
 
-BENCHMARKS = sorted(path.stem for path in ROOT.glob("benchmarks/[a-z]*.py"))
 SMALL = {  # every row is measured all the same
     "ddp": {"WIDTH": 64, "DEPTH": 2, "ROUNDS": 1, "SIZES": (1, 2)},
     "ffcv": {"ROUNDS": 1, "load": lambda path: load(path, ("\nN = 242 ", "\nN = 32 "))},
@@ -291,7 +293,7 @@ SMALL = {  # every row is measured all the same
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BENCHMARKS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_benchmark_measures_its_rows(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,7 +307,8 @@ def test_a_benchmark_measures_its_rows(
     for row in rows:
         assert len(row["ours"]) >= 3, row
         assert len(row["ours"]) == len(row["peer"])
-        assert 0.01 < row["ratio"] < 100, f"times in the same unit: {row}"
+        best = min(row["ours"]) / min(row["peer"])  # the others may have waited for a core
+        assert 0.01 < best < 100, f"times in the same unit: {row}"
     if hasattr(bench, "figure"):
         bench.figure(str(tmp_path / "figure.png"), 1)
         assert (tmp_path / "figure.png").stat().st_size > 1000

@@ -184,7 +184,7 @@ class Account:
     ) -> subprocess.CompletedProcess:
         """Run a script in this account, with what the user types when asked."""
         how = {"env": self.env | variables, "input": said, "capture_output": True, "text": True}
-        return subprocess.run(["bash", str(script), *arguments], **how, timeout=120)
+        return subprocess.run(["bash", str(script), *arguments], **how, timeout=280)
 
     def instances(self) -> list[dict]:
         alive = {"Name": "instance-state-name", "Values": ["pending", "running", "stopped"]}

@@ -37,7 +37,7 @@ def changed_files(folder: Path) -> set[str]:
     return {line[3:] for line in lines}
 
 
-def python(folder: Path, *arguments: str, timeout: float = 250) -> str:
+def python(folder: Path, *arguments: str, timeout: float = 600) -> str:
     """Run Python in that folder; return what it printed, and fail the test if it failed."""
     ran = subprocess.run(
         [sys.executable, *arguments],

@@ -16,9 +16,10 @@ def verdicts_under_deepspeed(lesson: str, config: Path, folder: Path) -> list[st
 
     Checks that it ends well, on two ranks, and that nothing is compiled.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    reserved = socket.socket()  # until the end: to bind it again, one has to ask for this number
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    port = reserved.getsockname()[1]
     shutil.copy(ROOT / lesson, folder)
     report = folder / "ledger.json"
     compiled = folder / "c"
@@ -31,8 +32,9 @@ def verdicts_under_deepspeed(lesson: str, config: Path, folder: Path) -> list[st
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=280,
     )
+    reserved.close()
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
     assert not compiled.exists(), "it compiled something"
     reported = json.loads(report.read_text())

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.utils._pytree import tree_map_only
 
-from tests.helpers import gpu_clock, gpu_kernels, gpu_places
+from tests.helpers import gpu_clock, gpu_kernels, gpu_nccl_log, gpu_places
 from tests.helpers.gpu_places import CPU, is_tensor, place_of
 
 GLOO = "cpu:gloo,cuda:gloo"
@@ -150,6 +150,7 @@ def collective(func: object, args: tuple, kwargs: dict, inputs: list) -> object:
     named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
     device = refuse(name, named, inputs)
     note(name, named, group, inputs)
+    gpu_nccl_log.log(name, named, group, inputs)
     if gpu_clock.current["device"] != device.index:
         raise Refused(
             f"{name} on {device} while GPU {gpu_clock.current['device']} is this rank's current "

@@ -8,15 +8,17 @@ from pathlib import Path
 
 import psutil
 
-MARK = f"STARTED_BY_TEST={os.getpid()}".encode()  # inherited by all that a lesson starts
+MARK = f"STARTED_BY_TEST={os.getpid()}\0".encode()  # inherited by all that a lesson starts
 MARKED = os.environ | {"CUDA_VISIBLE_DEVICES": "", "STARTED_BY_TEST": str(os.getpid())}
 
 
 def gone(besides: int | None = None) -> bool:
     """True once no process that bears our mark is left, `besides` this one: then none can hold a
-    network, either.
+    network, either. Those that stay are named in the test's output. To end takes a process that
+    has loaded torch many seconds on a busy machine.
     """
-    for _ in range(200):
+    stop = time.monotonic() + 120
+    while True:
         left = []
         for pid in psutil.pids():
             with contextlib.suppress(OSError):  # it has ended, or is another user's
@@ -24,7 +26,13 @@ def gone(besides: int | None = None) -> bool:
                     left.append(pid)
         if not left:
             return True
+        if time.monotonic() > stop:
+            break
         time.sleep(0.05)
+    for pid in left:
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            print("left:", pid, process.status(), *process.cmdline())
     return False
 
 

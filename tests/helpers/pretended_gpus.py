@@ -2,9 +2,9 @@
 
 `play_on_gpus(lesson, ranks)` is `course.playing.play` with as many pretended GPUs. Known are: on
 which device every tensor lies (gpu_places.py, gpu_kernels.py), what the GPUs still have to do when
-a clock is read (gpu_clock.py), what NCCL refuses and in which order it waits (gpu_nccl.py). So a
-tensor left on the CPU, a forgotten synchronise and sends that meet nobody fail here as they would
-on GPUs, or louder.
+a clock is read (gpu_clock.py), what NCCL refuses and in which order it waits (gpu_nccl.py), and
+what it logs (gpu_nccl_log.py). So a tensor left on the CPU, a forgotten synchronise and sends that
+meet nobody fail here as they would on GPUs, or louder.
 
 Not known are: bandwidth, overlap, and any claim a clock decides; the thread that CUDA's autograd
 has per device; the allocator beyond the bytes of live storages; kernels in traces; the numerics of

@@ -25,7 +25,7 @@ def play_as_nobody(path: str, *changes: tuple[str, str]) -> tuple[int, list[dict
 
 def once_there(lesson: subprocess.Popen, processes: int, nets: int = 2) -> list[psutil.Process]:
     """All that the lesson has started, once so many processes are in so many networks."""
-    for _ in range(1200):
+    for _ in range(4000):
         time.sleep(0.05)
         started = psutil.Process(lesson.pid).children(recursive=True)
         found = networks([process.pid for process in started])

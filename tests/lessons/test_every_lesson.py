@@ -29,8 +29,11 @@ from tests.helpers.warm_launch import run_warm
 
 # All that a root user's CPU machine may lack:
 LACKING = r"(\d+\+? )?(nodes with )?(GPUs?|nsys|(more )?ranks)\b"
+LACKING += "|--compile, once"  # DeepSpeed's C++, which tests compile that want it
 if os.system("unshare --net true 2>&- || unshare --user --net true 2>&-"):
     LACKING += "|root or user namespaces"  # a container that forbids them, or not Linux
+if os.system("bpftrace -e 'BEGIN { exit(); }' >/dev/null 2>&1"):
+    LACKING += r"|root with bpf\(2\)"  # likewise
 
 
 def run(lesson: str, folder: Path, *launcher: str, warm: bool = False) -> Played:
@@ -74,11 +77,11 @@ def lessons_marked() -> list:
 
 
 def loads_torch_anew(lesson: str) -> bool:
-    """Whether every process here loads torch, as a learner's do: 2.7 s of a core, five times.
+    """Whether every process here loads torch, as a learner's do: 2.5 s of a core, five times.
 
-    So do the first lessons, and those that start processes of their own.
+    So does the spine's first lesson, and those that start processes of their own.
     """
-    return lesson.startswith("fundamentals/") or starts_its_own(lesson)
+    return lesson == LAUNCHING or starts_its_own(lesson)
 
 
 @pytest.mark.parametrize("lesson", lessons_marked())

@@ -35,6 +35,9 @@ SMALLER = {
     "fsdp/09_inference.py": [
         ("max(1, 16 // WORLD_SIZE)", "max(1, 4 // WORLD_SIZE)"),
         ("    deepspeed = import_deepspeed(prompt_BT.device)\n", "    deepspeed = None\n"),
+        ('BIG = {"L": 16,', 'BIG = {"L": 2,'),
+        ("repeats: int = 20", "repeats: int = 1"),
+        ("repeats: int = 30", "repeats: int = 1"),
     ],
     # NVML knows real GPUs only, and the last trainings none.
     "fundamentals/06_scaling_efficiency.py": [
@@ -62,7 +65,7 @@ SMALLER = {
         ("64 * ELEMENTS if", "ELEMENTS if"),
     ],
     "communication/08_gradient_compression.py": [
-        ("STEPS = 60", "STEPS = 20"),
+        ("STEPS = 60", "STEPS = 10"),
         ("    across = RANK == 0 and WORLD_SIZE > 1\n", "    across = False\n"),
         (
             "    slow = train_across(link, why_not, runs) if WORLD_SIZE > 1 else False\n",
@@ -94,9 +97,9 @@ SMALLER = {
         ("repeats: int = 20", "repeats: int = 1"),
     ],
     "fsdp/01_fsdp_basics.py": [
-        ("L: int = 16, T: int = 2048", "L: int = 4, T: int = 64"),
+        ("L: int = 16, T: int = 2048", "L: int = 2, T: int = 32"),
         ("torch.randint(32_768, (B", "torch.randint(1024, (B"),
-        ("GPT(L, width, T, V=32_768, heads=width // 128)", "GPT(L, 512, T, V=1024, heads=4)"),
+        ("GPT(L, width, T, V=32_768, heads=width // 128)", "GPT(L, 256, T, V=1024, heads=2)"),
         ("repeats: int = 5", "repeats: int = 1"),
     ],
     # DeepSpeed asks the driver for its accelerator.
@@ -105,6 +108,16 @@ SMALLER = {
     ],
     "fsdp/03_deepspeed_bytes.py": [
         ("deepspeed = import_deepspeed(device)", "deepspeed = None"),
+    ],
+    # What FSDP2 brings down in backward has no place in the pretence, so nothing is updated there.
+    "fsdp/10_offload.py": [
+        ("        optimizer.step()  # on the host: nothing crosses\n", ""),
+        ("    deepspeed = import_deepspeed(device)\n", "    deepspeed = None\n"),
+        ("math.ceil(1024 / WORLD_SIZE)", "math.ceil(64 / WORLD_SIZE)"),
+        ("return 512 * WORLD_SIZE", "return 32 * WORLD_SIZE"),
+        ("nbytes = 2**28", "nbytes = 2**16"),
+        ("(64, 1024, 16_384)", "(4, 16)"),
+        ("repeats: int = 20", "repeats: int = 1"),
     ],
     "fsdp/07_deepspeed_train.py": [
         ("deepspeed = import_deepspeed(device)", "deepspeed = None"),
@@ -134,23 +147,52 @@ SMALLER = {
             'context_fn=keep_results, determinism_check="none")',
         ),
         ('    settings["compiled"] = Recipe(None, "none", options.compile or "inductor")\n', ""),
+        ("train(model, text_N, options, steps=8)", "train(model, text_N, options, steps=2)"),
     ],
     "fsdp/06_fsdp_checkpoint.py": [
         ("L=16, D=width, T=1024, V=32_768, heads=width // 64", "L=2"),
     ],
     "fsdp/08_lora.py": [
-        ("L: int = 16, T: int = 2048", "L: int = 4, T: int = 64"),
+        ("L: int = 16, T: int = 2048", "L: int = 2, T: int = 32"),
         ("torch.randint(32_768, (B", "torch.randint(1024, (B"),
-        ("GPT(L, width, T, V=32_768, heads=width // 128)", "GPT(L, 512, T, V=1024, heads=4)"),
+        ("GPT(L, width, T, V=32_768, heads=width // 128)", "GPT(L, 256, T, V=1024, heads=2)"),
         ("repeats: int = 5", "repeats: int = 1"),
     ],
     "profiling/01_distributed_profiling.py": [
         ("return 8_000_000 if", "return 80_000 if"),
+        ("copy_ms * 28 / 8 * LAYERS", "copy_ms / 10"),
+        ("perf_counter() - start) / 500 / 3", "perf_counter() - start) * 0 + 0.1"),
         (
             '        del jobs["tiny buckets"]\n',
             '        kept = ("healthy", "needless syncs", "straggler", "no overlap")\n'
             "        jobs = {name: jobs[name] for name in kept}\n",
         ),
+    ],
+    "profiling/03_nsight_and_nvtx.py": [
+        ('return 180 if device.type == "cpu" else 8192', "return 180"),
+        ('512 if device.type == "cpu" else 4096', "64"),
+    ],
+    "profiling/06_stragglers.py": [
+        ("    check_the_test()\n", ""),
+        ("WIDTH = 8192", "WIDTH = 16"),
+        ("[shares] * 200", "[shares] * 50"),
+        ("as_drawn[:20] * 4", "as_drawn[:20]"),
+        ("dealt[:20] * 4", "dealt[:20]"),
+    ],
+    # bpftrace sees what is really called: gloo, which carries NCCL's messages.
+    "profiling/07_tracing_with_ebpf.py": [
+        ('nccl=device.type == "cuda"', "nccl=False"),
+        ("WIDTH = 4096", "WIDTH = 512"),
+    ],
+    # Its snapshot, its segments and a limit of memory are CUDA's allocator's; autocast to CUDA does
+    # nothing with tensors that C++ sees on the CPU, and hooks for saved ones see them there, too.
+    "profiling/05_memory.py": [
+        ("checkpoint_wrapper(block)\n", 'checkpoint_wrapper(block, determinism_check="none")\n'),
+        ('        "offload": Plan(offload=True),\n', ""),
+        ('        "autocast": Plan(autocast=True),\n', ""),
+        ("        check_fragmentation_on_gpu()\n", "        pass\n"),
+        ("        check_out_of_memory_on_gpu(device, path)\n", "        pass\n"),
+        ("    compare_on_gpus(device)\n", ""),
     ],
     # FFCV copies on streams of CUDA's, in a thread of its own.
     "data-loading/01_ffcv_distributed_optimization.py": [
@@ -172,7 +214,9 @@ FLAGS = {
     # Above 4 million elements kernels are left out, and values are checked at each size.
     "communication/05_bandwidth_test.py": ("-e", "1M", "-f", "16", "-n", "2"),
     "fsdp/01_fsdp_basics.py": ("--steps", "5"),
-    "fsdp/05_fsdp_transformer.py": ("--size", "tiny", "--steps", "5"),
+    "fsdp/05_fsdp_transformer.py": ("--size", "tiny", "--steps", "2", "--batch", "2"),
+    "fsdp/08_lora.py": ("--steps", "1"),
+    "fsdp/09_inference.py": ("--steps", "5"),
 }
 
 # Claims that only hardware answers, or the full size, and why: (lesson, the claim, the reason).
@@ -185,10 +229,9 @@ HARDWARE = [
         )
         for way in ("ring, to and fro", "ring, node by node", "hierarchy")
     ),
-    (
-        "communication/08_gradient_compression.py",
-        "all others: accuracy on new digits",
-        "20 steps of 60 are not enough",
+    *(
+        ("communication/08_gradient_compression.py", claim, "10 steps of 60 are not enough")
+        for claim in ("all others: accuracy on new digits", "top-k: accuracy that feedback saves")
     ),
     *(
         (
@@ -205,6 +248,19 @@ HARDWARE = [
             "2 epochs of 6",
         )
         for way in ("pipeline", "tensor")
+    ),
+    (
+        "fsdp/10_offload.py",
+        "FSDP2: losses, error against one process",
+        "Adam on the host is left out",
+    ),
+    *(
+        ("fsdp/10_offload.py", claim, "the pretence does not see what comes down in backward")
+        for claim in (
+            "FSDP2: bytes down",
+            "FSDP2, bfloat16: bytes up and down",
+            "two micro-batches: bytes up and down",
+        )
     ),
     (
         "fsdp/01_fsdp_basics.py",
@@ -226,12 +282,48 @@ HARDWARE = [
     (
         "fsdp/05_fsdp_transformer.py",
         "validation loss, at most",
+        "2 steps of 20",
+    ),
+    *(
+        (
+            "fsdp/05_fsdp_transformer.py",
+            f"{name}: peak memory / foretold",
+            "of a tiny model, and gloo's threads let go of what they sent when they like",
+        )
+        for name in ("full", "selective", "none")
+    ),
+    *(
+        ("fsdp/08_lora.py", claim, "1 step of 12")
+        for claim in (
+            "full fine-tuning's gain in nats, at least",
+            "gain of the adapters, at least a third of it",
+            "gain of the adapters, at most all of it",
+        )
+    ),
+    (
+        "fsdp/09_inference.py",
+        "loss in nats per byte, below the bytes' entropy",
         "5 steps of 30",
     ),
     (
         "parallelism/09_3d_parallelism.py",
         "one process: loss of the last step, at most",
         "5 steps of 15",
+    ),
+    *(
+        ("profiling/05_memory.py", f"{job}{claim}", "DDP's first buckets live on there")
+        for job in ("many tokens", "few tokens")
+        for claim in (
+            ": bytes per parameter, end",
+            ": buckets at the peak, in kB",
+            ": share of the largest category",
+            ", shard: saves, per P",
+        )
+    ),
+    (
+        "profiling/07_tracing_with_ebpf.py",
+        "bytes copied to the GPU by cuMemcpy, at least",
+        "the driver copies",
     ),
     (
         "communication/02_point_to_point.py",
@@ -247,15 +339,39 @@ HARDWARE = [
 
 # It is run as torchrun would run it on two real nodes; plain python starts ranks of its own.
 HIERARCHY = "communication/07_hierarchical_collectives.py"
-DOCTOR = "fundamentals/00_check_your_machine.py"  # one process, which joins no group
+JOINS_NONE = {  # one process, which joins no group, and what it says instead
+    "fundamentals/00_check_your_machine.py": "torch may use 1;",
+    "profiling/04_debugging_hangs.py": "torch .*, gloo, 4 ranks per job",
+}
+
+
+# To a GPU four ranks are here what two are: no rings, no stages, no mesh of two dimensions. The
+# longest of all; on four ranks and gloo each is played elsewhere.
+TWO_ARE_ENOUGH = {
+    SURVIVING,
+    "communication/08_gradient_compression.py",
+    "parallelism/01_data_parallelism_ddp.py",
+    "parallelism/04_buckets_and_overlap.py",
+    "fsdp/01_fsdp_basics.py",
+    "fsdp/05_fsdp_transformer.py",
+    "fsdp/06_fsdp_checkpoint.py",
+    "fsdp/07_deepspeed_train.py",
+    "fsdp/08_lora.py",
+    "fsdp/09_inference.py",
+    "profiling/01_distributed_profiling.py",
+    "profiling/05_memory.py",
+    "profiling/06_stragglers.py",
+    "profiling/07_tracing_with_ebpf.py",
+    "data-loading/02_beton_file.py",
+}
 
 
 def cases() -> list:
-    """Every lesson on 1, 2 and 4 GPUs, as far as it takes so many ranks."""
+    """Every lesson on 1, 2 and 4 GPUs, as far as it takes so many ranks and they add anything."""
     found = []
     for lesson in LESSONS:
         taken = [2, 4] if lesson == HIERARCHY else world_sizes_of(lesson)
-        for ranks in (1, 2, 4):
+        for ranks in (1, 2) if lesson in TWO_ARE_ENOUGH else (1, 2, 4):
             if ranks in taken:
                 found.append(pytest.param(lesson, ranks, id=f"{lesson}-{ranks}"))
     return found
@@ -269,13 +385,14 @@ def test_lesson_passes_on_pretended_gpus(lesson: str, ranks: int) -> None:
     played = play_on_gpus(lesson, ranks, *changes, argv=FLAGS.get(lesson, ()), deadline=250)
     physics = {claim for path, claim, _ in HARDWARE if path == lesson}
     assert played.failed - physics == set(), played.output[-3000:]
-    joined = "torch may use 1;" if lesson == DOCTOR else f"{ranks} ranks, NCCL"
+    joined = JOINS_NONE.get(lesson, f"{ranks} ranks, NCCL")
     assert re.search(rf"^ *{joined}", played.output, re.M), "the lesson took gloo"
     assert any(row["verdict"] == "PASS" for row in played.ledger)
 
 
 def test_every_exception_is_of_a_lesson_that_exists() -> None:
-    known = {path for path, _, _ in HARDWARE} | {*SMALLER, *FLAGS, HIERARCHY, DOCTOR}
+    known = {path for path, _, _ in HARDWARE} | {*SMALLER, *FLAGS, HIERARCHY, *JOINS_NONE}
+    known |= TWO_ARE_ENOUGH
     assert known <= {*LESSONS}
 
 

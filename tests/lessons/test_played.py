@@ -9,7 +9,8 @@ def ended(code: int | str, **verdicts: str) -> Played:
     """A lesson that made the claims named; those that end in _s are decided by a clock."""
     rows = []
     for claim, verdict in verdicts.items():
-        rows.append({"claim": claim, "verdict": verdict, "timed": claim.endswith("_s")})
+        row = {"claim": claim, "verdict": verdict, "predicted": 1, "measured": 2}
+        rows.append(row | {"timed": claim.endswith("_s")})
     return Played(code, rows, "")
 
 
@@ -20,6 +21,11 @@ def test_what_a_clock_decides_stands_apart() -> None:
     played.expect({"bytes"})
     ended(0, bytes="PASS").expect(set())
     ended(1, bytes="PASS", step_s="FAIL").expect(set())
+
+
+def test_the_numbers_of_a_claim_that_failed_stand_in_the_first_line() -> None:
+    with pytest.raises(DecidedByNoClock, match=r"^not as expected: FAIL a: 2, not 1; no FAIL b\n"):
+        ended(1, a="FAIL").expect({"b"})
 
 
 @pytest.mark.parametrize(
