@@ -62,6 +62,28 @@ def test_a_solution_runs_live_and_shows_that_it_is_right(exercise: str) -> None:
     assert re.search(words, "".join(o.output for o in outcomes)), outcomes
 
 
+@pytest.mark.parametrize(("after", "status"), [("", 0), ("1 / 0", 1)])
+def test_a_rank_leaves_before_the_threads_of_its_group_can_abort_it(
+    after: str, status: int
+) -> None:
+    program = f"""
+import atexit, torch, torch.distributed as dist
+from course.live import joined
+atexit.register(print, "the interpreter ends")
+with joined():
+    with torch.profiler.profile():
+        dist.all_reduce(torch.ones(1), async_op=True).wait()
+    print("the last line")
+{after}
+"""
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "KINETO_LOG_LEVEL": "99"}
+    command = [sys.executable, "-c", program]
+    ran = subprocess.run(command, env=CPU | alone, cwd=ROOT, capture_output=True, text=True)
+    assert (ran.stdout, ran.returncode) == ("the last line\n", status), ran.stderr
+    assert ("ZeroDivisionError" in ran.stderr) == bool(status)
+
+
 def test_13_shows_each_ranks_share() -> None:
     torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"
     lines = shown(*torchrun, "exercises/13_profile_all_reduce/solution.py")
