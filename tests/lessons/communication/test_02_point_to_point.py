@@ -157,6 +157,10 @@ def test_a_send_that_nobody_waits_for_ends_by_the_timeout() -> None:
         2,
         NO_DEADLOCK,
         ("timeout=timedelta(minutes=1)", "timeout=timedelta(seconds=4)"),
-        ("    dist.recv(y, LEFT, group)\n    work.wait()\n", "    dist.recv(y, LEFT, group)\n"),
+        (
+            "    dist.recv(y, LEFT, group)\n    work.wait()\n",
+            "    time.sleep(RANK)  # so rank 0 forgets its send before anybody receives\n"
+            "    dist.recv(y, LEFT, group)\n",
+        ),
     )
     assert "Timed out waiting" in played.code
