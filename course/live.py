@@ -38,7 +38,7 @@ def joined() -> Iterator[torch.device]:
 
 
 def _leave() -> None:
-    """Leave at once: a profiled collective keeps its group, whose threads can abort a plain exit."""
+    """Leave at once: a profiled collective keeps its group, whose threads may abort an exit."""
     sys.stdout.flush()
     os._exit(int(hasattr(sys, "last_value")))  # set if an exception ended the program
 

@@ -351,7 +351,9 @@ TWO_ARE_ENOUGH = {
     SURVIVING,
     "communication/08_gradient_compression.py",
     "parallelism/01_data_parallelism_ddp.py",
+    "parallelism/02_fsdp_zero.py",
     "parallelism/04_buckets_and_overlap.py",
+    "parallelism/05_zero2_and_zero3.py",
     "fsdp/01_fsdp_basics.py",
     "fsdp/05_fsdp_transformer.py",
     "fsdp/06_fsdp_checkpoint.py",
@@ -367,11 +369,11 @@ TWO_ARE_ENOUGH = {
 
 
 def cases() -> list:
-    """Every lesson on 1, 2 and 4 GPUs, as far as it takes so many ranks and they add anything."""
+    """Every lesson on 1 GPU and on 4, or 2 where they are enough, as far as it takes so many."""
     found = []
     for lesson in LESSONS:
         taken = [2, 4] if lesson == HIERARCHY else world_sizes_of(lesson)
-        for ranks in (1, 2) if lesson in TWO_ARE_ENOUGH else (1, 2, 4):
+        for ranks in (1, 2 if lesson in TWO_ARE_ENOUGH or 4 not in taken else 4):
             if ranks in taken:
                 found.append(pytest.param(lesson, ranks, id=f"{lesson}-{ranks}"))
     return found

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from course.playing import load, play
 from course.ranks import run
+from tests.helpers.together import merged, together
 
 LESSON = "communication/03_ring_and_tree.py"
 SIX = ("star", "ring", "tree", "double tree")
@@ -303,8 +304,8 @@ BREAKS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", BREAKS)
-def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(what: str) -> None:
-    change, claims = BREAKS[what]
-    played = play(LESSON, 3, change)
+@pytest.mark.parametrize("names", together(LESSON, BREAKS), ids="; ".join)
+def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(names: tuple[str, ...]) -> None:
+    changes, claims = merged(BREAKS, names)
+    played = play(LESSON, 3, *changes)
     played.expect(claims)

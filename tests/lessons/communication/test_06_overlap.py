@@ -13,6 +13,7 @@ from course.lessons import ROOT
 from course.playing import Played, load, play
 from course.ranks import attempt, run
 from tests.helpers.leftovers import MARKED, gone, machine
+from tests.helpers.together import merged, together
 from tests.helpers.virtual_cluster import once_there, play_as_nobody
 
 LESSON = "communication/06_overlap.py"
@@ -179,6 +180,7 @@ ON_THE_LINK = {
         {LOG},
     ),
 }
+LATE = ["whoever issues waits at once", "half of the buckets wait for the end"]
 
 
 def across(*changes: tuple[str, str]) -> Played:
@@ -187,9 +189,9 @@ def across(*changes: tuple[str, str]) -> Played:
 
 @pytest.mark.slow
 @pytest.mark.clock
-@pytest.mark.parametrize("what", ON_THE_LINK)
-def test_across_the_link(what: str) -> None:
-    changes, claims = ON_THE_LINK[what]
+@pytest.mark.parametrize("names", together(LESSON, ON_THE_LINK, LATE), ids="; ".join)
+def test_across_the_link(names: tuple[str, ...]) -> None:
+    changes, claims = merged(ON_THE_LINK, names)
     played = across(*changes)
     timed = {CLOCK, TRACE, LOG}
     assert {row["claim"] for row in played.ledger} >= timed, played.output

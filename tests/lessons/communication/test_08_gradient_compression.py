@@ -17,6 +17,7 @@ from course.lessons import ROOT
 from course.playing import Played, load, play
 from course.ranks import attempt, run
 from tests.helpers.leftovers import MARKED, gone, machine
+from tests.helpers.together import merged, together
 from tests.helpers.virtual_cluster import once_there, play_as_nobody
 
 LESSON = "communication/08_gradient_compression.py"
@@ -285,9 +286,9 @@ BREAKS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", BREAKS)
-def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(what: str) -> None:
-    changes, claims = BREAKS[what]
+@pytest.mark.parametrize("names", together(LESSON, BREAKS), ids="; ".join)
+def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(names: tuple[str, ...]) -> None:
+    changes, claims = merged(BREAKS, names)
     played = play(LESSON, 2, *SHORT, *changes)
     failed = {claim for claim in played.failed if "accuracy" not in claim}
     assert failed == claims, played.output

@@ -3,6 +3,7 @@
 import pytest
 
 from course.playing import play
+from tests.helpers.together import merged, together
 
 LESSON = "fsdp/04_fsdp_refinements.py"
 GRADIENTS = {f"{name}: gradients, error" for name in ("as a rule", "with prefetch")}
@@ -102,11 +103,11 @@ ON_FOUR_RANKS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BREAKS)
-def test_a_break_makes_its_claim_fail(name: str) -> None:
-    change, expected = BREAKS[name]
-    played = play(LESSON, 2, change)
-    played.expect(expected)
+@pytest.mark.parametrize("names", together(LESSON, BREAKS), ids="; ".join)
+def test_a_break_makes_its_claim_fail(names: tuple[str, ...]) -> None:
+    changes, claims = merged(BREAKS, names)
+    played = play(LESSON, 2, *changes)
+    played.expect(claims)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from course.playing import load, play
+from tests.helpers.together import merged, together
 
 LESSON = "fundamentals/03_measure_your_machine.py"
 COPIED, CACHE = "memory copy: bytes that arrived wrong", "GB/s copying 256 KiB / 256 MiB"
@@ -49,10 +50,10 @@ BREAKS = {  # what each wrong line must make FAIL, and nothing else
 
 @pytest.mark.slow
 @pytest.mark.clock
-@pytest.mark.parametrize("name", BREAKS)
-def test_a_wrong_line_fails_its_claims(name: str) -> None:
-    old, new, expected = BREAKS[name]
-    played = play(LESSON, 1, *QUICK, (old, new))
+@pytest.mark.parametrize("names", together(LESSON, BREAKS, ["vector as peak"]), ids="; ".join)
+def test_a_wrong_line_fails_its_claims(names: tuple[str, ...]) -> None:
+    changes, expected = merged(BREAKS, names)
+    played = play(LESSON, 1, *QUICK, *changes)
     played.expect(expected - TIMED)
     assert expected & TIMED <= played.failed_by_clock, played.output
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from course.playing import load, play
+from tests.helpers.together import merged, together
 
 LESSON = "fundamentals/06_scaling_efficiency.py"
 ERROR = "24 x 1, 12 x 2, 6 x 4 samples: error of weights"
@@ -136,10 +137,10 @@ TIMED = {  # claims that must FAIL, on three ranks, by the clock
 
 @pytest.mark.slow
 @pytest.mark.clock
-@pytest.mark.parametrize("name", TIMED)
-def test_a_wrong_line_fails_what_the_clock_decides(name: str) -> None:
-    old, new, failed = TIMED[name]
+@pytest.mark.parametrize("names", together(LESSON, TIMED, ["a cost that grows"]), ids="; ".join)
+def test_a_wrong_line_fails_what_the_clock_decides(names: tuple[str, ...]) -> None:
+    changes, failed = merged(TIMED, names)
     spared = [NO_TRAINING, ("    check_cores()\n", "")]
-    played = play(LESSON, 3, FEW, *spared, (old, new))
+    played = play(LESSON, 3, FEW, *spared, *changes)
     played.expect(set())
     assert failed <= played.failed_by_clock, played.output

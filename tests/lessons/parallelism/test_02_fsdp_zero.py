@@ -3,6 +3,7 @@
 import pytest
 
 from course.playing import load, play
+from tests.helpers.together import merged, together
 
 LESSON = "parallelism/02_fsdp_zero.py"
 TABLE_1 = """\
@@ -118,10 +119,10 @@ BREAKS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BREAKS)
-def test_a_broken_line_fails_its_claims(name: str) -> None:
-    old, new, claims = BREAKS[name]
-    played = play(LESSON, 2, (old, new))
+@pytest.mark.parametrize("names", together(LESSON, BREAKS), ids="; ".join)
+def test_a_broken_line_fails_its_claims(names: tuple[str, ...]) -> None:
+    changes, claims = merged(BREAKS, names)
+    played = play(LESSON, 2, *changes)
     played.expect(claims)
 
 

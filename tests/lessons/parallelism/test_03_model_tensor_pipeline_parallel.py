@@ -15,6 +15,7 @@ from torch import nn
 
 from course.playing import load, play
 from course.ranks import run
+from tests.helpers.together import merged, together
 
 LESSON = "parallelism/03_model_tensor_pipeline_parallel.py"
 CLOSE = 1e-11
@@ -30,7 +31,7 @@ LEARNING = {"pipeline: accuracy on new digits", "tensor: accuracy on new digits"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 5, 12, 16])  # 1, 3 and 4: test_every_lesson.py
+@pytest.mark.parametrize("ranks", [2, 5, 12])  # 1, 3 and 4: test_every_lesson.py
 def test_the_lesson_holds_on_other_world_sizes(ranks: int) -> None:
     played = play(LESSON, ranks, *QUICK)
     assert played.failed <= LEARNING, played.output
@@ -292,11 +293,11 @@ BREAKS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", BREAKS)
-def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(what: str) -> None:
-    changes, guards = BREAKS[what]
+@pytest.mark.parametrize("names", together(LESSON, BREAKS), ids="; ".join)
+def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(names: tuple[str, ...]) -> None:
+    changes, claims = merged(BREAKS, names)
     played = play(LESSON, 2, *QUICK, *changes)
-    assert played.failed - LEARNING == guards, played.output
+    assert played.failed - LEARNING == claims, played.output
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from course.playing import load, play
 from course.ranks import attempt, run
+from tests.helpers.together import merged, together
 
 LESSON = "parallelism/04_buckets_and_overlap.py"
 EPS = {t: torch.finfo(t).eps for t in (torch.float64, torch.float32, torch.bfloat16)}
@@ -464,10 +465,10 @@ QUICK = (("STEPS = 100", "STEPS = 20"), ('new digits", 0.9,', 'new digits", 0.0,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", BREAKS)
-def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(what: str) -> None:
-    change, claims = BREAKS[what]
-    played = play(LESSON, 2, change, *QUICK)
+@pytest.mark.parametrize("names", together(LESSON, BREAKS), ids="; ".join)
+def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(names: tuple[str, ...]) -> None:
+    changes, claims = merged(BREAKS, names)
+    played = play(LESSON, 2, *changes, *QUICK)
     played.expect(claims)
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from course.playing import play
+from tests.helpers.together import merged, together
 
 LESSON = "parallelism/05_zero2_and_zero3.py"
 
@@ -116,8 +117,8 @@ def test_it_holds_on_8_ranks_whose_shares_are_padded() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BREAKS)
-def test_a_broken_line_fails_its_claims(name: str) -> None:
-    old, new, claims = BREAKS[name]
-    played = play(LESSON, 2, (old, new))
+@pytest.mark.parametrize("names", together(LESSON, BREAKS), ids="; ".join)
+def test_a_broken_line_fails_its_claims(names: tuple[str, ...]) -> None:
+    changes, claims = merged(BREAKS, names)
+    played = play(LESSON, 2, *changes)
     played.expect(claims)

@@ -11,6 +11,7 @@ from torch import nn
 
 from course.playing import load, play
 from course.ranks import run
+from tests.helpers.together import merged, together
 
 LESSON = "parallelism/06_tensor_parallel.py"
 CLOSE = 1e-12  # relative, float64, sums of some hundred terms
@@ -216,8 +217,8 @@ BREAKS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", BREAKS)
-def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(what: str) -> None:
-    change, guards = BREAKS[what]
-    played = play(LESSON, 2, change)
-    played.expect(guards)
+@pytest.mark.parametrize("names", together(LESSON, BREAKS), ids="; ".join)
+def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(names: tuple[str, ...]) -> None:
+    changes, claims = merged(BREAKS, names)
+    played = play(LESSON, 2, *changes)
+    played.expect(claims)

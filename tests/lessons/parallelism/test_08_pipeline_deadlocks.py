@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from course.playing import load, play
+from tests.helpers.together import merged, together
 
 LESSON = "parallelism/08_pipeline_deadlocks.py"
 sizes = st.integers(1, 8), st.integers(1, 24)
@@ -157,10 +158,10 @@ def test_it_holds_on_16_ranks_which_need_more_micro_batches() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", BREAKS)
-def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(what: str) -> None:
-    change, claims = BREAKS[what]
-    played = play(LESSON, 2, change)
+@pytest.mark.parametrize("names", together(LESSON, BREAKS), ids="; ".join)
+def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(names: tuple[str, ...]) -> None:
+    changes, claims = merged(BREAKS, names)
+    played = play(LESSON, 2, *changes)
     played.expect(claims)
 
 

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from course.playing import load, play
 from course.ranks import run
+from tests.helpers.together import merged, together
 
 LESSON = "parallelism/09_3d_parallelism.py"
 QUICK = ("STEPS = 15\n", "STEPS = 3\n")
@@ -156,8 +157,8 @@ BREAKS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", BREAKS)
-def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(what: str) -> None:
-    change, guards = BREAKS[what]
-    played = play(LESSON, 4, QUICK, change)
-    assert played.failed - {LEARNING} == guards, played.output
+@pytest.mark.parametrize("names", together(LESSON, BREAKS), ids="; ".join)
+def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(names: tuple[str, ...]) -> None:
+    changes, claims = merged(BREAKS, names)
+    played = play(LESSON, 4, QUICK, *changes)
+    assert played.failed - {LEARNING} == claims, played.output
