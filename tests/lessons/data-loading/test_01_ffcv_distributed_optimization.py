@@ -60,6 +60,7 @@ def test_pixels_that_are_normalised_as_if_they_were_floats(tmp_path: Path) -> No
     """Try 1: the mean of what is delivered gives it away; and the figure is drawn."""
     change = ("NormalizeImage(255 * MEAN, 255 * STD, np", "NormalizeImage(MEAN, STD, np")
     path = tmp_path / "figure.png"
-    played = play(LESSON, 2, change, argv=("--figure", str(path)), deadline=150)
+    once = ("alternate(loaders, 2)", "alternate(loaders, 1)")
+    played = play(LESSON, 2, change, once, argv=("--figure", str(path)), deadline=150)
     played.expect(MEANS)
     assert path.read_bytes().startswith(b"\x89PNG")
