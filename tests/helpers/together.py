@@ -23,8 +23,11 @@ def changes_of(entry: tuple) -> list[Change]:
 
 def merged(breaks: dict[str, tuple], names: tuple[str, ...]) -> tuple[list[Change], set[str]]:
     """All that these breaks change, and all claims that they fail."""
-    changes = [change for name in names for change in changes_of(breaks[name])]
-    return changes, set().union(*(breaks[name][-1] for name in names))
+    changes, claims = [], set()
+    for name in names:
+        changes += changes_of(breaks[name])
+        claims |= breaks[name][-1]
+    return changes, claims
 
 
 def together(
