@@ -21,9 +21,10 @@ def changes_of(entry: tuple) -> list[Change]:
     return [changes] if isinstance(changes, tuple) else list(changes)
 
 
-def merged(breaks: dict[str, tuple], names: tuple[str, ...]) -> tuple[list[Change], set[str]]:
+def merged(breaks: dict[str, tuple], names: Sequence[str]) -> tuple[list[Change], set[str]]:
     """All that these breaks change, and all claims that they fail."""
-    changes, claims = [], set()
+    changes = []
+    claims = set()
     for name in names:
         changes += changes_of(breaks[name])
         claims |= breaks[name][-1]
@@ -38,20 +39,21 @@ def together(
     """
     assert set(alone) <= set(breaks), set(alone) - set(breaks)
     source = (ROOT / lesson).read_text()
-    plays: list[tuple[str, ...]] = []
+    by_itself = [name for name in breaks if name in alone or not breaks[name][-1]]
+    plays: list[list[str]] = []
     for name in breaks:
-        if name in alone or not breaks[name][-1]:
+        if name in by_itself:
             continue
-        for i, names in enumerate(plays):
-            if len(names) < most and apart(source, breaks, (*names, name)):
-                plays[i] = (*names, name)
-                break
+        room = [play for play in plays if len(play) < most]
+        fits = [play for play in room if apart(source, breaks, [*play, name])]
+        if fits:
+            fits[0].append(name)
         else:
-            plays.append((name,))
-    return plays + [(name,) for name in breaks if not any(name in names for names in plays)]
+            plays.append([name])
+    return [tuple(play) for play in plays] + [(name,) for name in by_itself]
 
 
-def apart(source: str, breaks: dict[str, tuple], names: tuple[str, ...]) -> bool:
+def apart(source: str, breaks: dict[str, tuple], names: Sequence[str]) -> bool:
     """Whether no claim is failed by two of them, and no passage changed by two."""
     changes, claims = merged(breaks, names)
     spans = sorted((source.find(old), source.find(old) + len(old)) for old, _ in changes)
