@@ -115,6 +115,7 @@ def sums_where_one_is_wrong() -> bool:
         return suite.sums_are_right(torch.device("cpu"))
 
 
+@pytest.mark.slow
 def test_one_wrong_element_of_a_sum_is_noticed_by_all() -> None:
     assert run(sums_where_one_is_wrong, 3) == [False] * 3
 

@@ -62,7 +62,9 @@ def test_a_solution_runs_live_and_shows_that_it_is_right(exercise: str) -> None:
     assert re.search(words, "".join(o.output for o in outcomes)), outcomes
 
 
-@pytest.mark.parametrize(("after", "status"), [("", 0), ("1 / 0", 1)])
+@pytest.mark.parametrize(
+    ("after", "status"), [("", 0), pytest.param("1 / 0", 1, marks=pytest.mark.slow)]
+)
 def test_a_rank_leaves_before_the_threads_of_its_group_can_abort_it(
     after: str, status: int
 ) -> None:

@@ -262,6 +262,7 @@ PROVOKED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("provoke", "name"), PROVOKED, ids=[p.__name__ for p, _ in PROVOKED])
 def test_a_real_failure_is_recognised(provoke, name: str) -> None:
     words = run_alone(provoke)
