@@ -24,13 +24,13 @@ start: .venv/core
 	@echo; echo "=== It works. Now:  . .venv/bin/activate; course    (and README.md, A first hour)"
 
 check: lint .venv/test
-	$(PYTEST) -m "not slow and not clock" -n 2 --dist worksteal tests/form tests/engine
+	$(PYTEST) -m "not deep and not clock" -n 2 --dist worksteal tests/form tests/engine
 
 test: .venv/all
-	@$(call run_tests,not slow)
+	@$(call run_tests,not deep)
 
 test-all: .venv/all
-	@$(call run_tests,slow)
+	@$(call run_tests,deep)
 
 # First what no clock decides, on WORKERS processes: three keep two cores busy, since tests also
 # wait. Then, alone on the machine, what a clock decides: this is repeated when it fails, unless

@@ -19,8 +19,8 @@ communication then costs no time at all, and how do you know?
     torchrun --standalone --nproc-per-node=4 06_overlap.py   # NCCL on 4 GPUs, else gloo
     python 06_overlap.py --figure timeline.png               # the same, started for you
 
-Takes 22 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs. For the slow network
-that rank 0 makes it needs Linux, iproute2, and root or user namespaces. Predict, run, then read.
+Not run on several GPUs. For the slow network that rank 0 makes it needs Linux, iproute2, and root
+or user namespaces.
 
 **Try.** In `gradient_is_there` write `layer % PER_BUCKET == 1`: which claims fail? In
 `BackwardPass.run` drop the last two lines, which wait: what fails now, and does the clock notice?
@@ -1014,13 +1014,16 @@ def claim(
     sign: str = "=",
     atol: float = 0.0,
     question: int | None = None,
+    kind: str = "measured",
     timed: bool = False,
+    varies: bool = False,
     rank: int | None = None,
 ) -> None:
     """Check `measured sign predicted` (=, <=, >=), give or take `atol`, on all ranks; all call.
 
-    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers;
-    `timed` says that a clock decides.
+    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers.
+    `kind` says what was measured: the real thing, or what is "simulated", or "theory". `timed` says
+    that a clock decides; `varies`, that the kernel's own traffic does, or how well a model learns.
     """
     pairs = [(float(predicted), float(measured), float(atol))]
     if dist.is_initialized():
@@ -1040,7 +1043,7 @@ def claim(
         print0(f"{'':13}off by {m - p:.3g} on rank {worst}")
     row = {"claim": text, "verdict": verdict, "sign": sign, "rank": worst, "slack": slack}
     row |= {"predicted": p, "measured": m if math.isfinite(m) else str(m)}  # JSON knows no NaN
-    ledger.append(row | {"question": question, "timed": timed})
+    ledger.append(row | {"question": question, "kind": kind, "timed": timed, "varies": varies})
 
 
 def readable(x: float) -> str:

@@ -1,4 +1,4 @@
-"""Write the tables of the READMEs, and each lesson's seconds, from what was measured.
+"""Write the tables of the READMEs from what was measured.
 
 What stands between `<!-- NAME -->` and `<!-- /NAME -->` is made here from course/lessons.toml, the
 lessons and results/ (`make results`, `course write tables`); nobody types a figure.
@@ -187,21 +187,17 @@ def written(readme: Path) -> str:
     return text
 
 
-def timed(lesson: str) -> str:
-    """The lesson's source; its docstring's seconds as measured, and whether GPUs have run it."""
+def told_of_gpus(lesson: str) -> str:
+    """The lesson's source; its docstring says whether several GPUs have run it."""
     source = (ROOT / lesson).read_text()
     run = "Run" if ran_on_several_gpus(lesson) else "Not run"
-    source = re.sub(r"(Not run|Run) on several(?=\sGPUs)", f"{run} on several", source, count=1)
-    seconds = ledger_of(lesson)["seconds"]
-    if seconds is None:
-        return source
-    return re.sub(r"Takes \d+ s", f"Takes {seconds:.0f} s", source, count=1)
+    return re.sub(r"(Not run|Run) on several(?=\sGPUs)", f"{run} on several", source, count=1)
 
 
 def write() -> list[str]:
-    """Write all tables and seconds anew; return the paths of the files that changed."""
+    """Write all tables anew; return the paths of the files that changed."""
     texts = {readme: written(readme) for readme in READMES}
-    texts |= {ROOT / lesson: timed(lesson) for lesson in LESSONS}
+    texts |= {ROOT / lesson: told_of_gpus(lesson) for lesson in LESSONS}
     every = machines()
     for machine in every:
         others = [other for other in every if other != machine]

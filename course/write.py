@@ -1,6 +1,6 @@
 """`course write tables`, `course write plumbing`: what is made from one place is written again.
 
-tables     the READMEs' tables and the lessons' seconds, from results/, lessons.toml, exercises/
+tables     the READMEs' tables, from results/, lessons.toml, exercises/
 plumbing   into every lesson: course/plumbing.py, and the passages of course/passages.py it uses
 """
 
@@ -33,7 +33,7 @@ def add(subparsers: argparse._SubParsersAction) -> None:
     """Add `course write`."""
     parser = subparsers.add_parser("write", help="for authors: tables and plumbing, made anew")
     what = parser.add_subparsers(metavar="tables|plumbing", required=True)
-    what.add_parser("tables", help="READMEs' tables, lessons' seconds").set_defaults(run=tables)
+    what.add_parser("tables", help="READMEs' tables").set_defaults(run=tables)
     what.add_parser("plumbing", help="into every lesson").set_defaults(run=plumbing)
 
 

@@ -20,9 +20,8 @@ of it does FFCV save, and does every sample still come once per epoch?
     torchrun --standalone --nproc-per-node=4 01_ffcv_distributed_optimization.py  # or on your GPUs
     python 01_ffcv_distributed_optimization.py             # the same, started for you
 
-Takes 27 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs. One node. FFCV
-needs the Debian packages of packages.txt, then `pip install -e '.[ffcv]'`. `--data FOLDER` takes
-your own images, one folder per class.
+Not run on several GPUs. One node. FFCV needs the Debian packages of packages.txt, then `pip install
+-e '.[ffcv]'`. `--data FOLDER` takes your own images, one folder per class.
 
 **Try.** In `crops_by_ffcv` normalise by MEAN and STD without the factor 255: which claim fails?
 In `rank_loader` ask for `OrderOption.SEQUENTIAL`: which one now?
@@ -709,13 +708,16 @@ def claim(
     sign: str = "=",
     atol: float = 0.0,
     question: int | None = None,
+    kind: str = "measured",
     timed: bool = False,
+    varies: bool = False,
     rank: int | None = None,
 ) -> None:
     """Check `measured sign predicted` (=, <=, >=), give or take `atol`, on all ranks; all call.
 
-    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers;
-    `timed` says that a clock decides.
+    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers.
+    `kind` says what was measured: the real thing, or what is "simulated", or "theory". `timed` says
+    that a clock decides; `varies`, that the kernel's own traffic does, or how well a model learns.
     """
     pairs = [(float(predicted), float(measured), float(atol))]
     if dist.is_initialized():
@@ -735,7 +737,7 @@ def claim(
         print0(f"{'':13}off by {m - p:.3g} on rank {worst}")
     row = {"claim": text, "verdict": verdict, "sign": sign, "rank": worst, "slack": slack}
     row |= {"predicted": p, "measured": m if math.isfinite(m) else str(m)}  # JSON knows no NaN
-    ledger.append(row | {"question": question, "timed": timed})
+    ledger.append(row | {"question": question, "kind": kind, "timed": timed, "varies": varies})
 
 
 def readable(x: float) -> str:

@@ -19,8 +19,8 @@ model that is trained on them the same as one that a DataLoader fed?
     torchrun --standalone --nproc-per-node=4 02_beton_file.py   # one rank per GPU, else gloo
     python 02_beton_file.py                                     # the same, started for you
 
-Takes 24 s with 4 ranks on 2 cores (gloo, torch 2.15), most of it compiling. Not run on several
-GPUs. One node. FFCV needs the Debian packages of packages.txt, then `pip install -e '.[ffcv]'`.
+Not run on several GPUs. One node. FFCV needs the Debian packages of packages.txt, then `pip install
+-e '.[ffcv]'`.
 
 **Try.** In `keep_an_epoch` clone what is kept (`index.clone()`): which claim fails? Leave out
 `sampler.set_epoch(epoch)`: which claims fail now, and why does training still succeed?
@@ -533,13 +533,16 @@ def claim(
     sign: str = "=",
     atol: float = 0.0,
     question: int | None = None,
+    kind: str = "measured",
     timed: bool = False,
+    varies: bool = False,
     rank: int | None = None,
 ) -> None:
     """Check `measured sign predicted` (=, <=, >=), give or take `atol`, on all ranks; all call.
 
-    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers;
-    `timed` says that a clock decides.
+    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers.
+    `kind` says what was measured: the real thing, or what is "simulated", or "theory". `timed` says
+    that a clock decides; `varies`, that the kernel's own traffic does, or how well a model learns.
     """
     pairs = [(float(predicted), float(measured), float(atol))]
     if dist.is_initialized():
@@ -559,7 +562,7 @@ def claim(
         print0(f"{'':13}off by {m - p:.3g} on rank {worst}")
     row = {"claim": text, "verdict": verdict, "sign": sign, "rank": worst, "slack": slack}
     row |= {"predicted": p, "measured": m if math.isfinite(m) else str(m)}  # JSON knows no NaN
-    ledger.append(row | {"question": question, "timed": timed})
+    ledger.append(row | {"question": question, "kind": kind, "timed": timed, "varies": varies})
 
 
 def readable(x: float) -> str:

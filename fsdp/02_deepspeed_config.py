@@ -24,8 +24,7 @@ do something else than their name says, or nothing at all?
     python 02_deepspeed_config.py                                     # the same, started for you
     deepspeed --num_gpus 4 02_deepspeed_config.py    # its own launcher; no GPU: DS_ACCELERATOR=cpu
 
-Takes 28 s with 4 ranks on 2 cores (gloo, torch 2.15, DeepSpeed 0.19). Not run on several GPUs.
-Predict, run, then read.
+Not run on several GPUs.
 
 **Try.** Write `"adam_w_mode": True` where it says False: what fails? Set
 `stage3_max_live_parameters` to 10**9 in `ZERO3_OPTIONS`: what fails, and why?
@@ -752,13 +751,16 @@ def claim(
     sign: str = "=",
     atol: float = 0.0,
     question: int | None = None,
+    kind: str = "measured",
     timed: bool = False,
+    varies: bool = False,
     rank: int | None = None,
 ) -> None:
     """Check `measured sign predicted` (=, <=, >=), give or take `atol`, on all ranks; all call.
 
-    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers;
-    `timed` says that a clock decides.
+    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers.
+    `kind` says what was measured: the real thing, or what is "simulated", or "theory". `timed` says
+    that a clock decides; `varies`, that the kernel's own traffic does, or how well a model learns.
     """
     pairs = [(float(predicted), float(measured), float(atol))]
     if dist.is_initialized():
@@ -778,7 +780,7 @@ def claim(
         print0(f"{'':13}off by {m - p:.3g} on rank {worst}")
     row = {"claim": text, "verdict": verdict, "sign": sign, "rank": worst, "slack": slack}
     row |= {"predicted": p, "measured": m if math.isfinite(m) else str(m)}  # JSON knows no NaN
-    ledger.append(row | {"question": question, "timed": timed})
+    ledger.append(row | {"question": question, "kind": kind, "timed": timed, "varies": varies})
 
 
 def readable(x: float) -> str:

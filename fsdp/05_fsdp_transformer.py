@@ -30,8 +30,7 @@ trained by Adam on n ranks, with a unit of `fully_shard` per block.
     python 05_fsdp_transformer.py --size 1b --compile inductor        # on GPUs: is the MFU 50%?
     python 05_fsdp_transformer.py --data FILE --recompute full --precision bfloat16 --units 20000
 
-Takes 25 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs. Predict, run, then
-read.
+Not run on several GPUs.
 
 **Try.** Delete the line of `addmm` in `KEPT_RESULTS`: what does selective recomputation keep now,
 and what does it cost? In `check_bytes_at_rest` write `SGD` for `AdamW`: how many bytes are left?
@@ -1230,13 +1229,16 @@ def claim(
     sign: str = "=",
     atol: float = 0.0,
     question: int | None = None,
+    kind: str = "measured",
     timed: bool = False,
+    varies: bool = False,
     rank: int | None = None,
 ) -> None:
     """Check `measured sign predicted` (=, <=, >=), give or take `atol`, on all ranks; all call.
 
-    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers;
-    `timed` says that a clock decides.
+    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers.
+    `kind` says what was measured: the real thing, or what is "simulated", or "theory". `timed` says
+    that a clock decides; `varies`, that the kernel's own traffic does, or how well a model learns.
     """
     pairs = [(float(predicted), float(measured), float(atol))]
     if dist.is_initialized():
@@ -1256,7 +1258,7 @@ def claim(
         print0(f"{'':13}off by {m - p:.3g} on rank {worst}")
     row = {"claim": text, "verdict": verdict, "sign": sign, "rank": worst, "slack": slack}
     row |= {"predicted": p, "measured": m if math.isfinite(m) else str(m)}  # JSON knows no NaN
-    ledger.append(row | {"question": question, "timed": timed})
+    ledger.append(row | {"question": question, "kind": kind, "timed": timed, "varies": varies})
 
 
 def readable(x: float) -> str:

@@ -33,8 +33,7 @@ P parameters, trains on real text on n ranks: 12 updates of two micro-batches, A
     python 07_deepspeed_train.py --deepspeed_config PATH     # train with a config of your own, only
     python 07_deepspeed_train.py --data PATH         # text of your own instead of Python's sources
 
-Takes 30 s with 4 ranks on 2 cores (gloo, torch 2.15, DeepSpeed 0.19). Not run on several GPUs.
-Predict, run, then read.
+Not run on several GPUs.
 
 **Try.** In `COMMON`, set `warmup_min_lr` to 1e-4: what fails? In `check_resume`, load with
 `load_optimizer_states=False`: what fails, and why is the first of the losses still right?
@@ -1156,13 +1155,16 @@ def claim(
     sign: str = "=",
     atol: float = 0.0,
     question: int | None = None,
+    kind: str = "measured",
     timed: bool = False,
+    varies: bool = False,
     rank: int | None = None,
 ) -> None:
     """Check `measured sign predicted` (=, <=, >=), give or take `atol`, on all ranks; all call.
 
-    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers;
-    `timed` says that a clock decides.
+    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers.
+    `kind` says what was measured: the real thing, or what is "simulated", or "theory". `timed` says
+    that a clock decides; `varies`, that the kernel's own traffic does, or how well a model learns.
     """
     pairs = [(float(predicted), float(measured), float(atol))]
     if dist.is_initialized():
@@ -1182,7 +1184,7 @@ def claim(
         print0(f"{'':13}off by {m - p:.3g} on rank {worst}")
     row = {"claim": text, "verdict": verdict, "sign": sign, "rank": worst, "slack": slack}
     row |= {"predicted": p, "measured": m if math.isfinite(m) else str(m)}  # JSON knows no NaN
-    ledger.append(row | {"question": question, "timed": timed})
+    ledger.append(row | {"question": question, "kind": kind, "timed": timed, "varies": varies})
 
 
 def readable(x: float) -> str:

@@ -29,8 +29,7 @@ elements, and every figure is in bytes per element of that share and step.
     python 10_offload.py                                       # the same, started for you
     python 10_offload.py --folder DIR      # swap files there, on a local disk (default: in /tmp)
 
-Takes 18 s with 4 ranks on 2 cores (gloo, torch 2.15, DeepSpeed 0.19). Not run on several GPUs.
-Predict, run, then read.
+Not run on several GPUs.
 
 **Try.** In `FREE_AT_ONCE`, set `stage3_max_live_parameters` and `stage3_max_reuse_distance` to
 10**9: what fails? In `ON_DISK`, set `max_in_cpu` to 10**9: what fails now, and where do the
@@ -1048,13 +1047,16 @@ def claim(
     sign: str = "=",
     atol: float = 0.0,
     question: int | None = None,
+    kind: str = "measured",
     timed: bool = False,
+    varies: bool = False,
     rank: int | None = None,
 ) -> None:
     """Check `measured sign predicted` (=, <=, >=), give or take `atol`, on all ranks; all call.
 
-    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers;
-    `timed` says that a clock decides.
+    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers.
+    `kind` says what was measured: the real thing, or what is "simulated", or "theory". `timed` says
+    that a clock decides; `varies`, that the kernel's own traffic does, or how well a model learns.
     """
     pairs = [(float(predicted), float(measured), float(atol))]
     if dist.is_initialized():
@@ -1074,7 +1076,7 @@ def claim(
         print0(f"{'':13}off by {m - p:.3g} on rank {worst}")
     row = {"claim": text, "verdict": verdict, "sign": sign, "rank": worst, "slack": slack}
     row |= {"predicted": p, "measured": m if math.isfinite(m) else str(m)}  # JSON knows no NaN
-    ledger.append(row | {"question": question, "timed": timed})
+    ledger.append(row | {"question": question, "kind": kind, "timed": timed, "varies": varies})
 
 
 def readable(x: float) -> str:

@@ -23,8 +23,7 @@ do links and memory limit training more than arithmetic does?
     torchrun --standalone --nproc-per-node=8 01_gpu_interconnects.py    # a rank for each GPU
     python 01_gpu_interconnects.py --figure interconnects.png           # the same, started for you
 
-Takes 12 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs. No clock decides
-anything here: packets, FLOPs and bytes are counted. Predict, run, then read.
+Not run on several GPUs. No clock decides anything here: packets, FLOPs and bytes are counted.
 
 **Try.** Give the H100 1,979 TFLOP/s in `GPUS`, as its datasheet does in large print: which claims
 fail? In `fair_shares`, write `free[link] -= 0` for `free[link] -= share`: which ones now?
@@ -801,13 +800,16 @@ def claim(
     sign: str = "=",
     atol: float = 0.0,
     question: int | None = None,
+    kind: str = "measured",
     timed: bool = False,
+    varies: bool = False,
     rank: int | None = None,
 ) -> None:
     """Check `measured sign predicted` (=, <=, >=), give or take `atol`, on all ranks; all call.
 
-    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers;
-    `timed` says that a clock decides.
+    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers.
+    `kind` says what was measured: the real thing, or what is "simulated", or "theory". `timed` says
+    that a clock decides; `varies`, that the kernel's own traffic does, or how well a model learns.
     """
     pairs = [(float(predicted), float(measured), float(atol))]
     if dist.is_initialized():
@@ -827,7 +829,7 @@ def claim(
         print0(f"{'':13}off by {m - p:.3g} on rank {worst}")
     row = {"claim": text, "verdict": verdict, "sign": sign, "rank": worst, "slack": slack}
     row |= {"predicted": p, "measured": m if math.isfinite(m) else str(m)}  # JSON knows no NaN
-    ledger.append(row | {"question": question, "timed": timed})
+    ledger.append(row | {"question": question, "kind": kind, "timed": timed, "varies": varies})
 
 
 def readable(x: float) -> str:

@@ -17,8 +17,7 @@ a kernel runs on it?
     torchrun --standalone --nproc-per-node=8 03_measure_your_machine.py     # a rank for each GPU
     python 03_measure_your_machine.py --figure machine.png                  # the same, for you
 
-Takes 16 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs. Rank 0 measures, the
-others wait, except where all copy at once. Predict, run, then read.
+Not run on several GPUs. Rank 0 measures, the others wait, except where all copy at once.
 
 **Try.** In `memory_copy`, copy from `source[:1].expand(SIZES[-1])`, one byte over and over, to be
 faster: which claim fails? In `check_roofline`, take the matrix-vector product's FLOP/s as the peak:
@@ -751,13 +750,16 @@ def claim(
     sign: str = "=",
     atol: float = 0.0,
     question: int | None = None,
+    kind: str = "measured",
     timed: bool = False,
+    varies: bool = False,
     rank: int | None = None,
 ) -> None:
     """Check `measured sign predicted` (=, <=, >=), give or take `atol`, on all ranks; all call.
 
-    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers;
-    `timed` says that a clock decides.
+    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers.
+    `kind` says what was measured: the real thing, or what is "simulated", or "theory". `timed` says
+    that a clock decides; `varies`, that the kernel's own traffic does, or how well a model learns.
     """
     pairs = [(float(predicted), float(measured), float(atol))]
     if dist.is_initialized():
@@ -777,7 +779,7 @@ def claim(
         print0(f"{'':13}off by {m - p:.3g} on rank {worst}")
     row = {"claim": text, "verdict": verdict, "sign": sign, "rank": worst, "slack": slack}
     row |= {"predicted": p, "measured": m if math.isfinite(m) else str(m)}  # JSON knows no NaN
-    ledger.append(row | {"question": question, "timed": timed})
+    ledger.append(row | {"question": question, "kind": kind, "timed": timed, "varies": varies})
 
 
 def readable(x: float) -> str:

@@ -17,8 +17,7 @@ must it be before a bandwidth means anything?
     torchrun --standalone --nproc-per-node=2 04_latency_and_bandwidth.py
     python 04_latency_and_bandwidth.py --figure paths.png               # 4 ranks, 2 of them idle
 
-Takes 7 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs, where NCCL is
-measured as well. Predict, run, then read.
+Not run on several GPUs, where NCCL is measured as well.
 
 **Try.** In `one_way`, leave out the `/ 2`: which claims fail? In `fit`, let `held` be
 `slice(0, None, 2)`: which one now?
@@ -708,13 +707,16 @@ def claim(
     sign: str = "=",
     atol: float = 0.0,
     question: int | None = None,
+    kind: str = "measured",
     timed: bool = False,
+    varies: bool = False,
     rank: int | None = None,
 ) -> None:
     """Check `measured sign predicted` (=, <=, >=), give or take `atol`, on all ranks; all call.
 
-    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers;
-    `timed` says that a clock decides.
+    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers.
+    `kind` says what was measured: the real thing, or what is "simulated", or "theory". `timed` says
+    that a clock decides; `varies`, that the kernel's own traffic does, or how well a model learns.
     """
     pairs = [(float(predicted), float(measured), float(atol))]
     if dist.is_initialized():
@@ -734,7 +736,7 @@ def claim(
         print0(f"{'':13}off by {m - p:.3g} on rank {worst}")
     row = {"claim": text, "verdict": verdict, "sign": sign, "rank": worst, "slack": slack}
     row |= {"predicted": p, "measured": m if math.isfinite(m) else str(m)}  # JSON knows no NaN
-    ledger.append(row | {"question": question, "timed": timed})
+    ledger.append(row | {"question": question, "kind": kind, "timed": timed, "varies": varies})
 
 
 def readable(x: float) -> str:

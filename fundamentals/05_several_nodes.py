@@ -27,8 +27,7 @@ the same file measures the network that is there.
     torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d \\
         --rdzv-endpoint=FIRST_NODE:29500 05_several_nodes.py        # on two real nodes
 
-Takes 35 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs. The virtual nodes
-need Linux, iproute2, and root or user namespaces. Predict, run, then read.
+Not run on several GPUs. The virtual nodes need Linux, iproute2, and root or user namespaces.
 
 **Try.** In `my_share` give every rank the whole batch: which claims fail? In `MISTAKES` give the
 second node the number 1: what is seen now, and which claims fail?
@@ -1104,13 +1103,16 @@ def claim(
     sign: str = "=",
     atol: float = 0.0,
     question: int | None = None,
+    kind: str = "measured",
     timed: bool = False,
+    varies: bool = False,
     rank: int | None = None,
 ) -> None:
     """Check `measured sign predicted` (=, <=, >=), give or take `atol`, on all ranks; all call.
 
-    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers;
-    `timed` says that a clock decides.
+    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers.
+    `kind` says what was measured: the real thing, or what is "simulated", or "theory". `timed` says
+    that a clock decides; `varies`, that the kernel's own traffic does, or how well a model learns.
     """
     pairs = [(float(predicted), float(measured), float(atol))]
     if dist.is_initialized():
@@ -1130,7 +1132,7 @@ def claim(
         print0(f"{'':13}off by {m - p:.3g} on rank {worst}")
     row = {"claim": text, "verdict": verdict, "sign": sign, "rank": worst, "slack": slack}
     row |= {"predicted": p, "measured": m if math.isfinite(m) else str(m)}  # JSON knows no NaN
-    ledger.append(row | {"question": question, "timed": timed})
+    ledger.append(row | {"question": question, "kind": kind, "timed": timed, "varies": varies})
 
 
 def readable(x: float) -> str:

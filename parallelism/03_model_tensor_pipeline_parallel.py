@@ -21,8 +21,8 @@ each other then, and what must they tell each other?
     torchrun --standalone --nproc-per-node=4 03_model_tensor_pipeline_parallel.py   # NCCL, or gloo
     python 03_model_tensor_pipeline_parallel.py                    # the same, started for you
 
-Takes 28 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs. With more than 12
-ranks the model has more than 10 MLPs, so that every rank gets a layer.
+Not run on several GPUs. With more than 12 ranks the model has more than 10 MLPs, so that every rank
+gets a layer.
 
 **Try.** In `column_parallel` replace `CopyToRanks.apply(x_BD)` by `x_BD`: which claims fail, and
 does the model still learn? In `loss_of` replace `/ B` by `/ len(y_bC)`: which ways to split notice?
@@ -976,13 +976,16 @@ def claim(
     sign: str = "=",
     atol: float = 0.0,
     question: int | None = None,
+    kind: str = "measured",
     timed: bool = False,
+    varies: bool = False,
     rank: int | None = None,
 ) -> None:
     """Check `measured sign predicted` (=, <=, >=), give or take `atol`, on all ranks; all call.
 
-    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers;
-    `timed` says that a clock decides.
+    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers.
+    `kind` says what was measured: the real thing, or what is "simulated", or "theory". `timed` says
+    that a clock decides; `varies`, that the kernel's own traffic does, or how well a model learns.
     """
     pairs = [(float(predicted), float(measured), float(atol))]
     if dist.is_initialized():
@@ -1002,7 +1005,7 @@ def claim(
         print0(f"{'':13}off by {m - p:.3g} on rank {worst}")
     row = {"claim": text, "verdict": verdict, "sign": sign, "rank": worst, "slack": slack}
     row |= {"predicted": p, "measured": m if math.isfinite(m) else str(m)}  # JSON knows no NaN
-    ledger.append(row | {"question": question, "timed": timed})
+    ledger.append(row | {"question": question, "kind": kind, "timed": timed, "varies": varies})
 
 
 def readable(x: float) -> str:

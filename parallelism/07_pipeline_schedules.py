@@ -21,8 +21,7 @@ backward pass takes twice as long as a forward pass; a message takes no time.
     python 07_pipeline_schedules.py                                     # the same, started for you
     python 07_pipeline_schedules.py --figure gantt.png                  # and draw what was run
 
-Takes 17 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs. Predict, run, then
-read.
+Not run on several GPUs.
 
 **Try.** In `one_f_one_b` set `num_warmup` to `m`: which claims fail, and which do not? Now set it
 to 0: what does that cost? In `Stage.forward` leave out the division by `self.micro_batches`: does
@@ -743,13 +742,16 @@ def claim(
     sign: str = "=",
     atol: float = 0.0,
     question: int | None = None,
+    kind: str = "measured",
     timed: bool = False,
+    varies: bool = False,
     rank: int | None = None,
 ) -> None:
     """Check `measured sign predicted` (=, <=, >=), give or take `atol`, on all ranks; all call.
 
-    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers;
-    `timed` says that a clock decides.
+    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers.
+    `kind` says what was measured: the real thing, or what is "simulated", or "theory". `timed` says
+    that a clock decides; `varies`, that the kernel's own traffic does, or how well a model learns.
     """
     pairs = [(float(predicted), float(measured), float(atol))]
     if dist.is_initialized():
@@ -769,7 +771,7 @@ def claim(
         print0(f"{'':13}off by {m - p:.3g} on rank {worst}")
     row = {"claim": text, "verdict": verdict, "sign": sign, "rank": worst, "slack": slack}
     row |= {"predicted": p, "measured": m if math.isfinite(m) else str(m)}  # JSON knows no NaN
-    ledger.append(row | {"question": question, "timed": timed})
+    ledger.append(row | {"question": question, "kind": kind, "timed": timed, "varies": varies})
 
 
 def readable(x: float) -> str:

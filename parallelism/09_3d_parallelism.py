@@ -20,7 +20,7 @@ mesh, which of them may cross machines, and which must stay inside an NVLink dom
     torchrun --standalone --nproc-per-node=4 09_3d_parallelism.py   # NCCL on 4 GPUs, else gloo
     python 09_3d_parallelism.py --mesh 2,1,2                        # dp,pp,tp: this mesh alone
 
-Takes 22 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs.
+Not run on several GPUs.
 
 **Try.** In `bytes_handed_over` write 2 for 4, as if a block were one MLP: which claims fail, and
 on which meshes? In `train_step` leave out the loop of `dist.all_reduce` over dp: which fail now?
@@ -944,13 +944,16 @@ def claim(
     sign: str = "=",
     atol: float = 0.0,
     question: int | None = None,
+    kind: str = "measured",
     timed: bool = False,
+    varies: bool = False,
     rank: int | None = None,
 ) -> None:
     """Check `measured sign predicted` (=, <=, >=), give or take `atol`, on all ranks; all call.
 
-    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers;
-    `timed` says that a clock decides.
+    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers.
+    `kind` says what was measured: the real thing, or what is "simulated", or "theory". `timed` says
+    that a clock decides; `varies`, that the kernel's own traffic does, or how well a model learns.
     """
     pairs = [(float(predicted), float(measured), float(atol))]
     if dist.is_initialized():
@@ -970,7 +973,7 @@ def claim(
         print0(f"{'':13}off by {m - p:.3g} on rank {worst}")
     row = {"claim": text, "verdict": verdict, "sign": sign, "rank": worst, "slack": slack}
     row |= {"predicted": p, "measured": m if math.isfinite(m) else str(m)}  # JSON knows no NaN
-    ledger.append(row | {"question": question, "timed": timed})
+    ledger.append(row | {"question": question, "kind": kind, "timed": timed, "varies": varies})
 
 
 def readable(x: float) -> str:

@@ -23,8 +23,7 @@ can you see them on a machine that has no nsys; and what share of a step is all-
     python 03_nsight_and_nvtx.py                                   # the same, started for you
     python 03_nsight_and_nvtx.py --figure timeline.png             # and draw the timeline
 
-Takes 8 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs, nor with nsys. Needs
-a C compiler. Predict, run, then read.
+Not run on several GPUs, nor with nsys. Needs a C compiler.
 
 **Try.** Leave `payload=bucket_N.nbytes` out: which claims notice? Undo it, write `work =
 dist.all_reduce(bucket_N, async_op=True)`, and put `work.wait()` below the range: what share now?
@@ -909,13 +908,16 @@ def claim(
     sign: str = "=",
     atol: float = 0.0,
     question: int | None = None,
+    kind: str = "measured",
     timed: bool = False,
+    varies: bool = False,
     rank: int | None = None,
 ) -> None:
     """Check `measured sign predicted` (=, <=, >=), give or take `atol`, on all ranks; all call.
 
-    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers;
-    `timed` says that a clock decides.
+    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers.
+    `kind` says what was measured: the real thing, or what is "simulated", or "theory". `timed` says
+    that a clock decides; `varies`, that the kernel's own traffic does, or how well a model learns.
     """
     pairs = [(float(predicted), float(measured), float(atol))]
     if dist.is_initialized():
@@ -935,7 +937,7 @@ def claim(
         print0(f"{'':13}off by {m - p:.3g} on rank {worst}")
     row = {"claim": text, "verdict": verdict, "sign": sign, "rank": worst, "slack": slack}
     row |= {"predicted": p, "measured": m if math.isfinite(m) else str(m)}  # JSON knows no NaN
-    ledger.append(row | {"question": question, "timed": timed})
+    ledger.append(row | {"question": question, "kind": kind, "timed": timed, "varies": varies})
 
 
 def readable(x: float) -> str:

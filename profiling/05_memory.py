@@ -33,8 +33,7 @@ rank), the other few (64).
     python 05_memory.py --figure steps.png                   # and draw memory over a step
     python 05_memory.py --snapshot oom.pickle                # on GPUs: for pytorch.org/memory_viz
 
-Takes 25 s with 4 ranks on 2 cores (gloo, torch 2.15). Not run on several GPUs. Predict, run,
-then read.
+Not run on several GPUs.
 
 **Try.** In `train` write `foreach=True` for `fused=True`: which claims fail, and why in one job
 only? In `CURES` give the accumulation `views=True` as well: what does it save then?
@@ -1486,13 +1485,16 @@ def claim(
     sign: str = "=",
     atol: float = 0.0,
     question: int | None = None,
+    kind: str = "measured",
     timed: bool = False,
+    varies: bool = False,
     rank: int | None = None,
 ) -> None:
     """Check `measured sign predicted` (=, <=, >=), give or take `atol`, on all ranks; all call.
 
-    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers;
-    `timed` says that a clock decides.
+    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers.
+    `kind` says what was measured: the real thing, or what is "simulated", or "theory". `timed` says
+    that a clock decides; `varies`, that the kernel's own traffic does, or how well a model learns.
     """
     pairs = [(float(predicted), float(measured), float(atol))]
     if dist.is_initialized():
@@ -1512,7 +1514,7 @@ def claim(
         print0(f"{'':13}off by {m - p:.3g} on rank {worst}")
     row = {"claim": text, "verdict": verdict, "sign": sign, "rank": worst, "slack": slack}
     row |= {"predicted": p, "measured": m if math.isfinite(m) else str(m)}  # JSON knows no NaN
-    ledger.append(row | {"question": question, "timed": timed})
+    ledger.append(row | {"question": question, "kind": kind, "timed": timed, "varies": varies})
 
 
 def readable(x: float) -> str:

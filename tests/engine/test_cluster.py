@@ -89,7 +89,7 @@ def whole(folder: str) -> tuple[list[str], list[int]]:
     return [row.name for row in rows], [len(row.medians) for row in rows]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_everything_is_measured_on_every_rank(ranks: int, tmp_path: Path) -> None:
     names, counts = run(whole, ranks, str(tmp_path), deadline=120)[0]
@@ -115,7 +115,7 @@ def sums_where_one_is_wrong() -> bool:
         return suite.sums_are_right(torch.device("cpu"))
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_one_wrong_element_of_a_sum_is_noticed_by_all() -> None:
     assert run(sums_where_one_is_wrong, 3) == [False] * 3
 
@@ -138,7 +138,7 @@ def throttled(slow: int | None) -> list[str]:
 
 
 @pytest.mark.clock
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.skipif(sys.platform != "linux", reason="pins processes to a core")
 def test_a_rank_that_is_throttled_is_found_and_no_other() -> None:
     (warning,) = run(throttled, 3, 1)[0]

@@ -747,7 +747,7 @@ def test_a_file_that_python_cannot_read_is_told_before_any_check(home: Path) -> 
     assert "A hint:" not in said, "it would be about the task"
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_ctrl_c_ends_the_ranks_of_an_endless_answer(home: Path) -> None:
     shutil.copy(ROOT / "course/judge.py", home / "course/judge.py")
     stub = outline.find_exercise("1").stub()

@@ -114,7 +114,7 @@ def test_the_doctor_names_what_is_missing(core: Path, monkeypatch: pytest.Monkey
     assert "✗" not in told
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "lesson",
     [

@@ -168,7 +168,7 @@ def refused(judged: tuple[int, list[dict], str], words: list[str]) -> None:
     assert errors == ""
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("how", HOSTILE)
 def test_a_hostile_answer_is_refused_and_leaves_nothing(
     how: str, judges: Judges, tmp_path: Path
@@ -179,7 +179,7 @@ def test_a_hostile_answer_is_refused_and_leaves_nothing(
     refused(judged(judges, tmp_path, source, exercise, how in BY_COMMAND), words)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("how", FILES)
 def test_a_file_that_cannot_be_imported_is_refused(
     how: str, judges: Judges, tmp_path: Path
@@ -188,7 +188,7 @@ def test_a_file_that_cannot_be_imported_is_refused(
     refused(judged(judges, tmp_path, source), words)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_thread_that_never_ends_holds_nothing_up(judges: Judges, tmp_path: Path) -> None:
     thread = (
         "\nimport threading, time\nthreading.Thread(target=time.sleep, args=(10**6,)).start()\n"
@@ -199,7 +199,7 @@ def test_a_thread_that_never_ends_holds_nothing_up(judges: Judges, tmp_path: Pat
     assert {row["verdict"] for row in told} == {"passed"}
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_nothing_stays_when_the_judge_is_killed(judges: Judges, tmp_path: Path) -> None:
     (place := tmp_path / "answers").mkdir()
     temporary = short_folder()

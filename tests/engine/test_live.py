@@ -63,7 +63,7 @@ def test_a_solution_runs_live_and_shows_that_it_is_right(exercise: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("after", "status"), [("", 0), pytest.param("1 / 0", 1, marks=pytest.mark.slow)]
+    ("after", "status"), [("", 0), pytest.param("1 / 0", 1, marks=pytest.mark.deep)]
 )
 def test_a_rank_leaves_before_the_threads_of_its_group_can_abort_it(
     after: str, status: int

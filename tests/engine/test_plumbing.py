@@ -239,7 +239,7 @@ def hanging(lesson: Path, ranks: int = 0) -> tuple[subprocess.Popen, list[psutil
     return launcher, psutil.Process(launcher.pid).children()
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize(("sent", "ranks"), [("SIGINT", 0), ("SIGTERM", 0), ("SIGTERM", 2)])
 def test_ctrl_c_and_sigterm_of_the_launcher(lesson: Path, sent: str, ranks: int) -> None:
     launcher, _ = hanging(lesson, ranks)
@@ -252,7 +252,7 @@ def test_ctrl_c_and_sigterm_of_the_launcher(lesson: Path, sent: str, ranks: int)
         assert (launcher.returncode, err) == (128 + signal.Signals[sent], "")
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_sigkill_of_the_launcher_takes_the_ranks_along(lesson: Path, ranks: int) -> None:
     launcher, children = hanging(lesson, ranks)
@@ -262,7 +262,7 @@ def test_sigkill_of_the_launcher_takes_the_ranks_along(lesson: Path, ranks: int)
     assert left(lesson) == []
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_sigkill_of_the_launcher_before_its_ranks_can_ask_to_die_with_it(lesson: Path) -> None:
     launcher = subprocess.Popen(commanded(lesson, "--ill", "hangs"), stdout=subprocess.DEVNULL)
     while len(psutil.Process(launcher.pid).children()) < 2:
@@ -272,7 +272,7 @@ def test_sigkill_of_the_launcher_before_its_ranks_can_ask_to_die_with_it(lesson:
     assert left(lesson) == []
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_sigkill_of_a_rank_ends_the_others(lesson: Path) -> None:
     give_the_launcher_time(lesson)
     launcher, children = hanging(lesson)

@@ -377,7 +377,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_when_the_parent_is_killed_no_rank_and_no_server_survives(tmp_path: Path) -> None:
     script = tmp_path / "orphans.py"
     script.write_text(ORPHANS.replace("sys.argv[1]", repr(str(tmp_path))))

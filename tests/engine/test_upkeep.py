@@ -187,7 +187,7 @@ def test_what_cannot_be_new_is_refused(arguments: list[str], words: str) -> None
 
 
 @pytest.mark.timeout(900)  # it starts Python many times: on a busy machine, half a minute each
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_new_lesson_passes_the_tests_of_form_and_runs(tmp_path: Path) -> None:
     checkout(tmp_path)
     said = python(tmp_path, "-m", "course.new", "lesson", "parallelism/90_my_lesson")
@@ -218,7 +218,7 @@ def test_a_new_lesson_passes_the_tests_of_form_and_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(900)  # it starts Python many times: on a busy machine, half a minute each
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_new_exercise_is_complete(tmp_path: Path) -> None:
     checkout(tmp_path)
     after = "parallelism/06_tensor_parallel"
@@ -259,7 +259,7 @@ def test_git_and_lint_do_not_see_answers(solved: Path) -> None:
 
 
 @pytest.mark.timeout(900)  # a whole folder of tests
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_tests_of_form_do_not_see_answers(solved: Path) -> None:
     python(solved, *PYTEST, "tests/form", "-k", "not make")
 
@@ -292,7 +292,7 @@ SMALL = {  # every row is measured all the same
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("name", NAMES)
 def test_a_benchmark_measures_its_rows(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -314,7 +314,7 @@ def test_a_benchmark_measures_its_rows(
         assert (tmp_path / "figure.png").stat().st_size > 1000
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_command_measures_draws_and_keeps_nothing_unasked(tmp_path: Path) -> None:
     checkout(tmp_path)
     ring = tmp_path / "benchmarks/ring.py"

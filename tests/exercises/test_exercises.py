@@ -61,7 +61,7 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize(("exercise", "mistake"), MISTAKES)
 def test_a_mistake_is_refused_and_told_why(
     exercise: Exercise, mistake: Mistake, tmp_path: Path
@@ -98,7 +98,7 @@ class Lazy(ast.NodeTransformer):
         return ast.parse(self.how.replace("FIRST", self.first)).body
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("how", ["pass", "return FIRST"])
 @each
 def test_doing_nothing_does_not_pass(exercise: Exercise, how: str, tmp_path: Path) -> None:

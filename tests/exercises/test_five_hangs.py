@@ -32,7 +32,7 @@ def test_a_broken_job_hangs_where_its_cause_says(job: int) -> None:
     assert [match and match[1] for match in told] == WAITS[job]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_learner_sees_the_hang() -> None:
     told = subprocess.run(
         [sys.executable, ROOT / JOBS, "4"], capture_output=True, text=True, check=True

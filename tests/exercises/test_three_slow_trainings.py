@@ -30,7 +30,7 @@ def test_mended_it_learns_the_same(training: int) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_learner_sees_what_is_wasted() -> None:
     command = [sys.executable, ROOT / FOLDER / "trainings.py", "2", ROOT / FOLDER / "solution.py"]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -56,15 +56,11 @@ def test_tables_are_made_of_what_was_measured(readme: Path) -> None:
 
 
 @pytest.mark.parametrize("lesson", LESSONS)
-def test_a_lesson_says_the_seconds_that_were_measured(lesson: str) -> None:
+def test_a_lesson_was_measured_and_says_whether_gpus_have_run_it(lesson: str) -> None:
     assert tables.ledger_of(lesson)["seconds"], f"make results ONLY={lesson}"
-    assert (ROOT / lesson).read_text() == tables.timed(lesson), "run: make results"
-
-
-@pytest.mark.parametrize("lesson", LESSONS)
-def test_a_lesson_says_whether_gpus_have_run_it(lesson: str) -> None:
-    """`timed`, above, makes these words of results/: a ledger of such a machine, or none."""
-    said = re.findall(r"(?:Not run|Run) on several\s\w+", (ROOT / lesson).read_text())
+    source = (ROOT / lesson).read_text()
+    assert source == tables.told_of_gpus(lesson), "run: course write tables"
+    said = re.findall(r"(?:Not run|Run) on several\s\w+", source)
     assert len(said) == 1, "Not run on several GPUs"
 
 

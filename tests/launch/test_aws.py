@@ -271,7 +271,7 @@ def test_what_cannot_be_made_is_told_with_its_reason(
     assert "ssh" not in ran.stdout.partition("Some minutes")[2]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_what_is_left_is_named(account: aws.Account) -> None:
     assert TEMPLATE.count("DeletionPolicy: Delete\n") == 1
     stack_of(account, TEMPLATE.replace("DeletionPolicy: Delete\n", "DeletionPolicy: Retain\n"))

@@ -144,7 +144,7 @@ def test_a_signal_reaches_both_torchruns_and_leaves_nothing(folder: Path, end: s
 
 
 @needs_namespaces
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_node_that_fails_ends_the_other(folder: Path) -> None:
     how = command(folder, "two_nodes_here.sh", "train.py", STAY="yes", FAIL="node1")
     nodes = subprocess.run(**how, capture_output=True, timeout=200)

@@ -23,7 +23,7 @@ from tests.helpers.leftovers import MARKED, gone
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 SBIN = f"{os.environ['PATH']}:/usr/sbin"
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.deep,
     pytest.mark.skipif(
         not all(shutil.which(program, path=SBIN) for program in PROGRAMS),
         reason="needs Slurm: sudo apt install slurm-wlm munge",

@@ -31,7 +31,7 @@ SCRIPT = ROOT / "launch/ddp_surviving.py"
 EPOCHS, STEPS_PER_EPOCH = 3, 4
 LAST = EPOCHS * STEPS_PER_EPOCH
 SAVE_EVERY = 2
-SOME_SLOW = [1, pytest.param(2, marks=pytest.mark.slow), 3]
+SOME_SLOW = [1, pytest.param(2, marks=pytest.mark.deep), 3]
 
 
 def flags(ranks: int, **changes: object) -> list[str]:
@@ -141,7 +141,7 @@ def changed(folder: Path, *changes: tuple[str, str]) -> Path:
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("what", BREAKS)
 def test_what_a_resume_forgets_shows_in_the_weights(what: str, tmp_path: Path) -> None:
     ranks, old, new = BREAKS[what]
@@ -550,7 +550,7 @@ def summary(every: list[Told]) -> str:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("part", range(2))
 def test_chaos(part: int, tmp: Path, tmp_path: Path) -> None:
     kinds = [kind for kind in KINDS if kind != "fill" or allowed()]
@@ -578,7 +578,7 @@ def torchrun(ranks: int, folder: Path, fault: chaos.Fault, restarts: int) -> tup
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("what", ["kill", "kill agent", "term agent"])
 def test_under_torchrun(what: str, tmp: Path, tmp_path: Path) -> None:
     whole, lines = reference(2, tmp)

@@ -98,7 +98,7 @@ def race(folder: Path) -> dict[str, list[float]]:
     return {name: each[1:] for name, each in seconds.items()}  # the first round warms up
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.clock
 def test_surviving_costs_at_most_a_twentieth_of_a_step(tmp_path: Path) -> None:
     seconds = run(race, 2, tmp_path, deadline=240)[0]

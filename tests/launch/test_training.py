@@ -17,7 +17,7 @@ from tests.helpers.warm_launch import run_warm
 
 HELLO = ROOT / "launch/distributed_hello.py"
 MINIMAL = ROOT / "launch/ddp_minimal.py"
-SOME_SLOW = [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+SOME_SLOW = [pytest.param(1, marks=pytest.mark.deep), 2, pytest.param(3, marks=pytest.mark.deep)]
 
 
 def torchrun(path: Path, ranks: int, folder: Path) -> list[str]:
@@ -75,7 +75,7 @@ STEPS = EPOCHS * 1440 // 96
 ATOL = STEPS * torch.finfo(torch.float32).eps
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_train_as_one_process_does(ranks: int, alone: Trained, tmp_path: Path) -> None:
     trained = train(ranks, tmp_path)
@@ -100,7 +100,7 @@ BREAKS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("what", BREAKS)
 def test_a_broken_line_shows_in_the_weights(what: str, alone: Trained, tmp_path: Path) -> None:
     first, second = train(2, tmp_path, BREAKS[what]).weights
@@ -108,7 +108,7 @@ def test_a_broken_line_shows_in_the_weights(what: str, alone: Trained, tmp_path:
     assert torch.equal(first, second) == (what != "no gradient is averaged")
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_sampler_that_pads_would_count_a_test_image_twice(tmp_path: Path) -> None:
     old = "Subset(test, range(rank, len(test), world_size))"
     new = "Subset(test, list(DistributedSampler(test, shuffle=False)))"
@@ -132,7 +132,7 @@ def across_two_nodes(folder: Path, *arguments: str) -> list[str]:
 
 
 @needs_namespaces
-@pytest.mark.slow
+@pytest.mark.deep
 def test_one_command_says_hello_on_two_nodes(tmp_path: Path) -> None:
     said = across_two_nodes(tmp_path)
     hosts = [re.fullmatch(r"rank (\d) of 4 on (\w+), cpu, gloo: .* 10", line) for line in said]
@@ -155,7 +155,7 @@ if rank == 1:
 
 
 @needs_namespaces
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_node_that_waits_for_one_that_failed_is_ended(tmp_path: Path) -> None:
     """torchrun would wait for it for 300 s, deaf to SIGTERM."""
     (tmp_path / "aborts.py").write_text(ABORTS)
@@ -166,7 +166,7 @@ def test_a_node_that_waits_for_one_that_failed_is_ended(tmp_path: Path) -> None:
 
 
 @needs_namespaces
-@pytest.mark.slow
+@pytest.mark.deep
 def test_two_nodes_train_as_one_process_does(alone: Trained, tmp_path: Path) -> None:
     said = across_two_nodes(tmp_path, "--ranks", "1", str(MINIMAL))
     last = alone.counts[-1][0]

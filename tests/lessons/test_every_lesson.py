@@ -155,7 +155,7 @@ WITHOUT = {
 ONE_NODE = "fundamentals/05_several_nodes.py"  # on one rank: its two nodes are there on three
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize(("lesson", "ranks"), cases(taken=True))
 def test_lesson_passes_at_other_world_sizes(lesson: str, ranks: int) -> None:
     """What a clock decides is judged on four ranks, where the lesson is alone on the machine."""

@@ -379,7 +379,7 @@ def cases() -> list:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize(("lesson", "ranks"), cases())
 def test_lesson_passes_on_pretended_gpus(lesson: str, ranks: int) -> None:
     """Claims that a clock decides are not judged: there is no GPU whose speed they could tell."""
@@ -432,7 +432,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_planted_fault_fails_by_its_name(fault: str) -> None:
     lesson, ranks, changes, why = PLANTED[fault]

@@ -271,7 +271,7 @@ BREAKS = {  # what is broken, at two ranks: section, (old, new), the claims to F
 SOON = ("timedelta(seconds=20)", "timedelta(seconds=2)")  # until rank 0 waits in vain no longer
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("broken", BREAKS)
 def test_a_broken_line_fails_its_claims_and_no_other(broken: str) -> None:
     section, change, failing = BREAKS[broken]
@@ -280,7 +280,7 @@ def test_a_broken_line_fails_its_claims_and_no_other(broken: str) -> None:
     played.expect(failing)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.clock
 @pytest.mark.parametrize("settled", [True, False])
 def test_two_clocks_that_are_read_alike_do_not_tell_lateness_from_transfer(settled: bool) -> None:
@@ -289,14 +289,14 @@ def test_two_clocks_that_are_read_alike_do_not_tell_lateness_from_transfer(settl
     assert played.failed_by_clock == {LATE}, played.output
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_unbroken_lesson_shows_the_skipped_call() -> None:
     played = play(LESSON, 3)
     played.expect(set())
     assert "rank 0 got [103.0, 403.0], then:\n" in played.output
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_at_four_ranks_the_tree_beats_a_root_that_tells_everybody_itself() -> None:
     flat = ('"broadcast": DEPTH', '"broadcast": WORLD_SIZE - 1')
     played = play(LESSON, 4, *only(MOVES), flat)

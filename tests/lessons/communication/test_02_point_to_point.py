@@ -69,7 +69,7 @@ def test_if_nobody_receives_first_every_rank_hangs_in_send() -> None:
         assert outcome.text.endswith(", in nobody_receives_first")  # our frame; the lesson is given
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_lesson_holds_on_five_ranks() -> None:
     played = play(LESSON, 5, QUICK)
     played.expect(set())
@@ -132,7 +132,7 @@ BREAKS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("what", BREAKS)
 def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(what: str) -> None:
     old, new, claims = BREAKS[what]
@@ -140,7 +140,7 @@ def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(what: str) -
     played.expect(claims)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.clock
 def test_one_message_that_is_many_gains_nothing() -> None:
     one_message = "microseconds(lambda: there_and_back([x]), 32)"
@@ -150,7 +150,7 @@ def test_one_message_that_is_many_gains_nothing() -> None:
     assert played.failed_by_clock == {FUSED}, played.output
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_send_that_nobody_waits_for_ends_by_the_timeout() -> None:
     played = play(
         LESSON,

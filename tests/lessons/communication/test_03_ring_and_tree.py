@@ -206,14 +206,14 @@ def test_what_it_cannot_do_is_refused_before_any_message() -> None:
             assert "use x.contiguous()" in words
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("ranks", [2, 5, 7])  # 1, 3 and 4: test_every_lesson.py
 def test_the_lesson_holds_beside_powers_of_two_too(ranks: int) -> None:
     played = play(LESSON, ranks)
     played.expect(set())
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_figure_is_drawn_and_the_picture_shows_the_ring(tmp_path) -> None:
     path = tmp_path / "ring.png"
     played = play(LESSON, 3, argv=("--figure", str(path)))
@@ -303,7 +303,7 @@ BREAKS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("names", together(LESSON, BREAKS), ids="; ".join)
 def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(names: tuple[str, ...]) -> None:
     changes, claims = merged(BREAKS, names)

@@ -151,7 +151,7 @@ BREAKS = {  # what is broken: (old, new), the claims that FAIL
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("what", BREAKS)
 def test_a_broken_price_fails_its_claims_and_no_others(what: str) -> None:
     change, claims = BREAKS[what]
@@ -159,7 +159,7 @@ def test_a_broken_price_fails_its_claims_and_no_others(what: str) -> None:
     played.expect(claims)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_steps_that_do_not_wait_for_their_peers_have_another_price() -> None:
     there = "both_there = max(clock[move.source], clock[move.target])"
     played = play(LESSON, 1, (there, "both_there = 0"))
@@ -182,7 +182,7 @@ TIMES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.clock
 @pytest.mark.parametrize("what", TIMES)
 def test_a_wrong_price_or_link_fails_on_the_clock(what: str) -> None:
@@ -190,7 +190,7 @@ def test_a_wrong_price_or_link_fails_on_the_clock(what: str) -> None:
     assert played.failed_by_clock, played.output
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_lesson_draws_and_one_rank_makes_no_claim_on_time(tmp_path) -> None:
     path = tmp_path / "times.png"
     played = play(LESSON, 2, argv=("--figure", str(path)))

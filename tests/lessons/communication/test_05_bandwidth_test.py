@@ -87,7 +87,7 @@ def test_every_operation_is_right_in_both_places(n: int, op: str, dtype: str) ->
 FRESH = "    b.synchronize()\n    errors = sum(wrong"
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("name", list(load(LESSON).OPS))
 def test_one_corrupted_element_is_found(name: str) -> None:
     corrupt = FRESH.replace("errors", f"out[7] += RANK == 0 and name == {name!r}\n    errors", 1)
@@ -123,7 +123,7 @@ BREAKS = {  # (old, new), the claims that FAIL
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("what", BREAKS)
 def test_a_broken_line_fails_its_claim(what: str) -> None:
     change, claims = BREAKS[what]
@@ -147,7 +147,7 @@ LINKS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.clock
 @pytest.mark.parametrize("what", LINKS)
 def test_a_broken_line_fails_its_claim_on_links(what: str) -> None:
@@ -157,7 +157,7 @@ def test_a_broken_line_fails_its_claim_on_links(what: str) -> None:
     assert played.failed_by_clock == claims, played.output
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_reduce_that_always_adds_is_right_by_default() -> None:
     change = ("out.copy_(x), 0, b.reduce_op)", "out.copy_(x), 0)")
     play(LESSON, 3, change, *SMALL, NO_LINKS, argv=QUICK).expect(set())
@@ -168,7 +168,7 @@ def test_one_rank_is_refused() -> None:
     assert "one rank has no link; got 1; set --nproc-per-node=2" in str(played.code)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_fewer_ranks_take_part_and_rows_are_saved(tmp_path: Path) -> None:
     saved = tmp_path / "rows.json", tmp_path / "busbw.png"
     argv = (*QUICK, "-g", "2", "-d", "int32", "--json", str(saved[0]), "--figure", str(saved[1]))

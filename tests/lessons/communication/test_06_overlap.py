@@ -51,7 +51,7 @@ def test_exposed_is_what_counting_moments_says(drawn: list[tuple[str, int, int]]
     assert lesson().exposed(placed) == len(moments["communication"] - moments["compute"])
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
 def test_order_and_values_hold_for_any_number_of_ranks(ranks: int) -> None:
     played = play(LESSON, ranks, *NO_LINK, *NO_HERE)
@@ -132,7 +132,7 @@ BREAKS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("what", BREAKS)
 def test_a_broken_line_fails_the_claims_that_guard_it(what: str) -> None:
     changes, claims = BREAKS[what]
@@ -187,7 +187,7 @@ def across(*changes: tuple[str, str]) -> Played:
     return play(LESSON, 2, *NO_HERE, *ONE_STEP, *QUICK, *changes, deadline=200)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.clock
 @pytest.mark.parametrize("names", together(LESSON, ON_THE_LINK, LATE), ids="; ".join)
 def test_across_the_link(names: tuple[str, ...]) -> None:
@@ -212,7 +212,7 @@ def test_the_timeline_shows_who_does_what_when() -> None:
     assert rows == ["  rank 1 comp  aaaa....", "  rank 1 comm  ....aaaa"]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_without_a_slow_network_it_is_blocked_and_says_why() -> None:
     played = across(('command(f"tc ', 'command(f"no-such-tc '))
     played.expect(set())
@@ -222,7 +222,7 @@ def test_without_a_slow_network_it_is_blocked_and_says_why() -> None:
     assert max(map(len, played.output.splitlines())) <= 100
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_whoever_is_not_root_has_a_slow_network_too() -> None:
     changes = [*NO_HERE, *ONE_STEP, *QUICK]
     outcomes = attempt(play_as_nobody, 2, LESSON, *changes, deadline=200, group=False)
@@ -230,7 +230,7 @@ def test_whoever_is_not_root_has_a_slow_network_too() -> None:
     assert {row["claim"] for row in ledger} >= {CLOCK, TRACE, LOG}, outcomes[0].output
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_torchrun_killed_leaves_nothing() -> None:
     """Other ends: test_07_hierarchical_collectives.py; they share the passage that makes nodes."""
     was = machine()

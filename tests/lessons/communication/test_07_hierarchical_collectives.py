@@ -59,7 +59,7 @@ def test_every_way_sums_right(shape: tuple[int, int], length: int, dtype: torch.
 # Claims, and what breaks them
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("local", [1, 3])
 def test_other_nodes(local: int) -> None:
     played = once(argv=("--ranks-per-node", str(local)))
@@ -115,7 +115,7 @@ BREAKS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("what", BREAKS)
 def test_a_broken_line_fails_the_claims_that_guard_it(what: str) -> None:
     change, claims = BREAKS[what]
@@ -123,7 +123,7 @@ def test_a_broken_line_fails_the_claims_that_guard_it(what: str) -> None:
     played.expect(claims)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.clock
 def test_times_fail_if_the_hierarchy_is_a_ring() -> None:
     played = play(LESSON, 1, ONE_ROUND, FLAT, argv=("--mbit", "40"))
@@ -160,7 +160,7 @@ def on_two_nodes(script: Path, local: int, mbit: float) -> tuple[list, list[str]
 SENT = ": S sent by a node"
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_real_nodes_sum_right_and_their_cards_have_sent_what_was_foretold(tmp_path: Path) -> None:
     script = changed(tmp_path)
     ((codes, errors, told),) = run(on_two_nodes, 1, script, 2, 400, deadline=170, group=False)
@@ -169,7 +169,7 @@ def test_real_nodes_sum_right_and_their_cards_have_sent_what_was_foretold(tmp_pa
     assert set(claims) == {name + WRONG for name in WAYS} | {name + SENT for name in WAYS[:3]}
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_flat_ring_on_real_nodes_sends_more(tmp_path: Path) -> None:
     script = changed(tmp_path, FLAT)
     ((codes, errors, told),) = run(on_two_nodes, 1, script, 2, 400, deadline=170, group=False)
@@ -189,7 +189,7 @@ def test_ranks_that_are_all_here_are_refused() -> None:
 # Who may make nodes
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_whoever_is_not_root_has_nodes_too() -> None:
     changes = [QUICK, ONE_ROUND, NO_TIMES]
     (outcome,) = attempt(play_as_nobody, 1, LESSON, *changes, deadline=200, group=False)
@@ -206,7 +206,7 @@ NO_TC = [('command(f"tc ', 'command(f"no-such-tc ')]
 NO_RIGHT = [("ip link set lo up", "ip link set no-such-link up")]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
@@ -238,7 +238,7 @@ def start(path: Path, *launcher: str) -> subprocess.Popen:
     return lesson
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("end", ["SIGINT", "SIGTERM", "SIGKILL"])
 def test_a_signal_leaves_nothing(end: str) -> None:
     was = machine()
@@ -249,7 +249,7 @@ def test_a_signal_leaves_nothing(end: str) -> None:
     assert machine() == was
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_torchrun_killed_leaves_nothing() -> None:
     was = machine()
     torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"
@@ -271,7 +271,7 @@ def changed(folder: Path, *changes: tuple[str, str]) -> Path:
 END = "    for name in ways():\n        claim("
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("end", [END, "    1 / 0\n" + END])
 def test_the_end_and_an_exception_leave_nothing(end: str, tmp_path: Path) -> None:
     was = machine()
@@ -282,7 +282,7 @@ def test_the_end_and_an_exception_leave_nothing(end: str, tmp_path: Path) -> Non
     assert machine() == was
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_rank_that_fails_ends_all(tmp_path: Path) -> None:
     was = machine()
     fails = ("    way.run(x)\n", "    time.sleep(60 / abs(RANK - 2))\n")

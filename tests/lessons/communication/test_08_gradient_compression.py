@@ -285,7 +285,7 @@ BREAKS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("names", together(LESSON, BREAKS), ids="; ".join)
 def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(names: tuple[str, ...]) -> None:
     changes, claims = merged(BREAKS, names)
@@ -294,21 +294,21 @@ def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(names: tuple
     assert failed == claims, played.output
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_eight_bits_that_are_gathered_cost_more_from_four_ranks_on() -> None:
     played = play(LESSON, 4, *SHORT, GATHERED)
     failed = {claim for claim in played.failed if "accuracy" not in claim}
     assert failed == {"8 bits" + HANDED, "8 bits: sent / float16's"}, played.output
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_without_feedback_accuracy_does_not_come() -> None:
     played = play(LESSON, 2, *NO_LINK, (FEEDBACK, ""))
     saves = {f"{name}: accuracy that feedback saves" for name in ("top-k", "PowerSGD 1")}
     assert saves <= played.failed, played.output
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("ranks", [3, 5])
 def test_claims_on_bytes_and_gradients_hold_on_any_number_of_ranks(ranks: int) -> None:
     played = play(LESSON, ranks, *SHORT)
@@ -356,13 +356,13 @@ def across(ranks: int, *changes: tuple[str, str]) -> Played:
     return play(LESSON, ranks, *left_out, *changes, deadline=200)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("what", MISCOUNTED)
 def test_bytes_that_are_miscounted_are_noticed(what: str) -> None:
     across(2, *QUICK, MISCOUNTED[what]).expect(BYTES)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.clock
 @pytest.mark.parametrize("what", SLOW_OR_NOT)
 def test_times_across_the_link_are_guarded(what: str) -> None:
@@ -372,7 +372,7 @@ def test_times_across_the_link_are_guarded(what: str) -> None:
     assert claims <= played.failed_by_clock, played.output
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_an_odd_number_of_ranks_has_two_ends_too() -> None:
     played = across(3, *QUICK)
     assert {row["claim"] for row in played.ledger} >= BYTES, played.output
@@ -385,7 +385,7 @@ NO_RIGHT = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
@@ -403,7 +403,7 @@ def test_without_a_link_it_is_blocked_and_says_why(changes: list, why: str) -> N
     assert max(map(len, played.output.splitlines())) <= 100
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_whoever_is_not_root_has_a_link_too() -> None:
     outcomes = attempt(play_as_nobody, 2, LESSON, *QUICK, deadline=200, group=False)
     assert outcomes[0].kind == "returned", outcomes[0]
@@ -436,7 +436,7 @@ RAISES = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("end", ["SIGINT to torchrun", "SIGKILL to rank 0", "an exception"])
 def test_nothing_is_left(end: str, tmp_path: Path) -> None:
     """Other ends: test_07_hierarchical_collectives.py; they share the passage that makes nodes."""

@@ -30,7 +30,7 @@ def test_without_ffcv_the_lesson_is_blocked() -> None:
     assert max(map(len, played.output.splitlines())) <= 100
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @NEEDED
 def test_images_of_ones_own_and_a_dropped_last_batch(tmp_path: Path) -> None:
     from PIL import Image
@@ -45,7 +45,7 @@ def test_images_of_ones_own_and_a_dropped_last_batch(tmp_path: Path) -> None:
     assert played.failed in ({LEFT}, {LEFT, "samples that come twice"}), played.output
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @NEEDED
 def test_epochs_in_file_order_look_alike() -> None:
     """Try 2: nothing is left out, and only the order says that nothing was shuffled."""
@@ -54,7 +54,7 @@ def test_epochs_in_file_order_look_alike() -> None:
     played.expect({PLACE})
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @NEEDED
 def test_pixels_that_are_normalised_as_if_they_were_floats(tmp_path: Path) -> None:
     """Try 1: the mean of what is delivered gives it away; and the figure is drawn."""

@@ -91,7 +91,7 @@ BREAKS = {  # two changes each: a run takes seconds
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @NEEDED
 @pytest.mark.parametrize("what", BREAKS)
 def test_broken_lines_fail_the_claims_that_guard_them_and_no_others(what: str) -> None:

@@ -40,7 +40,7 @@ def orders_of(path: Path) -> tuple[list, str]:
 
 
 @NEEDED
-@pytest.mark.parametrize("ranks", [1, 3, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, 3, pytest.param(2, marks=pytest.mark.deep)])
 def test_ranks_share_an_epoch_and_quasi_random_is_refused(ranks: int, beton: Path) -> None:
     outcomes = run(orders_of, ranks, beton, deadline=60)
     for epoch in range(3):
@@ -112,7 +112,7 @@ BREAKS = {  # several changes each, which meet different claims: a run takes sec
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @NEEDED
 @pytest.mark.parametrize("what", BREAKS)
 def test_broken_lines_fail_the_claims_that_guard_them_and_no_others(what: str) -> None:

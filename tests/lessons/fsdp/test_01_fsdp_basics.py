@@ -173,7 +173,7 @@ BREAKS = {
 TOLD = "it frees although told to keep"  # broken so, the line is one that another break changes
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("names", together(LESSON, BREAKS, [TOLD]), ids="; ".join)
 def test_a_break_makes_its_claim_fail(names: tuple[str, ...]) -> None:
     changes, claims = merged(BREAKS, names)
@@ -181,20 +181,20 @@ def test_a_break_makes_its_claim_fail(names: tuple[str, ...]) -> None:
     assert played.failed - {LEARNED} == claims, played.output
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_model_that_does_not_learn_fails() -> None:
     played = play(LESSON, 2, ("lr=6e-3", "lr=0.0"), argv=("--steps", "10"))
     played.expect({LEARNED})
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_loss_that_is_too_good_fails() -> None:
     """A loss that no small model reaches in 25 steps: labels that are not shifted end at 0.3."""
     played = play(LESSON, 2, ("x_BT[:, 1:], reduction", "x_BT[:, :-1], reduction"))
     played.expect({"mean of the last losses, and one bit per byte", SUM})
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_one_rank_says_what_waits_for_two() -> None:
     played = play(LESSON, 1, argv=("--steps", "12"))
     assert played.failed <= {LEARNED}, played.output
@@ -202,7 +202,7 @@ def test_one_rank_says_what_waits_for_two() -> None:
     assert len(waiting) == 7
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_own_text_and_its_entropy(tmp_path: Path) -> None:
     path = tmp_path / "two.txt"
     path.write_text("ab" * 5000)  # entropy ln 2, and wholly predictable

@@ -111,7 +111,7 @@ BROKEN_LOSSES = {  # each a set of breaks that meet different claims
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("what", BROKEN_LOSSES)
 def test_a_wrong_loss_or_gradient_fails_its_claim(what: str) -> None:
     changes, expected = BROKEN_LOSSES[what]
@@ -168,7 +168,7 @@ BROKEN_KEYS = {  # each a set of breaks that meet different claims
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("what", BROKEN_KEYS)
 def test_a_key_that_is_not_set_fails_its_claim(what: str) -> None:
     changes, expected = BROKEN_KEYS[what]
@@ -176,7 +176,7 @@ def test_a_key_that_is_not_set_fails_its_claim(what: str) -> None:
     played.expect(expected)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_allgather_bucket_size_times_ten_changes_no_message() -> None:
     """The key is read and checked, but nothing is split by it: no claim could notice a change."""
     played = play(
@@ -185,21 +185,21 @@ def test_allgather_bucket_size_times_ten_changes_no_message() -> None:
     played.expect(set())
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_one_rank_alone_is_blocked_from_one_claim() -> None:
     played = play(LESSON, 1)
     played.expect(set())
     assert [row["verdict"] for row in played.ledger].count("BLOCKED") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_it_runs_under_deepspeeds_own_launcher(tmp_path: Path) -> None:
     """Nothing is compiled, though the machine has never seen DeepSpeed before."""
     verdicts = verdicts_under_deepspeed(LESSON, FOLDER / "zero3.json", tmp_path)
     assert verdicts == ["PASS"] * 4
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.timeout(1800)
 def test_cpu_offload_with_deepspeeds_own_adam() -> None:
     """Compiled once, before there are ranks that could wait in vain."""
@@ -229,7 +229,7 @@ def test_a_config_that_is_not_there_is_refused_once() -> None:
     assert ran.stderr.count("\n") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_without_deepspeed_the_rest_runs_and_says_what_is_blocked() -> None:
     played = play(LESSON, 2, ("        import deepspeed\n", "        raise ImportError\n"))
     verdicts = [row["verdict"] for row in played.ledger]

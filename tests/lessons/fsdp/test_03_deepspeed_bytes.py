@@ -144,14 +144,14 @@ BROKEN_LAYOUTS = {  # each a set of breaks that meet different claims
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("what", BROKEN_LAYOUTS)
 def test_a_wrong_layout_fails_its_claims(what: str) -> None:
     changes, expected = BROKEN_LAYOUTS[what]
     play(LESSON, 2, *changes).expect(expected)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_without_deepspeed_fsdp2_is_measured_and_the_rest_is_blocked() -> None:
     played = play(LESSON, 2, ("        import deepspeed\n", "        raise ImportError\n"))
     verdicts = [row["verdict"] for row in played.ledger]

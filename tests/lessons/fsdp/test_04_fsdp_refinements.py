@@ -102,7 +102,7 @@ ON_FOUR_RANKS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("names", together(LESSON, BREAKS), ids="; ".join)
 def test_a_break_makes_its_claim_fail(names: tuple[str, ...]) -> None:
     changes, claims = merged(BREAKS, names)
@@ -110,7 +110,7 @@ def test_a_break_makes_its_claim_fail(names: tuple[str, ...]) -> None:
     played.expect(claims)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("name", ON_FOUR_RANKS)
 def test_a_break_of_groups_makes_its_claims_fail(name: str) -> None:
     changes, expected = ON_FOUR_RANKS[name]
@@ -118,7 +118,7 @@ def test_a_break_of_groups_makes_its_claims_fail(name: str) -> None:
     played.expect(expected)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("n", [1, 3])
 def test_what_needs_more_ranks_is_blocked(n: int) -> None:
     played = play(LESSON, n)

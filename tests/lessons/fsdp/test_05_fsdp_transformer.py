@@ -249,7 +249,7 @@ def play_section(section: str, n: int, *changes: tuple[str, str], argv: tuple = 
     return play(LESSON, n, (SECTIONS, f"    {section}\n"), *changes, argv=argv)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_break_makes_its_claim_fail(name: str) -> None:
     section, changes, expected = BREAKS[name]
@@ -303,7 +303,7 @@ def test_large_modules_leave_nothing_out_and_take_nothing_twice() -> None:
             taken.update(fresh)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_every_flag_at_once(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_bytes(Path(pytest.__file__).read_bytes() + b"all work and no play " * 5_000)
@@ -313,7 +313,7 @@ def test_every_flag_at_once(tmp_path: Path) -> None:
     assert not played.failed, played.output
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_bytes(b"too short")
@@ -321,7 +321,7 @@ def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
     assert "--data needs over 640 bytes; it has 9" in str(played.code) + played.output
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_compiled_it_has_the_same_losses() -> None:
     """Dynamo's graphs with autograd's, and no kernels of a compiler's: that takes minutes."""
     played = play_section("check_losses(mesh, options.compile)", 1, argv=("--compile", "aot_eager"))

@@ -286,7 +286,7 @@ BREAKS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_break_makes_its_claims_fail(name: str) -> None:
     changes, expected = BREAKS[name]

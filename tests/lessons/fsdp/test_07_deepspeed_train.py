@@ -192,7 +192,7 @@ BREAKS = {  # each a set of breaks that meet different claims
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("what", BREAKS)
 def test_a_wrong_run_fails_its_claims(what: str) -> None:
     changes, expected = BREAKS[what]
@@ -230,7 +230,7 @@ FP16 = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("what", FP16)
 def test_fp16_where_deepspeed_allows_it(what: str) -> None:
     changes, expected = FP16[what]
@@ -239,7 +239,7 @@ def test_fp16_where_deepspeed_allows_it(what: str) -> None:
     assert [row["claim"].partition(":")[0] for row in played.ledger[2:]] == ["fp16"] * 3
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_stage_3_and_the_others_do_not_load_each_other() -> None:
     """Not even universal checkpoints: the files of stage 3 bear other names."""
     other = ("on_fewer_ranks(deepspeed, 2, x_ST,", "on_fewer_ranks(deepspeed, 3, x_ST,")
@@ -262,7 +262,7 @@ def ranks_of_gathers(hpz: int) -> dict[int, int]:
     return dict(Counter(len(c.ranks) for c in counted.calls("all_gather") if c.elements > 1))
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_hpz_gathers_among_all_ranks_once_per_update() -> None:
     """Every module that holds parameters: forward and backward, two micro-batches."""
     lesson = load(LESSON)
@@ -272,7 +272,7 @@ def test_hpz_gathers_among_all_ranks_once_per_update() -> None:
     assert run(ranks_of_gathers, 4, 2)[0] == {4: once, 2: 3 * once}
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_config_file_trains() -> None:
     """Of lesson 02's files DeepSpeed's own launcher takes one, below."""
     name = "offload_cpu.json"
@@ -281,7 +281,7 @@ def test_a_config_file_trains() -> None:
     assert [row["claim"] for row in played.ledger] == [f"{name}: losses, error"]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_another_batch_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "large.json"
     path.write_text(json.dumps({"gradient_accumulation_steps": 5}))
@@ -289,13 +289,13 @@ def test_another_batch_is_refused(tmp_path: Path) -> None:
     assert "train_batch_size must be 8 on 2 ranks; got 20; leave out" in str(played.code)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_it_runs_under_deepspeeds_own_launcher(tmp_path: Path) -> None:
     verdicts = verdicts_under_deepspeed(LESSON, FOLDER / "zero1.json", tmp_path)
     assert verdicts == ["PASS"]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_text_that_is_too_short_is_refused_once(tmp_path: Path) -> None:
     (tmp_path / "short").write_text("once upon a time")
     argv = [sys.executable, ROOT / LESSON, "--data", str(tmp_path / "short")]
@@ -305,7 +305,7 @@ def test_text_that_is_too_short_is_refused_once(tmp_path: Path) -> None:
     assert "--data needs 1,755 bytes of text; got 16; take a longer one" in ran.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_without_deepspeed_fsdp2_trains_and_the_rest_is_blocked() -> None:
     played = play(LESSON, 2, ("        import deepspeed\n", "        raise ImportError\n"))
     verdicts = [row["verdict"] for row in played.ledger]

@@ -193,7 +193,7 @@ BREAKS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_break_makes_its_claim_fail(name: str) -> None:
     changes, expected = BREAKS[name]
@@ -201,14 +201,14 @@ def test_a_break_makes_its_claim_fail(name: str) -> None:
     assert expected <= played.failed <= expected | UNTRAINED, played.output
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_rank_0s_rows_for_everyone() -> None:
     """On 3 ranks the last has none of A's 4 rows."""
     played = play(LESSON, 3, ("rows - RANK * chunk", "rows"), argv=QUICK)
     assert played.failed - UNTRAINED == BYTES, played.output
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_nothing_frozen_is_refused_in_bfloat16() -> None:
     """The docstring's Try."""
     played = play(LESSON, 2, ("    model.requires_grad_(False)\n", ""), argv=QUICK)
@@ -217,7 +217,7 @@ def test_nothing_frozen_is_refused_in_bfloat16() -> None:
         assert re.search(rf"FAIL .*{re.escape(claim)}", played.output), claim
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_own_text(tmp_path: Path) -> None:
     path = tmp_path / "two.txt"
     path.write_text("ab" * 5000)

@@ -69,7 +69,7 @@ BREAKS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_break_makes_its_claim_fail(name: str) -> None:
     changes, expected = BREAKS[name]
@@ -80,7 +80,7 @@ def test_a_break_makes_its_claim_fail(name: str) -> None:
         assert ENTROPY in played.failed
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_what_deepspeed_cuts_is_seen() -> None:
     """Were the fused rows in order, none would differ; an uncut model needs no all-reduces."""
     ordered = (
@@ -98,7 +98,7 @@ def test_what_deepspeed_cuts_is_seen() -> None:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_deepspeed_on_one_rank_with_half_of_the_heads() -> None:
     change = ("block.heads //= n\n    return engine", "block.heads //= 2\n    return engine")
     played = play(LESSON, 1, NO_STEPS, change, argv=("--steps", "5"))

@@ -58,14 +58,14 @@ BROKEN_FSDP2 = {  # each a set of breaks that meet different claims
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("what", BROKEN_FSDP2)
 def test_a_wrong_offload_fails_its_claims(what: str) -> None:
     changes, expected = BROKEN_FSDP2[what]
     play(LESSON, 2, NO_DEEPSPEED, NO_SLEEP, *changes).expect(expected)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_an_int_that_shards_over_all_ranks_goes_up_twice() -> None:
     wrong = ("[s for s in range(2, WORLD_SIZE)", "[s for s in range(4, WORLD_SIZE + 1)")
     played = play(LESSON, 4, NO_DEEPSPEED, NO_SLEEP, wrong)
@@ -73,7 +73,7 @@ def test_an_int_that_shards_over_all_ranks_goes_up_twice() -> None:
 
 
 @pytest.mark.clock
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("line", "wrong", "claims"),
     [
@@ -175,7 +175,7 @@ def blocked_from(played: Played) -> list[str]:
     return [row["claim"] for row in played.ledger if row["verdict"] == "BLOCKED"]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.timeout(1800)
 def test_deepspeed_on_the_host_and_on_a_disk() -> None:
     """Nothing is mocked: DeepSpeed's own Adam, its asynchronous reads and writes, real files."""
@@ -185,7 +185,7 @@ def test_deepspeed_on_the_host_and_on_a_disk() -> None:
     assert blocked_from(played) == ["pinned copies / pageable ones, bytes per second"]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("what", BROKEN_DEEPSPEED)
 def test_a_wrong_offload_by_deepspeed_fails_its_claims(what: str) -> None:

@@ -48,7 +48,7 @@ def test_a_probe_that_fails_or_hangs_ends_nothing() -> None:
     assert doctor.look(lambda: None)() is None
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_machine_without_psutil_or_nvml_is_looked_at_all_the_same(tmp_path: Path) -> None:
     for name in ("psutil", "pynvml"):
         (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('No module {name}')")
@@ -262,7 +262,7 @@ PROVOKED = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize(("provoke", "name"), PROVOKED, ids=[p.__name__ for p, _ in PROVOKED])
 def test_a_real_failure_is_recognised(provoke, name: str) -> None:
     words = run_alone(provoke)
@@ -304,7 +304,7 @@ SHARES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.skipif(not NAMESPACES, reason="needs root or user namespaces")
 @pytest.mark.parametrize("what", SHARES)
 def test_exhausted_shared_memory_is_recognised(what: str) -> None:
@@ -335,7 +335,7 @@ def test_every_ailment_says_cause_proof_and_remedy() -> None:
 # The doctor on machines that are ill
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.skipif(not NAMESPACES, reason="needs root or user namespaces")
 def test_on_an_ill_machine_it_fails_says_why_and_goes_on(tmp_path: Path) -> None:
     tiny = 'mount -t tmpfs -o size=3m none /dev/shm && exec "$@"'
@@ -431,7 +431,7 @@ BREAKS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize(("section", "args", "changes", "fail"), BREAKS)
 def test_a_broken_line_makes_its_claim_fail(section, args, changes, fail) -> None:
     verdicts = ledger_of(section, args, *changes)

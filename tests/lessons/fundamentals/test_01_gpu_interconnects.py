@@ -58,7 +58,7 @@ BREAKS = {  # what each wrong line must make FAIL, and nothing else
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_wrong_line_fails_its_claims(name: str) -> None:
     old, new, expected = BREAKS[name]

@@ -230,7 +230,7 @@ BREAKS = [  # two at once where they meet different claims: what starts processe
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize(("sections", "changes", "caught"), BREAKS)
 def test_what_breaks_a_claim_fails_it_alone(
     sections: list[tuple[str, str]], changes: list[tuple[str, str]], caught: set[str]
@@ -240,7 +240,7 @@ def test_what_breaks_a_claim_fails_it_alone(
     assert failed(*sections, *changes, ranks=2 if together else 1) == caught
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_broadcast_claim_needs_a_group_of_two() -> None:
     change = ("src=even_ranks[-1]", "src=0")
     caught = {"broadcast by the last of them, own rank outside"}
@@ -266,7 +266,7 @@ def test_barrier_lets_nobody_out_early(delays: list[float]) -> None:
     assert run(_staggered, len(delays), delays) == [[True] * len(delays)] * len(delays)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_table_names_all_that_torchrun_sets() -> None:
     lesson = load(LESSON)
     clean = {k: v for k, v in os.environ.items() if k not in lesson.NAMES}
@@ -289,7 +289,7 @@ def marked(mark: str) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("section", "before", "sleepers", "started"),
     [

@@ -48,7 +48,7 @@ BREAKS = {  # what each wrong line must make FAIL, and nothing else
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.clock
 @pytest.mark.parametrize("names", together(LESSON, BREAKS, ["vector as peak"]), ids="; ".join)
 def test_a_wrong_line_fails_its_claims(names: tuple[str, ...]) -> None:
@@ -58,7 +58,7 @@ def test_a_wrong_line_fails_its_claims(names: tuple[str, ...]) -> None:
     assert expected & TIMED <= played.failed_by_clock, played.output
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_ranks_that_wait_hear_what_rank_0_found() -> None:
     played = play(LESSON, 3, *QUICK)
     played.expect(set())

@@ -34,7 +34,7 @@ BREAKS = {  # claims that must FAIL, and no other
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("names", together(LESSON, BREAKS), ids="; ".join)
 def test_a_wrong_line_fails_its_claims(names: tuple[str, ...]) -> None:
     changes, claims = merged(BREAKS, names)
@@ -48,7 +48,7 @@ TIMED = {  # words in claims of which one must FAIL
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.clock
 @pytest.mark.parametrize("name", TIMED)
 def test_a_wrong_line_fails_what_the_clock_decides(name: str) -> None:
@@ -59,14 +59,14 @@ def test_a_wrong_line_fails_what_the_clock_decides(name: str) -> None:
         assert any(part in claim for claim in played.failed_by_clock), played.output
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_ranks_beyond_two_wait_and_hear_everything() -> None:
     played = play(LESSON, 4, *FEW)
     played.expect(set())
     assert "gloo" in played.output
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_an_n_half_beyond_the_buffers_does_not_hang() -> None:
     """As a machine so busy that every message takes milliseconds would have it."""
     beyond = ("self.alpha * self.beta))", "self.alpha * self.beta * 2**30))")

@@ -114,7 +114,7 @@ RIGHT = [
 NAMED = ": errors that name it"
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_what_is_no_mistake_is_not_named() -> None:
     in_time = ("PATIENCE = 4 ", "PATIENCE = 50 ")  # however busy the machine is
     played = play(LESSON, 1, *ONLY_MISTAKES, *RIGHT, in_time, deadline=200)
@@ -125,7 +125,7 @@ def test_what_is_no_mistake_is_not_named() -> None:
     assert played.failed_by_clock == {"mistakes noticed before any timeout"}
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.clock
 def test_a_mistake_that_waits_is_not_noticed_at_once() -> None:
     """Nobody listens at that port: the second node waits, and the first has what it needs."""
@@ -138,7 +138,7 @@ def test_a_mistake_that_waits_is_not_noticed_at_once() -> None:
 # Claims, and what breaks them
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_broken_lines_fail_the_claims_that_guard_them(tmp_path: Path) -> None:
     played = run_alone(
         tmp_path,
@@ -160,7 +160,7 @@ def test_broken_lines_fail_the_claims_that_guard_them(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.clock
 def test_a_link_that_does_not_shrink_fails_what_a_clock_decides(tmp_path: Path) -> None:
     played = run_alone(
@@ -195,7 +195,7 @@ def test_without_nodes_it_is_blocked_and_says_why() -> None:
     assert needs[0] == "root or user namespaces"
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_in_a_user_namespace_ranks_change_the_speed_of_the_cable_too(tmp_path: Path) -> None:
     """As for a user who is not root: only, who is root can read torch wherever it is installed."""
     outside = 'open("/proc/self/uid_map").read().split()[2] != "1"'
@@ -223,7 +223,7 @@ def on_two_nodes(script: Path) -> tuple[list[int], list[str], list[dict]]:
     return [rank.returncode for rank in ranks], errors, rows
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_on_real_nodes_the_same_file_trains_and_measures(tmp_path: Path) -> None:
     script = tmp_path / "lesson.py"
     script.write_text(changed(LESSON))
@@ -237,7 +237,7 @@ def test_on_real_nodes_the_same_file_trains_and_measures(tmp_path: Path) -> None
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_real_nodes_with_gpus_wait_for_them_and_pair_their_calls() -> None:
     """On pretended GPUs, two of which are called a node."""
     local = '    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", WORLD_SIZE))\n'
@@ -274,7 +274,7 @@ def wait_for_ranks(lesson: subprocess.Popen, path: Path) -> None:
                     inside.append(process.pid)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("end", ["SIGINT", "SIGKILL"])
 def test_a_signal_to_the_launcher_leaves_nothing(end: str, tmp_path: Path) -> None:
     was = machine()

@@ -105,7 +105,7 @@ EXACT = {  # claims that must FAIL
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("name", EXACT)
 def test_a_wrong_line_fails_its_claims(name: str) -> None:
     old, new, failed = EXACT[name]
@@ -135,7 +135,7 @@ TIMED = {  # claims that must FAIL, on three ranks, by the clock
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.clock
 @pytest.mark.parametrize("names", together(LESSON, TIMED, ["a cost that grows"]), ids="; ".join)
 def test_a_wrong_line_fails_what_the_clock_decides(names: tuple[str, ...]) -> None:

@@ -202,7 +202,7 @@ NO_RESUME = ("= check_resume(folder, device)\n", "= (None, None)\n")
 ALONE = {"check_overflow", "check_clipping", "check_interval"}  # they need nothing of section 1
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_wrong_line_fails_its_claims(name: str) -> None:
     sections, changes, failed = BREAKS[name]
@@ -232,7 +232,7 @@ DEATH = {  # torchrun takes some seconds
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("name", DEATH)
 def test_what_goes_wrong_at_a_real_death(name: str) -> None:
     changes, failed = DEATH[name]

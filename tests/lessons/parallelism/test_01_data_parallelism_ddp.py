@@ -65,7 +65,7 @@ BREAKS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("what", BREAKS)
 def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(what: str) -> None:
     change, claims = BREAKS[what]
@@ -80,14 +80,14 @@ def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(what: str) -
     played.expect(claims)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_network_that_learns_too_little_fails() -> None:
     played = play(LESSON, 2, ("EPOCHS = 10 ", "EPOCHS = 1 "))
     good = "accuracy on new digits"
     played.expect({HAND + good, DDP + good})
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_figure_is_saved(tmp_path) -> None:
     path = tmp_path / "curves.png"
     play(LESSON, 2, *QUICK, argv=("--figure", str(path))).expect(set())

@@ -118,7 +118,7 @@ BREAKS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("names", together(LESSON, BREAKS), ids="; ".join)
 def test_a_broken_line_fails_its_claims(names: tuple[str, ...]) -> None:
     changes, claims = merged(BREAKS, names)
@@ -126,7 +126,7 @@ def test_a_broken_line_fails_its_claims(names: tuple[str, ...]) -> None:
     played.expect(claims)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_figure_is_saved(tmp_path) -> None:
     path = tmp_path / "memory.png"
     assert play(LESSON, 2, argv=("--figure", str(path))).code == 0

@@ -30,7 +30,7 @@ QUICK = [("EPOCHS = 6 * MLPS // 10\n", "EPOCHS = 1\n")]
 LEARNING = {"pipeline: accuracy on new digits", "tensor: accuracy on new digits"}
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("ranks", [2, 5, 12])  # 1, 3 and 4: test_every_lesson.py
 def test_the_lesson_holds_on_other_world_sizes(ranks: int) -> None:
     played = play(LESSON, ranks, *QUICK)
@@ -66,7 +66,7 @@ def learned(ranks: int) -> tuple[int, float]:
     return lesson.LAYERS, right
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize(("ranks", "layers"), [(12, 12), (13, 13), (16, 16)])
 def test_every_rank_gets_a_layer_and_the_deeper_model_learns(ranks: int, layers: int) -> None:
     ((there_are, right),) = run(learned, 1, ranks, group=False, deadline=120)
@@ -292,7 +292,7 @@ BREAKS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("names", together(LESSON, BREAKS), ids="; ".join)
 def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(names: tuple[str, ...]) -> None:
     changes, claims = merged(BREAKS, names)
@@ -300,6 +300,6 @@ def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(names: tuple
     assert played.failed - LEARNING == claims, played.output
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_an_untrained_model_fails_the_claims_of_learning() -> None:
     play(LESSON, 2, ("        optimizer.step()\n", "")).expect(LEARNING)

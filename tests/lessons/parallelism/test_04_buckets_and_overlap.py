@@ -464,7 +464,7 @@ BREAKS = {
 QUICK = (("STEPS = 100", "STEPS = 20"), ('new digits", 0.9,', 'new digits", 0.0,'))
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("names", together(LESSON, BREAKS), ids="; ".join)
 def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(names: tuple[str, ...]) -> None:
     changes, claims = merged(BREAKS, names)
@@ -472,7 +472,7 @@ def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(names: tuple
     played.expect(claims)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_ranks_that_launch_whatever_is_full_are_noticed() -> None:
     """Only the model whose ranks go other ways shows it: there, unlike layers are added up."""
     change = (
@@ -484,7 +484,7 @@ def test_ranks_that_launch_whatever_is_full_are_noticed() -> None:
     assert {ODD, orders} <= played.failed <= {ODD, orders, NONE}, played.output
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_without_the_wait_the_latest_network_is_caught() -> None:
     """What else fails is the network's mood: that is the point."""
     played = play(LESSON, 2, ("            work.wait()", "            pass"), *QUICK)
@@ -492,7 +492,7 @@ def test_without_the_wait_the_latest_network_is_caught() -> None:
     assert all(claim.startswith(("own", "odd")) for claim in played.failed)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_gradients_that_are_no_views_are_a_second_copy() -> None:
     played = play(LESSON, 2, ("self.flat.split(", "self.flat.clone().split("), *QUICK)
     assert {MEMORY, ERROR} <= played.failed
@@ -500,12 +500,12 @@ def test_gradients_that_are_no_views_are_a_second_copy() -> None:
     assert row["measured"] == pytest.approx(2, abs=0.001)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_network_that_learns_too_little_fails() -> None:
     assert play(LESSON, 2, ("STEPS = 100", "STEPS = 10")).failed == {GOOD}
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_figure_is_saved(tmp_path) -> None:
     path = tmp_path / "events.png"
     assert play(LESSON, 2, *QUICK, argv=("--figure", str(path))).code == 0

@@ -111,12 +111,12 @@ BREAKS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_it_holds_on_8_ranks_whose_shares_are_padded() -> None:
     play(LESSON, 8, deadline=200).expect(set())
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("names", together(LESSON, BREAKS), ids="; ".join)
 def test_a_broken_line_fails_its_claims(names: tuple[str, ...]) -> None:
     changes, claims = merged(BREAKS, names)

@@ -126,12 +126,12 @@ def test_any_module_may_be_a_stage() -> None:
     assert all(run(odd_stages, 3))
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_lesson_holds_where_layers_do_not_divide() -> None:
     play(LESSON, 5, QUICK).expect(set())
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_run_is_drawn_as_a_grid_and_as_a_figure(tmp_path) -> None:
     path = tmp_path / "gantt.png"
     played = play(LESSON, 2, ("SLOT = 0.03", "SLOT = 0.001"), argv=("--figure", str(path)))
@@ -172,7 +172,7 @@ BREAKS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("what", BREAKS)
 def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(what: str) -> None:
     change, claims = BREAKS[what]
@@ -200,7 +200,7 @@ CLOCK_BREAKS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.clock
 @pytest.mark.parametrize("what", CLOCK_BREAKS)
 def test_another_schedule_than_the_one_predicted_fails_on_the_clock(what: str) -> None:

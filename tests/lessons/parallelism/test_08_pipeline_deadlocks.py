@@ -152,12 +152,12 @@ BREAKS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_it_holds_on_16_ranks_which_need_more_micro_batches() -> None:
     play(LESSON, 16, deadline=200).expect(set())
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("names", together(LESSON, BREAKS), ids="; ".join)
 def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(names: tuple[str, ...]) -> None:
     changes, claims = merged(BREAKS, names)
@@ -180,7 +180,7 @@ POSTED = {  # what is broken, and the claims to FAIL besides the one on the acti
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.clock
 @pytest.mark.parametrize("what", POSTED)
 def test_what_is_posted_together_decides_which_actions_are_done(what: str) -> None:
@@ -190,7 +190,7 @@ def test_what_is_posted_together_decides_which_actions_are_done(what: str) -> No
     assert played.failed_by_clock == {f"1F1B, sends first: {DONE}"}, played.output
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_without_the_timeout_the_deadlock_is_real() -> None:
     patience = ("PATIENCE = timedelta(seconds=3)", "PATIENCE = timedelta(seconds=200)")
     played = play(LESSON, 2, patience, deadline=15)

@@ -14,14 +14,14 @@ QUICK = ("STEPS = 15\n", "STEPS = 3\n")
 LEARNING = "one process: loss of the last step, at most"  # three steps are too few
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("ranks", [6, 8])
 def test_the_lesson_holds_on_other_world_sizes(ranks: int) -> None:
     played = play(LESSON, ranks, QUICK)
     assert played.failed <= {LEARNING}, played.output
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_on_eight_ranks_no_axis_is_absent() -> None:
     played = play(LESSON, 8, QUICK, argv=("--mesh", "2,2,2"))
     rows = {row["claim"]: row["verdict"] for row in played.ledger}
@@ -29,7 +29,7 @@ def test_on_eight_ranks_no_axis_is_absent() -> None:
     assert list(rows.values()).count("BLOCKED") == 1  # what needs GPUs
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("mesh", ["4,1,1", "1,4,1", "1,1,4"])
 def test_a_mesh_can_be_chosen_and_absent_axes_are_blocked(mesh: str) -> None:
     played = play(LESSON, 4, QUICK, argv=("--mesh", mesh))
@@ -156,7 +156,7 @@ BREAKS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("names", together(LESSON, BREAKS), ids="; ".join)
 def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(names: tuple[str, ...]) -> None:
     changes, claims = merged(BREAKS, names)

@@ -693,7 +693,7 @@ def stray(name: str) -> float:
     return function(changes=(change,))
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("name", SUBTLE)
 def test_subtle_mistakes_show_on_odd_modules(name: str) -> None:
     changed(ZERO, SUBTLE[name][0])  # fails here, not on a rank, if the change no longer applies

@@ -312,7 +312,7 @@ def test_one_rank_alone_is_told_what_it_lacks() -> None:
     assert "needs 2 ranks" in played.output
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_figure_is_drawn(tmp_path) -> None:
     path = tmp_path / "steps.png"
     played = play(LESSON, 2, argv=("--figure", str(path)))
@@ -380,7 +380,7 @@ BREAKS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.clock
 @pytest.mark.parametrize("names", BREAKS)
 def test_a_break_is_seen(names: str) -> None:
@@ -391,7 +391,7 @@ def test_a_break_is_seen(names: str) -> None:
     assert expected <= played.failed_by_clock, played.output  # what builds on it may fail too
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.clock
 def test_idle_time_forgotten_is_seen() -> None:
     forgotten = (

@@ -160,7 +160,7 @@ TRACED = {  # two models and two sizes, by real traces
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.clock
 @pytest.mark.parametrize("kind", TRACED)
 def test_each_job_is_named_from_its_traces(kind: str) -> None:

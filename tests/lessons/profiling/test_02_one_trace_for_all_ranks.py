@@ -164,20 +164,20 @@ BREAKS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_break_is_seen(name: str) -> None:
     changes, expected = BREAKS[name]
     play(LESSON, 2, *changes).expect(expected)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_ranks_that_keep_the_numbers_of_their_processes_are_not_found() -> None:
     played = play(LESSON, 2, ('            rows[event["pid"]] = rank\n', "            pass\n"))
     assert re.search(r"rank \d raised: .*(Index|Key)Error", str(played.code), re.S), played.code
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_lesson_holds_and_saves_what_perfetto_reads(tmp_path) -> None:
     path = tmp_path / "all.json"
     played = play(LESSON, 3, argv=("--trace", str(path)))

@@ -154,14 +154,14 @@ BREAKS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_break_is_seen(name: str) -> None:
     changes, expected = BREAKS[name]
     play(LESSON, 2, *changes).expect(expected)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_lesson_holds_and_draws_and_nsys_that_fails_is_told(tmp_path: Path) -> None:
     figure = tmp_path / "timeline.png"
     there = ('shutil.which("nsys") is None or nvtx is None:', "False:")
@@ -173,7 +173,7 @@ def test_the_lesson_holds_and_draws_and_nsys_that_fails_is_told(tmp_path: Path) 
     assert played.ledger[-1]["needs"] == "nsys that works here"
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_who_is_listened_to_already_leaves_it_so() -> None:
     start = ("listener, why_not = listen()", 'os.environ["NVTX_INJECTION64_PATH"] = "/nsys.so"\n'
              "    listener, why_not = listen()")  # fmt: skip

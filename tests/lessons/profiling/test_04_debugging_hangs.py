@@ -48,7 +48,7 @@ RIGHT = {job.__name__: [2] for job in lesson.JOBS} | {"both_send_first": [2, 3]}
 ALL = [0, 1, 2, 3]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_all_eight_are_named_with_rank_line_and_reason(hung: dict) -> None:
     assert blamed(lesson, hung) == RIGHT
     for job in lesson.JOBS:
@@ -78,7 +78,7 @@ REPORT_BREAKS = {  # a changed line of the report, and whom it blames then
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("name", REPORT_BREAKS)
 def test_a_broken_report_blames_somebody_else(name: str, hung: dict) -> None:
     change, wrong = REPORT_BREAKS[name]
@@ -87,7 +87,7 @@ def test_a_broken_report_blames_somebody_else(name: str, hung: dict) -> None:
     assert (said == RIGHT) == (not wrong)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_without_the_vote_a_circle_is_blamed_whole(hung: dict) -> None:
     said = blamed(load(LESSON, ("append((eventually, directly))", "append((eventually, 0))")), hung)
     right = {name for name, ranks in said.items() if ranks == RIGHT[name]}
@@ -243,7 +243,7 @@ BREAKS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_break_is_seen(name: str) -> None:
     changes, expected = BREAKS[name]
@@ -252,7 +252,7 @@ def test_a_break_is_seen(name: str) -> None:
     play(LESSON, 1, *changes, deadline=250).expect(expected)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_ranks_that_hang_die_with_the_lesson() -> None:
     """SIGKILL leaves no time to tidy up: each rank has asked to be killed as well."""
     command = [sys.executable, "-u", LESSON]

@@ -115,7 +115,7 @@ BREAKS = {  # name: (changes, what FAILs)
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_break_makes_its_claims_fail(name: str) -> None:
     changes, expected = BREAKS[name]

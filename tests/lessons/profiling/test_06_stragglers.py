@@ -107,7 +107,7 @@ SIMULATED = {  # no ranks are needed for these
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("name", SIMULATED)
 def test_a_break_of_the_test_is_seen(name: str) -> None:
     old, new, failed = SIMULATED[name]
@@ -161,7 +161,7 @@ BREAKS = {  # played on two ranks, those together that fail different claims
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_break_is_seen(name: str) -> None:
     changes, failed = BREAKS[name]
@@ -220,7 +220,7 @@ TIMED = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.clock
 @pytest.mark.parametrize("name", TIMED)
 def test_a_break_is_seen_by_the_clock(name: str) -> None:

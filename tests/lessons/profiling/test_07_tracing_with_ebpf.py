@@ -221,7 +221,7 @@ BREAKS = {  # several lines at once, and the claims that must FAIL
 
 
 @needs_bpf
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_wrong_line_fails_its_claims(name: str) -> None:
     changes, failed = BREAKS[name]
@@ -242,7 +242,7 @@ PRICES = {
 
 
 @needs_bpf
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.clock
 def test_a_wrong_line_fails_what_the_clock_decides() -> None:
     changes = [
@@ -278,7 +278,7 @@ def a_peer_leaves(*changes: tuple[str, str]) -> str:
 
 
 @needs_bpf
-@pytest.mark.slow
+@pytest.mark.deep
 def test_what_gloo_throws_passes_the_probes() -> None:
     """With a uretprobe on gloo::allreduce, any process that has one would be aborted there.
 

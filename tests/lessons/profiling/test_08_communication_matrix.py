@@ -436,7 +436,7 @@ BREAKS = {  # played on four ranks
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_break_is_seen(name: str) -> None:
     changes, failed = BREAKS[name]
@@ -460,7 +460,7 @@ ON_GPUS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("name", ON_GPUS)
 def test_a_break_is_seen_on_gpus(name: str) -> None:
     changes, failed = ON_GPUS[name]
