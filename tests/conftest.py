@@ -1,12 +1,17 @@
-"""What every test shares: an environment of its own; a summary of exercises and repeats."""
+"""What every test shares: an environment of its own, and which tests run when (tests/README.md)."""
 
+import json
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from unittest.mock import patch
 
 import hypothesis
 import pytest
+
+from course.lessons import ROOT
+from tests import groups
 
 # The same cases on every run, and none judged by its milliseconds: a suite that is red today and
 # green tomorrow teaches nothing. New cases are drawn by `pytest --hypothesis-profile=default`.
@@ -27,18 +32,89 @@ def environment() -> Iterator[None]:
         yield
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the tests that may take longest, so that no worker is left alone with one."""
-    items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
+def pytest_addoption(parser: pytest.Parser) -> None:
+    tiers = ["all", "gate", "night", "clock"]
+    help_ = "gate: what guards a change; night: all but the clock's; clock: those, alone"
+    parser.addoption("--tier", choices=tiers, default="all", help=help_)
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a test that is marked `gpu(n)` where torch finds fewer than n GPUs."""
-    for mark in item.iter_markers("gpu"):
-        import torch  # only such tests need it
+def pytest_configure(config: pytest.Config) -> None:
+    tier = config.getoption("--tier")
+    if tier in ("night", "clock"):
+        os.environ["TIER"] = "night"
 
-        if torch.cuda.device_count() < mark.args[0]:
-            pytest.skip(f"needs {mark.args[0]} GPU" + "s" * (mark.args[0] > 1))
+
+def group_of(item: pytest.Item) -> str:
+    """The file of tests, or of the tests of all exercises the exercise's folder."""
+    callspec = getattr(item, "callspec", None)
+    if callspec and "exercise" in callspec.params:
+        return f"exercises/{callspec.params['exercise'].name}"
+    return str(item.path.relative_to(ROOT))
+
+
+def marks(item: pytest.Item) -> set[str]:
+    return {mark.name for mark in item.iter_markers()}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep what this tier runs; begin with what may take longest, so that none is left to one."""
+    tier = config.getoption("--tier")
+    kept = items
+    if tier == "night":
+        kept = [item for item in items if not marks(item) & {"clock", "timed", "gpu"}]
+    elif tier == "clock":
+        kept = [item for item in items if marks(item) & {"clock", "timed", "gpu"}]
+    elif tier == "gate":
+        kept = at_the_gate(config, items)
+    dropped = {*map(id, items)} - {*map(id, kept)}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) in dropped])
+    items[:] = sorted(kept, key=lambda item: item.get_closest_marker("timeout") is None)
+
+
+def at_the_gate(config: pytest.Config, items: list[pytest.Item]) -> list[pytest.Item]:
+    """Everything but the night's, and of deep tests those whose group has changed."""
+    passed = groups.read_passed()
+    deep = sorted({group_of(item) for item in items if "deep" in marks(item)})
+    why = {group: groups.changed_since(passed, group) for group in [*deep, groups.SHARED]}
+    config.stash[WHY] = (passed, why)
+    kept = []
+    for item in items:
+        marked = marks(item)
+        if marked & {"clock", "night"}:
+            continue
+        chosen = why.get(group_of(item)) or ("sentinel" in marked and why[groups.SHARED])
+        if "deep" not in marked or chosen:
+            kept.append(item)
+    return kept
+
+
+WHY = pytest.StashKey[tuple]()
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
+    """Say which groups are played deep, and why."""
+    if WHY not in config.stash:
+        return []
+    passed, why = config.stash[WHY]
+    if passed is None:
+        return ["All groups are played deep: tests/passed.txt is missing or damaged."]
+    lines = [
+        f"Deep, since it changed: {of(group)}: {few(what)}" for group, what in why.items() if what
+    ]
+    return [
+        *lines,
+        f"{sum(not what for what in why.values())} of {len(why)} groups are as when all was green.",
+    ]
+
+
+def of(group: str) -> str:
+    return group.removeprefix("tests/").removesuffix(".py")
+
+
+def few(what: list[str]) -> str:
+    more = f" and {len(what) - 4} more" if len(what) > 4 else ""
+    return ", ".join(what[:4]) + more
 
 
 COUNTED = {
@@ -48,7 +124,7 @@ COUNTED = {
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say how many solutions were accepted, how many mistakes refused, and what was repeated."""
+    """Say how many solutions were accepted and how many mistakes refused."""
     passed = terminalreporter.getreports("passed")
     failed = terminalreporter.getreports("failed")
     for test, what in COUNTED.items():
@@ -59,10 +135,3 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             name = slowest.nodeid.partition("[")[2].removesuffix("]")
             said = f"{what}: {len(good)} of {len(good + bad)}"
             terminalreporter.write_line(f"{said}; slowest {slowest.duration:.0f} s, {name}")
-    repeated = {report.nodeid for report in terminalreporter.getreports("rerun")}
-    if repeated:
-        green = repeated & {report.nodeid for report in passed}
-        said = f"repeated, since a clock decides them: {len(repeated)}, {len(green)} passed then"
-        terminalreporter.write_line(said)
-        for nodeid in sorted(repeated):
-            terminalreporter.write_line(f"  {nodeid}")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from course.playing import DecidedByNoClock, Played, play
+from course.playing import NotAsExpected, Played, play
 
 
 def ended(code: int | str, **verdicts: str) -> Played:
@@ -24,7 +24,7 @@ def test_what_a_clock_decides_stands_apart() -> None:
 
 
 def test_the_numbers_of_a_claim_that_failed_stand_in_the_first_line() -> None:
-    with pytest.raises(DecidedByNoClock, match=r"^not as expected: FAIL a: 2, not 1; no FAIL b\n"):
+    with pytest.raises(NotAsExpected, match=r"^not as expected: FAIL a: 2, not 1; no FAIL b\n"):
         ended(1, a="FAIL").expect({"b"})
 
 
@@ -42,7 +42,7 @@ def test_the_numbers_of_a_claim_that_failed_stand_in_the_first_line() -> None:
     ],
 )
 def test_another_end_than_expected_is_an_error(played: Played, expected: set) -> None:
-    with pytest.raises(DecidedByNoClock):
+    with pytest.raises(NotAsExpected):
         played.expect(expected)
 
 

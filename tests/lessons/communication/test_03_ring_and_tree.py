@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from course.playing import load, play
 from course.ranks import run
-from tests.helpers.together import merged, together
+from tests.lessons.every import Breaks, test_lesson  # noqa: F401
 
 LESSON = "communication/03_ring_and_tree.py"
 SIX = ("star", "ring", "tree", "double tree")
@@ -241,7 +241,7 @@ RING = "    return reduce_scatter_schedule(n, N, piece) + all_gather_schedule(n,
 WHOLE_RING = """    there = [[Move(h, h + 1, 0, N, True)] for h in range(n - 1)]
     return there + [[Move((h - 1) % n, h, 0, N, False)] for h in range(n - 1)]
 """
-BREAKS = {
+LINES = {
     "the ring passes on the whole tensor": (
         (RING, WHOLE_RING),
         every("ring", what=(MESSAGES, ELEMENTS, LARGEST)),
@@ -303,9 +303,4 @@ BREAKS = {
 }
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("names", together(LESSON, BREAKS), ids="; ".join)
-def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(names: tuple[str, ...]) -> None:
-    changes, claims = merged(BREAKS, names)
-    played = play(LESSON, 3, *changes)
-    played.expect(claims)
+BREAKS = Breaks(LINES, ranks=3)

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from course.playing import load, play
+from course.playing import load
 from course.ranks import run
-from tests.helpers.together import merged, together
+from tests.lessons.every import Breaks, test_lesson  # noqa: F401
 
 LESSON = "parallelism/06_tensor_parallel.py"
 CLOSE = 1e-12  # relative, float64, sums of some hundred terms
@@ -158,7 +158,7 @@ FORWARD, BACKWARD = "all-reduces forward", "all-reduces backward"
 SCATTER_GATHER = ("reduce-scatters", "all-gathers")
 DTENSOR, DTENSOR_SP = "DTensor: ", "DTensor, tokens split: "
 
-BREAKS = {
+LINES = {
     "g does not sum": (
         ("        return all_reduce(x, group)\n", "        return x.view_as(x)\n"),
         {ROW + "forward", MLP + FORWARD, BLOCK + FORWARD, TP + OUTPUT, TP + GRADIENTS},
@@ -216,9 +216,4 @@ BREAKS = {
 }
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("names", together(LESSON, BREAKS), ids="; ".join)
-def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(names: tuple[str, ...]) -> None:
-    changes, claims = merged(BREAKS, names)
-    played = play(LESSON, 2, *changes)
-    played.expect(claims)
+BREAKS = Breaks(LINES)

@@ -1,0 +1,170 @@
+"""What each group of tests depends on, and which groups a change has touched since all was green.
+
+A group is a file of tests, or one exercise. Its deep tests run at the gate if something that it
+depends on differs from `tests/passed.txt`, which only a full green run writes (`make passed`): one
+line per file or package, and what it was then. A group depends on its file of tests, on what of
+tests/ that imports, on every file and folder of this repository that those name in a string, and on
+the versions of the packages that they and the lessons among them import.
+
+A lesson's group does not depend on what all lessons share: the plumbing, what plays and judges them.
+That is a group of its own, `SHARED`, whose tests are the sentinels: three plays of broken lines of
+each lesson, the spine on pretended GPUs.
+"""
+
+import ast
+import functools
+import hashlib
+import re
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from pathlib import Path
+
+from course.lessons import LESSONS, ROOT
+from course.shared_code import MARK
+
+PASSED = ROOT / "tests/passed.txt"
+SHARED = "what all lessons share"
+PLUMBING = "course/plumbing.py"
+PLAYING = [PLUMBING, "course/playing.py", "course/ranks.py", "course/rank_server.py"]
+PLAYING += ["tests/lessons/every.py", "tests/helpers/together.py"]
+PRETENDED = "tests/helpers/pretended_gpus.py"
+ALWAYS = ("torch", "numpy")  # whose versions every group depends on
+SKIPPED = {"__pycache__", "results"}  # results/ is what lessons wrote
+
+
+def dependencies(group: str) -> set[str]:
+    """The files, relative to the root, and "package NAME" that the group depends on."""
+    if group == SHARED:
+        return closure([*PLAYING, PRETENDED], through_course=True) | packages_of(())
+    if group.startswith("exercises/"):
+        folder = files_in(group)
+        engine = closure([f"course/{name}.py" for name in ("grading", "judge", "ranks", "wire")])
+        files = {*folder, *engine, "tests/exercises/test_exercises.py"}
+    elif group.startswith("tests/lessons/"):
+        files = closure([group], through_course=False) - closure([*PLAYING, PRETENDED])
+    else:
+        files = closure([group])
+    return files | packages_of(files)
+
+
+def closure(paths: list[str], through_course: bool = True) -> set[str]:
+    """These files, what of tests/ and course/ they import, and the files that they name."""
+    found = set()
+    waiting = list(paths)
+    while waiting:
+        path = waiting.pop()
+        if path in found or (path.startswith("course/") and not through_course):
+            continue
+        found.add(path)
+        if path.endswith(".py") and path not in LESSONS:
+            waiting += imported_files(path)
+            if path.startswith("tests/"):
+                found |= named_files(path)
+    return found
+
+
+@functools.cache
+def tree_of(path: str) -> ast.Module:
+    return ast.parse((ROOT / path).read_text())
+
+
+@functools.cache
+def imports_of(path: str) -> frozenset[str]:
+    """The names of all modules that a file imports, wherever in it."""
+    names = set()
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return frozenset(names)
+
+
+def imported_files(path: str) -> Iterator[str]:
+    for name in imports_of(path):
+        if name.startswith(("tests.", "course.")):
+            file = name.replace(".", "/") + ".py"
+            if (ROOT / file).is_file():
+                yield file
+
+
+def named_files(path: str) -> set[str]:
+    """The files of this repository that a file names in a string, those in such folders too."""
+    found = set()
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            for name in re.findall(r"[\w.-]+(?:/[\w.-]+)+", node.value):
+                if (ROOT / name).exists() and name.partition("/")[0] not in SKIPPED:
+                    found |= files_in(name)
+    return found
+
+
+@functools.cache
+def files_in(name: str) -> frozenset[str]:
+    """The file of that name, or the files of the folder, less what running leaves there."""
+    path = ROOT / name
+    every = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    inside = [str(file.relative_to(ROOT)) for file in every if not SKIPPED & {*file.parts}]
+    return frozenset(inside)
+
+
+@functools.cache
+def distributions() -> dict[str, list[str]]:
+    return dict(packages_distributions())
+
+
+def packages_of(files: set[str] | tuple) -> set[str]:
+    """ "package NAME" for each installed package that the files import."""
+    tops = {*ALWAYS}
+    for path in files:
+        if path.endswith(".py"):
+            tops |= {name.partition(".")[0] for name in imports_of(path)}
+    return {f"package {name}" for top in tops for name in distributions().get(top, [])}
+
+
+@functools.cache
+def state_of(dependency: str) -> str:
+    """What it is now: a package's version, or a hash of a file, a lesson's less its plumbing."""
+    kind, _, name = dependency.partition(" ")
+    if kind == "package":
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            return "missing"
+    path = ROOT / dependency
+    if not path.is_file():
+        return "missing"
+    text = path.read_bytes()
+    if dependency in LESSONS:
+        text = text.partition(MARK.encode())[0]
+    return hashlib.sha256(text).hexdigest()[:16]
+
+
+# tests/passed.txt
+
+
+def write_passed(groups: list[str]) -> None:
+    """Say that all of this is green as it is now."""
+    every = sorted(set().union(*(dependencies(group) for group in groups)))
+    lines = [f"{dependency}: {state_of(dependency)}" for dependency in every]
+    PASSED.write_text("\n".join(lines) + "\n")
+
+
+def read_passed() -> dict[str, str] | None:
+    """What was green, or None if the file is missing or damaged."""
+    if not PASSED.exists():
+        return None
+    found = {}
+    for line in PASSED.read_text().splitlines():
+        told = re.fullmatch(r"(\S+|package \S+): (\S+)", line)
+        if not told or told[1] in found:
+            return None
+        found[told[1]] = told[2]
+    return found or None
+
+
+def changed_since(passed: dict[str, str] | None, group: str) -> list[str]:
+    """What of the group's dependencies is not as it was when all was green."""
+    if passed is None:
+        return [f"no sound {PASSED.relative_to(ROOT)}"]
+    return sorted(one for one in dependencies(group) if passed.get(one) != state_of(one))
