@@ -1,10 +1,8 @@
 """What every test shares: an environment of its own, and which tests run when (tests/README.md)."""
 
-import json
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from unittest.mock import patch
 
 import hypothesis

@@ -6,9 +6,9 @@ line per file or package, and what it was then. A group depends on its file of t
 tests/ that imports, on every file and folder of this repository that those name in a string, and on
 the versions of the packages that they and the lessons among them import.
 
-A lesson's group does not depend on what all lessons share: the plumbing, what plays and judges them.
-That is a group of its own, `SHARED`, whose tests are the sentinels: three plays of broken lines of
-each lesson, the spine on pretended GPUs.
+A lesson's group does not depend on what all lessons share: the plumbing, what plays and judges
+them. That is a group of its own, `SHARED`, whose tests are the sentinels: three plays of broken
+lines of each lesson, the spine on pretended GPUs.
 """
 
 import ast
@@ -17,7 +17,6 @@ import hashlib
 import re
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
-from pathlib import Path
 
 from course.lessons import LESSONS, ROOT
 from course.shared_code import MARK

@@ -41,7 +41,7 @@ SPINE = [row["path"] for row in READING_ORDER if row.get("spine")]
 
 @dataclass
 class Breaks:
-    """Lines to break: {what is broken: (old, new, claims) or (change, claims) or (changes, claims)}.
+    """Lines to break: {what: (old, new, claims) or (change, claims) or (changes, claims)}.
 
     Breaks whose claims are disjoint are played together (tests/helpers/together.py), `alone` apart.
     """
