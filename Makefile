@@ -1,7 +1,8 @@
 # make start     set up and train a real model on real data over several ranks (no root, no compiler)
 # make check     what to run before a commit: lint, form, engine (no root, no compiler)
-# make test      set up everything (system packages too, if root or sudo allow) and run what matters
-# make test-all  what `make test` leaves out: every mistake, every broken line, signals, leftovers
+# make test      set up everything (system packages too, if root or sudo allow) and run what guards a
+#                change: every lesson once, and all that depends on what has changed
+# make test-all  everything, twice as long and more; if all is green, tests/passed.txt says so
 # make gpu       on a machine with GPUs: the doctor, every lesson on 1, 2, 4 and 8 of them, the
 #                benchmarks, into results/MACHINE. RANKS=1,8 ONLY=fsdp/ DEADLINE=SECONDS MACHINE=NAME
 #                narrow it; PRETEND=4 pretends so many GPUs
@@ -24,24 +25,14 @@ start: .venv/core
 	@echo; echo "=== It works. Now:  . .venv/bin/activate; course    (and README.md, A first hour)"
 
 check: lint .venv/test
-	$(PYTEST) -m "not deep and not clock" -n 2 --dist worksteal tests/form tests/engine
+	$(BIN)/python -m pytest --tier=gate -n 2 --dist worksteal tests/form tests/engine
 
+# tests/README.md says what runs when. WORKERS=3 keep two cores busy, since tests also wait.
 test: .venv/all
-	@$(call run_tests,not deep)
+	@$(BIN)/python -m tests.run gate
 
-test-all: .venv/all
-	@$(call run_tests,deep)
-
-# First what no clock decides, on WORKERS processes: three keep two cores busy, since tests also
-# wait. Then, alone on the machine, what a clock decides: this is repeated when it fails, unless
-# something failed that no clock decides (pyproject.toml).
-PYTEST := $(BIN)/python -m pytest --durations=10
-WORKERS ?= 3
-define run_tests
-$(PYTEST) -m "$(1) and not clock" -n $(WORKERS) --dist worksteal; exact=$$?; \
-test $$exact -le 1 || exit $$exact; \
-$(PYTEST) -m "$(1) and clock" --reruns 2 && exit $$exact
-endef
+test-all passed: .venv/all
+	@$(BIN)/python -m tests.run night
 
 lessons: .venv/core
 	$(BIN)/python -m course.run_lessons --only=$(ONLY)
@@ -96,4 +87,4 @@ lint: $(RUFF)
 	  || echo "*** FFCV could not be built: its lessons will say BLOCKED. It needs the packages in packages.txt"
 	@touch $@
 
-.PHONY: start check test test-all gpu lessons bench plumbing results lint
+.PHONY: start check test test-all passed gpu lessons bench plumbing results lint

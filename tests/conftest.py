@@ -1,13 +1,17 @@
 """What every test shares: an environment of its own, and which tests run when (tests/README.md)."""
 
+import json
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from unittest.mock import patch
 
 import hypothesis
 import pytest
 
+from course.book import Exercise
 from course.lessons import ROOT
 from tests import groups
 
@@ -31,88 +35,83 @@ def environment() -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    tiers = ["all", "gate", "night", "clock"]
-    help_ = "gate: what guards a change; night: all but the clock's; clock: those, alone"
-    parser.addoption("--tier", choices=tiers, default="all", help=help_)
+    parser.addoption(
+        "--tier",
+        choices=["all", "gate", "night", "clock"],
+        default="all",
+        help="gate: what guards a change; night: all that no clock decides; clock: the rest, alone",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    tier = config.getoption("--tier")
-    if tier in ("night", "clock"):
-        os.environ["TIER"] = "night"
+    if config.getoption("--tier") in ("night", "clock"):
+        os.environ["TIER"] = "night"  # what varies is judged (course/playing.py)
 
 
 def group_of(item: pytest.Item) -> str:
-    """The file of tests, or of the tests of all exercises the exercise's folder."""
-    callspec = getattr(item, "callspec", None)
-    if callspec and "exercise" in callspec.params:
-        return f"exercises/{callspec.params['exercise'].name}"
+    """The group of tests/groups.py: the exercise that it grades, or the file in which it stands."""
+    exercise = getattr(item, "callspec", None) and item.callspec.params.get("exercise")
+    if isinstance(exercise, Exercise):
+        return f"exercises/{exercise.name}"
     return str(item.path.relative_to(ROOT))
 
 
-def marks(item: pytest.Item) -> set[str]:
-    return {mark.name for mark in item.iter_markers()}
+ALONE = {"clock", "timed", "gpu"}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep what this tier runs; begin with what may take longest, so that none is left to one."""
     tier = config.getoption("--tier")
-    kept = items
-    if tier == "night":
-        kept = [item for item in items if not marks(item) & {"clock", "timed", "gpu"}]
-    elif tier == "clock":
-        kept = [item for item in items if marks(item) & {"clock", "timed", "gpu"}]
-    elif tier == "gate":
-        kept = at_the_gate(config, items)
-    dropped = {*map(id, items)} - {*map(id, kept)}
-    config.hook.pytest_deselected(items=[item for item in items if id(item) in dropped])
+    stale = stale_groups() if tier == "gate" else set()
+    left_out = config.stash[LEFT_OUT] = Counter()
+    kept = []
+    dropped = []
+    for item in items:
+        why = left_out_since(
+            {mark.name for mark in item.iter_markers()}, group_of(item), tier, stale
+        )
+        left_out[why] += 1
+        (dropped if why else kept).append(item)
+    config.hook.pytest_deselected(items=dropped)
     items[:] = sorted(kept, key=lambda item: item.get_closest_marker("timeout") is None)
 
 
-def at_the_gate(config: pytest.Config, items: list[pytest.Item]) -> list[pytest.Item]:
-    """Everything but the night's, and of deep tests those whose group has changed."""
-    passed = groups.read_passed()
-    deep = sorted({group_of(item) for item in items if "deep" in marks(item)})
-    why = {group: groups.changed_since(passed, group) for group in [*deep, groups.SHARED]}
-    config.stash[WHY] = (passed, why)
-    kept = []
-    for item in items:
-        marked = marks(item)
-        if marked & {"clock", "night"}:
-            continue
-        chosen = why.get(group_of(item)) or ("sentinel" in marked and why[groups.SHARED])
-        if "deep" not in marked or chosen:
-            kept.append(item)
-    return kept
+def stale_groups() -> set[str]:
+    """Those whose deep tests run: as tests/run.py has found, or as they are."""
+    found = os.environ.get("STALE")
+    return {*json.loads(found)} if found else {*groups.stale()}
 
 
-WHY = pytest.StashKey[tuple]()
+def left_out_since(marks: set[str], group: str, tier: str, stale: set[str]) -> str:
+    """Why this tier leaves out a test with these marks; empty if it does not."""
+    if tier == "night":
+        return "run alone, later" if marks & ALONE else ""
+    if tier == "clock":
+        return "" if marks & ALONE else "run before"
+    if tier == "gate":
+        if marks & {"clock", "night"}:
+            return "left to the night"
+        shared = "sentinel" in marks and groups.SHARED in stale
+        if "deep" in marks and not (group in stale or shared):
+            return "deep, of groups that have not changed"
+    return ""
 
 
-def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
-    """Say which groups are played deep, and why."""
-    if WHY not in config.stash:
-        return []
-    passed, why = config.stash[WHY]
-    if passed is None:
-        return ["All groups are played deep: tests/passed.txt is missing or damaged."]
-    lines = [
-        f"Deep, since it changed: {of(group)}: {few(what)}" for group, what in why.items() if what
-    ]
-    return [
-        *lines,
-        f"{sum(not what for what in why.values())} of {len(why)} groups are as when all was green.",
-    ]
+LEFT_OUT = pytest.StashKey[Counter]()
 
 
-def of(group: str) -> str:
-    return group.removeprefix("tests/").removesuffix(".py")
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: object, error: object) -> None:
+    """Take over what a worker counted; all workers count the same."""
+    told = getattr(node, "workeroutput", {}).get("left out")
+    node.config.stash[LEFT_OUT] = Counter(told or {})
 
 
-def few(what: list[str]) -> str:
-    more = f" and {len(what) - 4} more" if len(what) > 4 else ""
-    return ", ".join(what[:4]) + more
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["left out"] = dict(session.config.stash[LEFT_OUT])
 
 
 COUNTED = {
@@ -122,7 +121,7 @@ COUNTED = {
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say how many solutions were accepted and how many mistakes refused."""
+    """Say how many solutions were accepted, how many mistakes refused, and what was not run."""
     passed = terminalreporter.getreports("passed")
     failed = terminalreporter.getreports("failed")
     for test, what in COUNTED.items():
@@ -133,3 +132,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             name = slowest.nodeid.partition("[")[2].removesuffix("]")
             said = f"{what}: {len(good)} of {len(good + bad)}"
             terminalreporter.write_line(f"{said}; slowest {slowest.duration:.0f} s, {name}")
+    for why, count in sorted(terminalreporter.config.stash.get(LEFT_OUT, Counter()).items()):
+        if why:
+            terminalreporter.write_line(f"{count} tests not run here: {why}")
+    if "FAILED" in os.environ:
+        reports = failed + terminalreporter.getreports("error")
+        names = dict.fromkeys(report.nodeid for report in reports)
+        Path(os.environ["FAILED"]).write_text("".join(f"{name}\n" for name in names))

@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 
+from course.book import exercises
 from course.lessons import LESSONS, ROOT
 from course.shared_code import MARK
 
@@ -26,7 +27,8 @@ SHARED = "what all lessons share"
 PLUMBING = "course/plumbing.py"
 PLAYING = [PLUMBING, "course/playing.py", "course/ranks.py", "course/rank_server.py"]
 PLAYING += ["tests/lessons/every.py", "tests/helpers/together.py"]
-PRETENDED = "tests/helpers/pretended_gpus.py"
+PRETENDED = ["pretended_gpus", "gpu_clock", "gpu_kernels", "gpu_nccl", "gpu_nccl_log", "gpu_places"]
+SHARED_FILES = {*PLAYING, *(f"tests/helpers/{name}.py" for name in PRETENDED)}
 ALWAYS = ("torch", "numpy")  # whose versions every group depends on
 SKIPPED = {"__pycache__", "results"}  # results/ is what lessons wrote
 
@@ -34,13 +36,13 @@ SKIPPED = {"__pycache__", "results"}  # results/ is what lessons wrote
 def dependencies(group: str) -> set[str]:
     """The files, relative to the root, and "package NAME" that the group depends on."""
     if group == SHARED:
-        return closure([*PLAYING, PRETENDED], through_course=True) | packages_of(())
+        return SHARED_FILES | packages_of(())
     if group.startswith("exercises/"):
         folder = files_in(group)
         engine = closure([f"course/{name}.py" for name in ("grading", "judge", "ranks", "wire")])
         files = {*folder, *engine, "tests/exercises/test_exercises.py"}
     elif group.startswith("tests/lessons/"):
-        files = closure([group], through_course=False) - closure([*PLAYING, PRETENDED])
+        files = closure([group], through_course=False) - SHARED_FILES
     else:
         files = closure([group])
     return files | packages_of(files)
@@ -89,10 +91,12 @@ def imported_files(path: str) -> Iterator[str]:
 
 def named_files(path: str) -> set[str]:
     """The files of this repository that a file names in a string, those in such folders too."""
+    tree = tree_of(path)
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     found = set()
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            for name in re.findall(r"[\w.-]+(?:/[\w.-]+)+", node.value):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+            for name in re.findall(r"(?<![\w./-])\w[\w.-]*(?:/[\w.-]+)+", node.value):
                 if (ROOT / name).exists() and name.partition("/")[0] not in SKIPPED:
                     found |= files_in(name)
     return found
@@ -118,6 +122,7 @@ def packages_of(files: set[str] | tuple) -> set[str]:
     for path in files:
         if path.endswith(".py"):
             tops |= {name.partition(".")[0] for name in imports_of(path)}
+    tops -= {"course", "tests"}
     return {f"package {name}" for top in tops for name in distributions().get(top, [])}
 
 
@@ -142,10 +147,23 @@ def state_of(dependency: str) -> str:
 # tests/passed.txt
 
 
-def write_passed(groups: list[str]) -> None:
+def every() -> list[str]:
+    """All groups: the files of tests, the exercises, and what all lessons share."""
+    files = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/**/test_*.py"))
+    return [*files, *(f"exercises/{one.name}" for one in exercises()), SHARED]
+
+
+def stale() -> dict[str, list[str]]:
+    """The groups of which something is not as it was when all was green, and what that is."""
+    passed = read_passed()
+    changed = {group: changed_since(passed, group) for group in every()}
+    return {group: what for group, what in changed.items() if what}
+
+
+def write_passed() -> None:
     """Say that all of this is green as it is now."""
-    every = sorted(set().union(*(dependencies(group) for group in groups)))
-    lines = [f"{dependency}: {state_of(dependency)}" for dependency in every]
+    all_files = sorted(set().union(*map(dependencies, every())))
+    lines = [f"{dependency}: {state_of(dependency)}" for dependency in all_files]
     PASSED.write_text("\n".join(lines) + "\n")
 
 
