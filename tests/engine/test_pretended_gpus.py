@@ -1,11 +1,14 @@
 """The pretended GPUs themselves: each refusal, each cleaning, devices, events, memory."""
 
 import linecache
+import re
 
 import pytest
 
+from course.playing import NotAsExpected
 from course.ranks import RanksFailed, run
 from tests.helpers.gpu_nccl import what_would_hang
+from tests.helpers.pretended_gpus import play_on_gpus
 
 START = """
 import os
@@ -304,3 +307,47 @@ def test_ranks_without_set_device() -> None:
 def test_it_is_the_fault_that_is_refused() -> None:
     text = "x, peer = peers(torch.ones(4))\ndist.all_reduce(x)\nlist_ = [x, x.clone()]\n"
     told(text + "dist.gather(x, list_ if RANK == 0 else None)", 2)
+
+
+# Known faults of lessons, planted again: (lesson, ranks, what is changed, how it has to end).
+PLANTED = {
+    "a sleep of the host after Work.wait()": (
+        "parallelism/07_pipeline_schedules.py",
+        2,
+        [('    if WORLD_SIZE > 1 and device.type == "cpu":', "    if WORLD_SIZE > 1:")],
+        r"Unsettled: 07_pipeline_schedules\.py:\d+, in \w+: time\.\w+ while the GPU has not",
+    ),
+    "a gloo group of two ranks of three": (
+        "fundamentals/04_latency_and_bandwidth.py",
+        3,
+        [
+            (
+                'host = dist.new_group(backend="gloo")',
+                'host = dist.new_group([0, 1], backend="gloo")',
+            )
+        ],
+        "Refused: new_group: a gloo group of some of the ranks, under NCCL with device_id",
+    ),
+    "no set_device": (
+        "communication/01_nccl_collectives.py",
+        2,
+        [("        torch.cuda.set_device(device)\n", "")],
+        "is this rank's current device, where all ranks would meet: call torch.cuda.set_device",
+    ),
+    "a clock that does not wait for the GPU": (
+        "communication/01_nccl_collectives.py",
+        2,
+        [("  # not settled after: launch time", "")],
+        r"Unsettled: 01_nccl_collectives\.py:\d+, in seconds_by_the_clock: time\.perf_counter",
+    ),
+}
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_fault_fails_by_its_name(fault: str) -> None:
+    lesson, ranks, changes, why = PLANTED[fault]
+    played = play_on_gpus(lesson, ranks, *changes)
+    with pytest.raises(NotAsExpected):
+        played.expect(set())
+    assert re.search(why, str(played.code)), played.code

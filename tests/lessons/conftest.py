@@ -2,11 +2,11 @@
 
 import pytest
 
-from tests.lessons.every import cases_of
+from tests.lessons import every
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "case" in metafunc.fixturenames:
-        cases = cases_of(metafunc.module)
+    if metafunc.function is every.test_lesson:
+        cases = every.cases_of(metafunc.module)
         params = [pytest.param(case, id=str(case), marks=case.marks) for case in cases]
         metafunc.parametrize("case", params)
