@@ -8,7 +8,6 @@ import re
 import pytest
 
 from course.lessons import LESSONS, world_sizes_of
-from course.playing import DecidedByNoClock
 from tests.helpers.pretended_gpus import play_on_gpus
 from tests.helpers.spared import NO_JIT, STARTS_PROCESSES, SURVIVING
 

@@ -1,0 +1,110 @@
+"""The gate confirms what fails before it believes it; the night does not, and says what passed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from course.lessons import ROOT
+from tests import groups, run
+
+Story = list[
+    tuple[int, list[str]]
+]  # what each session of pytest ends with: its status, what failed
+
+
+@pytest.fixture
+def played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Play a tier of which each session of pytest ends as told; return its status."""
+    monkeypatch.setattr(run, "FLAKY", tmp_path / "flaky.txt")
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    monkeypatch.setattr(groups, "stale", dict)
+    monkeypatch.setattr(groups, "write_passed", lambda: (tmp_path / "passed.txt").touch())
+    monkeypatch.setattr(groups, "PASSED", run.ROOT / "passed.txt")
+    monkeypatch.setenv("STALE", "")
+    run.FLAKY.write_text("tests/a.py::known\n")
+
+    def play(tier, story: Story) -> int:
+        sessions = []
+
+        def session(*arguments: str, workers: str = "") -> tuple[int, list[str]]:
+            sessions.append((*arguments, workers))
+            return story[len(sessions) - 1]
+
+        monkeypatch.setattr(run, "pytest", session)
+        status = tier("3")
+        assert len(sessions) == len(story), sessions
+        play.sessions = sessions
+        return status
+
+    return play
+
+
+def test_all_that_passes_is_green_and_played_once(played) -> None:
+    assert played(run.gate, [(0, [])]) == 0
+
+
+def test_what_fails_once_and_passes_twice_is_flaky_and_said_last(played, capsys) -> None:
+    names = ["tests/a.py::b", "tests/a.py::c[d; e]"]
+    assert played(run.gate, [(1, names), (0, []), (0, [])]) == 0
+    assert played.sessions[1:] == [("all", *names, "")] * 2  # alone, in one process
+    assert capsys.readouterr().out.splitlines()[-2:] == [f"FLAKY {name}" for name in names]
+    assert run.FLAKY.read_text().splitlines() == ["tests/a.py::known", *names]
+
+
+@pytest.mark.parametrize(
+    "story",
+    [
+        [(1, ["a"]), (1, ["a"])],
+        [(1, ["a"]), (0, []), (1, ["a"])],
+        [(1, ["a", "b", "c", "d"])],  # too many to be chance
+        [(2, [])],  # interrupted, or a file that cannot be collected
+        [(5, [])],  # nothing ran
+        [(1, ["tests/a.py::known"]), (0, []), (0, [])],  # it has flaked before
+    ],
+)
+def test_anything_else_is_red(played, story: Story) -> None:
+    assert played(run.gate, story) != 0
+    assert run.FLAKY.read_text() == "tests/a.py::known\n"
+
+
+def test_a_night_that_is_green_says_what_passed(played) -> None:
+    assert played(run.night, [(0, []), (0, [])]) == 0
+    assert groups.PASSED.exists()
+
+
+@pytest.mark.parametrize("story", [[(1, ["a"]), (0, [])], [(0, []), (1, ["a"])], [(3, [])]])
+def test_a_night_repeats_nothing_and_a_red_one_says_nothing(played, story: Story) -> None:
+    assert played(run.night, story) != 0
+    assert not groups.PASSED.exists()
+
+
+LESSON = "tests/lessons/communication/test_03_ring_and_tree.py"
+
+
+def collected(tier: str, *stale: str) -> set[str]:
+    """The names, without the file's, of the tests of a lesson that this tier would run."""
+    command = [sys.executable, "-m", "pytest", f"--tier={tier}", "--co", "-q", LESSON]
+    env = os.environ | {"STALE": json.dumps(stale)}
+    ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout
+    return {line.partition("::")[2] for line in ran.stdout.splitlines() if line.startswith(LESSON)}
+
+
+def test_each_tier_runs_what_the_readme_of_tests_says() -> None:
+    night = collected("night")
+    changed = collected("gate", LESSON)
+    shared = collected("gate", groups.SHARED)
+    unchanged = collected("gate", "tests/lessons/communication/test_02_point_to_point.py")
+    assert {
+        "test_lesson[plain]",
+        "test_every_all_reduce_adds_each_rank_once_everywhere",
+    } < unchanged
+    assert unchanged < shared < changed < night
+    assert "test_lesson[ranks: 3]" in changed - shared
+    assert len(shared - unchanged) == 3  # sentinels
+    assert "test_lesson[ranks: 1]" in night - changed
+    assert collected("all") >= night
