@@ -2,6 +2,7 @@
 
     python -m tests.run gate     what guards a change; what fails is confirmed before it is believed
     python -m tests.run night    everything, once; if all is green, tests/passed.txt says so
+    python -m tests.run stale    only say which groups the gate would play deep, and why
 
 tests/README.md tells what runs when, and why.
 """
@@ -96,6 +97,9 @@ def night(workers: str) -> int:
 
 def main() -> int:
     workers = os.environ.get("WORKERS", "3")  # they keep two cores busy, since tests also wait
+    if sys.argv[1:] == ["stale"]:
+        say_what_is_deep(groups.stale())
+        return 0
     return {"gate": gate, "night": night}[sys.argv[1]](workers)
 
 
