@@ -30,7 +30,7 @@ PLAYING += ["tests/lessons/every.py", "tests/helpers/together.py"]
 PRETENDED = ["pretended_gpus", "gpu_clock", "gpu_kernels", "gpu_nccl", "gpu_nccl_log", "gpu_places"]
 SHARED_FILES = {*PLAYING, *(f"tests/helpers/{name}.py" for name in PRETENDED)}
 ALWAYS = ("torch", "numpy")  # whose versions every group depends on
-SKIPPED = {"__pycache__", "results"}  # results/ is what lessons wrote
+SKIPPED = {"__pycache__", "results", "passed.txt", "flaky.txt"}  # results/: what lessons wrote
 
 
 def dependencies(group: str) -> set[str]:

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 
 from course.lessons import ROOT
@@ -58,9 +59,11 @@ def say_what_is_deep(stale: dict[str, list[str]]) -> None:
     if groups.read_passed() is None:
         print("All groups are played deep: tests/passed.txt is missing or damaged.", flush=True)
         return
-    for group, changed in stale.items():
+    for changed in dict.fromkeys(map(tuple, stale.values())):
         more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
-        print(f"Deep: {group}, since this has changed: {', '.join(changed[:4])}{more}")
+        played = [group for group, what in stale.items() if tuple(what) == changed]
+        print(f"Deep, since this has changed: {', '.join(changed[:4])}{more}:")
+        print(textwrap.fill(", ".join(played), 100, initial_indent="  ", subsequent_indent="  "))
     unchanged = len(every) - len(stale)
     print(
         f"Not deep: {unchanged} of {len(every)} groups, as they were when all was green.",
