@@ -1,5 +1,6 @@
 """Load a lesson by its path, or play it on the harness's ranks, a line changed."""
 
+import functools
 import os
 import sys
 import types
@@ -94,6 +95,20 @@ def load(path: str, *changes: tuple[str, str]) -> types.ModuleType:
     sys.modules[lesson.__name__] = lesson  # dataclasses and pickle look it up there
     exec(compile(source, lesson.__file__, "exec"), lesson.__dict__)
     return lesson
+
+
+class Lazily:
+    """A lesson that is loaded when something of it is first asked for, and not before."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    @functools.cached_property
+    def _lesson(self) -> types.ModuleType:
+        return load(self._path)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._lesson, name)
 
 
 def play(

@@ -7,6 +7,7 @@ A test file says `from tests.lessons.every import test_lesson` (and what else it
     SIZES       {ranks: changes}: what is left out at another world size than plain python's
     ON_GPUS     OnGpus: what is changed on pretended GPUs, and which claims only hardware answers
     WITHOUT     {package: Without}: what is BLOCKED where the package is missing
+    PLAIN       a function of what plain python's run came to (Played): more that must hold of it
     NO_DEVICE   {function: why}: what tests/form/test_clocks.py need not see wait for a device
 
 A change is (passage of the lesson, what it becomes); the passage occurs once.
@@ -28,7 +29,7 @@ import pytest
 
 from course.gpu_box import SIZES as GPU_COUNTS
 from course.gpu_box import TORCHRUN, first, starts_its_own, takes
-from course.lessons import READING_ORDER, ROOT, world_sizes_of
+from course.lessons import READING_ORDER, ROOT, flags_of, world_sizes_of
 from course.machines import ledger_of, wanted
 from course.playing import Played, at_night, load, play
 from course.ranks import attempt
@@ -94,7 +95,8 @@ def test_lesson(case: Case, tmp_path: Path) -> None:
 
 def cases_of(module: ModuleType) -> list[Case]:
     """Every test of the lesson to which this module of tests belongs."""
-    found = [Case("plain", partial(passes_alone, module.LESSON), plain_marks(module.LESSON))]
+    plain = partial(passes_alone, module.LESSON, getattr(module, "PLAIN", None))
+    found = [Case("plain", plain, plain_marks(module.LESSON))]
     for cases in (
         refusal_cases,
         broken_cases,
@@ -133,13 +135,15 @@ def check(played: Played) -> None:
 # As a learner runs it
 
 
-def run(lesson: str, folder: Path, *launcher: str, warm: bool = False) -> Played:
+def run(
+    lesson: str, folder: Path, *launcher: str, flags: Sequence[str] = (), warm: bool = False
+) -> Played:
     """Run a copy of the lesson in `folder`, with plain python or the launcher."""
     shutil.copy(ROOT / lesson, folder)
     path = folder / "ledger.json"
     path.unlink(missing_ok=True)
     env = os.environ | {"LESSON_JSON": str(path)}
-    argv = [*launcher, Path(lesson).name]
+    argv = [*launcher, Path(lesson).name, *flags]
     if warm:
         from tests.helpers.warm_launch import run_warm
 
@@ -166,10 +170,16 @@ def loads_torch_anew(lesson: str) -> bool:
     return lesson == SPINE[0] or starts_its_own(lesson)
 
 
-def passes_alone(lesson: str, folder: Path) -> None:
-    """By plain python, in an empty folder: all claims hold, and nothing of it stays."""
-    played = run(lesson, folder, warm=not loads_torch_anew(lesson))
+def passes_alone(lesson: str, more: Callable[[Played], None] | None, folder: Path) -> None:
+    """By plain python, in an empty folder: all claims hold, its figure is drawn, nothing stays."""
+    figure = ["--figure", "figure.png"] if "--figure" in flags_of(lesson) else []
+    played = run(lesson, folder, flags=figure, warm=not loads_torch_anew(lesson))
     check(played)
+    if figure:
+        assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG"), played.output
+        (folder / "figure.png").unlink()
+    if more:
+        more(played)
     if at_night():
         assert played.failed_by_clock == set(), played.output
     same_claims_as_in_results(lesson, played.ledger)
