@@ -18,20 +18,17 @@ import torch.distributed as dist
 @contextlib.contextmanager
 def joined() -> Iterator[torch.device]:
     """Within, the process group is up. Yields this rank's device: a GPU of its own, with NCCL, if
-    every rank has one; else the CPU, with gloo. Lessons choose alike. Not yet run on GPUs.
+    every rank has one; else the CPU, with gloo. Not yet run on GPUs.
     """
     if "LOCAL_WORLD_SIZE" not in os.environ:
         sys.exit(f"Ranks are missing: torchrun --standalone --nproc-per-node=2 {sys.argv[0]}")
-    from course.plumbing import choose_device  # it reads RANK as it is imported
-
-    store, rank, world_size = next(dist.rendezvous("env://"))
-    group = {"store": store, "rank": rank, "world_size": world_size}
-    device, _ = choose_device(store)
-    if device.type == "cuda":
+    device = torch.device("cpu")
+    if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device, **group)
+        dist.init_process_group("nccl", device_id=device)
     else:
-        dist.init_process_group("gloo", **group)
+        dist.init_process_group("gloo")
     yield device
     dist.destroy_process_group()
     atexit.register(_leave)

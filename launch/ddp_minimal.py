@@ -1,11 +1,13 @@
 """Train a small CNN on images with DistributedDataParallel: a file to copy.
 
     torchrun --standalone --nproc-per-node=2 ddp_minimal.py    # NCCL on 2 GPUs, else gloo
+    srun --nodes=2 --ntasks-per-node=8 python ddp_minimal.py    # Slurm, one task per rank
 
 Put your own in `build_model` and `load_data`. The digits come with scikit-learn.
 """
 
 import os
+import re
 
 import torch
 import torch.distributed as dist
@@ -35,7 +37,20 @@ def load_data() -> tuple[Dataset, Dataset]:
     return Subset(data, order[:1440]), Subset(data, order[1440:])
 
 
+def name_ranks_as_torchrun_does() -> None:
+    """Under srun, one task per rank: set the variables that torchrun would have set."""
+    slurm = os.environ
+    tasks_here = re.match(r"\d+", slurm["SLURM_STEP_TASKS_PER_NODE"])  # of "2(x4)"
+    first_node = re.match(r"([^,[]+)(?:\[(\d+))?", slurm["SLURM_STEP_NODELIST"])  # of "gpu[03-07]"
+    os.environ |= {"RANK": slurm["SLURM_PROCID"], "WORLD_SIZE": slurm["SLURM_STEP_NUM_TASKS"]}
+    os.environ |= {"LOCAL_RANK": slurm["SLURM_LOCALID"], "LOCAL_WORLD_SIZE": tasks_here[0]}
+    os.environ["MASTER_ADDR"] = first_node[1] + (first_node[2] or "")
+    os.environ["MASTER_PORT"] = str(20_000 + int(slurm["SLURM_JOB_ID"]) % 10_000)
+
+
 def main() -> None:
+    if "RANK" not in os.environ:
+        name_ranks_as_torchrun_does()
     device = torch.device("cpu")
     if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):  # a GPU for every rank
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

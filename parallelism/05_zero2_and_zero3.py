@@ -38,9 +38,9 @@ import json
 import logging
 import math
 import os
-import re
 import signal
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -64,8 +64,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 # A *rank* is one of WORLD_SIZE processes that run this same file. `claim(text, predicted,
 # measured)` prints one row of the ledger and must be called by every rank. It, `setup`, `print0`,
 # `blocked` and `finish` stand in the last cell, the same in every lesson; you need not read them.
-RANK = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1")))
+RANK = int(os.environ.get("RANK", "0"))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
 # Shapes: n ranks; K elements of a rank's rows of all parameters of a unit, with their padding; B
 # samples of D features on a rank, R ranks. P counts the parameters of a model.
@@ -1208,25 +1208,20 @@ def launch(world_sizes: range | list[int] = range(1, 1025)) -> None:
 
     `world_sizes` are the numbers of ranks that the lesson takes: it gets the largest that fits.
     """
-    if "RANK" in os.environ or WORLD_SIZE > 1:
-        return  # this is a rank already: torchrun or srun has started it
-    import tempfile
-
+    if "RANK" in os.environ:
+        return  # torchrun has started this rank
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
     gpus = torch.cuda.device_count()
     ranks = max(size for size in world_sizes if size <= gpus) if gpus > 1 else 4
-    if ranks < gpus:
-        print(f"{ranks} of {gpus} GPUs: the largest number that this lesson can use")
-    os.environ["LAUNCHER"] = str(os.getpid())
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
+    os.environ |= {"LAUNCHER": str(os.getpid()), "OMP_NUM_THREADS": "1"}  # ranks share the cores
     logging.disable()  # the rank that fails says why
-    arguments = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", *sys.argv]
+    here = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}"]
     try:
         with tempfile.TemporaryDirectory() as logs:  # the one that torchrun makes would stay
-            torchrun([f"--log-dir={logs}", *arguments])
+            torchrun([*here, f"--log-dir={logs}", *sys.argv])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         sys.exit(f"rank {rank} was ended by {failure.signal_name()}" if failure.exitcode < 0 else 1)
@@ -1236,91 +1231,37 @@ def launch(world_sizes: range | list[int] = range(1, 1025)) -> None:
 
 
 def setup() -> torch.device:
-    """Join the process group: NCCL if every rank has a GPU of its own, else gloo on all ranks."""
+    """Join the process group: NCCL if every rank has a GPU of its own, gloo if none has."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the launcher
-    parent = str(os.getppid())
-    if os.environ.pop("LAUNCHER", parent) != parent:
+    if os.environ.pop("LAUNCHER", str(os.getppid())) != str(os.getppid()):
         sys.exit(1)  # it was killed before that line
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank that waits inside C++ too
-    if "RANK" not in os.environ:
-        name_ranks_as_torchrun_does()
     torch.set_float32_matmul_precision("highest")  # some images make TF32 the default
+    gpus, local_ranks = torch.cuda.device_count(), int(os.environ["LOCAL_WORLD_SIZE"])
+    device = torch.device("cpu")
+    how = f"gloo ({local_ranks} ranks and {gpus} GPUs here)"
+    if gpus >= local_ranks:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        version = ".".join(map(str, torch.cuda.nccl.version()))
+        how = f"NCCL {version} on {torch.cuda.get_device_name()}"
     patience = timedelta(minutes=2)
     store, _, _ = next(dist.rendezvous("env://", timeout=patience))
-    device, backend = choose_device(store)
-    local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
-    if local_ranks < WORLD_SIZE:
-        lead_gloo_to_other_nodes(store)
+    store.set(f"device of {RANK}", device.type)
+    devices = store.multi_get([f"device of {rank}" for rank in range(WORLD_SIZE)])
+    if len(set(devices)) > 1:
+        counted = f"{devices.count(b'cuda')} GPUs for {WORLD_SIZE} ranks"
+        refuse(f"needs a GPU per rank, or none, got {counted}; hide all by CUDA_VISIBLE_DEVICES=")
     group = {"rank": RANK, "world_size": WORLD_SIZE, "store": store, "timeout": patience}
     if device.type == "cuda":
-        torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device, **group)
     else:
         dist.init_process_group("gloo", **group)
     sys.excepthook = crash  # only now: init_process_group sets one of its own
-    print0(f"{WORLD_SIZE} ranks, {backend}, torch {torch.__version__}\n")
+    print0(f"{WORLD_SIZE} ranks, {how}, torch {torch.__version__}\n")
     print0(f"{'':13}{'claim':50} {'predicted':22} {'measured':>11}")
     return device
-
-
-def choose_device(store: dist.Store) -> tuple[torch.device, str]:
-    """Agree on one backend before anybody joins; return this rank's device, and what to print."""
-    visible = torch.cuda.device_count()
-    mine = "none"
-    if visible > 0:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % visible)
-        gpu = torch.cuda.get_device_properties(device)
-        mine = str(gpu.uuid)  # not the index: each rank may be shown another GPU as its only one
-        if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
-            mine += f", shared by rank {RANK}"  # NCCL allows that from 2.30
-    own = set(tell_all(store, "GPU", mine)) - {"none"}
-    if len(own) < WORLD_SIZE:
-        why = f"NCCL needs {WORLD_SIZE} GPUs, these ranks see {len(own)}"
-        return torch.device("cpu"), f"gloo ({why})"
-    version = ".".join(map(str, torch.cuda.nccl.version()))
-    return device, f"NCCL {version} on {gpu.name}"
-
-
-def lead_gloo_to_other_nodes(store: dist.Store) -> None:
-    """Say on which network gloo listens: it would ask for the host's name, often 127.0.1.1."""
-    import psutil
-
-    here = address_towards(os.environ["MASTER_ADDR"])
-    for address in tell_all(store, "address", here):
-        if here.startswith("127.") and not address.startswith("127."):
-            here = address_towards(address)  # on the first node, whose name means itself
-    for network, addresses in psutil.net_if_addrs().items():
-        if here in [one.address for one in addresses]:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", network)
-
-
-def address_towards(host: str) -> str:
-    """Return this node's address on the way to the host."""
-    import socket
-
-    family, kind, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as way:
-        way.connect(there)  # sends nothing: the kernel looks up the route
-        return way.getsockname()[0]
-
-
-def tell_all(store: dist.Store, what: str, value: str) -> list[str]:
-    """Return every rank's `value`, in order, through the store: there is no group yet."""
-    store.set(f"{what} of {RANK}", value)
-    values = store.multi_get([f"{what} of {rank}" for rank in range(WORLD_SIZE)])
-    return [value.decode() for value in values]
-
-
-def name_ranks_as_torchrun_does() -> None:
-    """Under `srun`, one task per rank: set the variables that torchrun would have set."""
-    slurm = os.environ
-    first_node = re.match(r"([^,[]+)(?:\[(\d+))?", slurm["SLURM_STEP_NODELIST"])  # of "gpu[03-07]"
-    tasks_here = re.match(r"\d+", slurm["SLURM_STEP_TASKS_PER_NODE"])  # of "4(x2)"
-    os.environ |= {"RANK": str(RANK), "WORLD_SIZE": str(WORLD_SIZE)}
-    os.environ |= {"LOCAL_RANK": slurm["SLURM_LOCALID"], "LOCAL_WORLD_SIZE": tasks_here[0]}
-    os.environ["MASTER_ADDR"] = first_node[1] + (first_node[2] or "")
-    os.environ["MASTER_PORT"] = str(20_000 + int(slurm["SLURM_JOB_ID"]) % 10_000)
 
 
 def print0(*words: object) -> None:
@@ -1334,6 +1275,15 @@ def refuse(rule: str) -> None:
     if RANK != 0:
         time.sleep(30)  # the launcher ends us meanwhile
     sys.exit(f"{sys.argv[0]}: {rule}")
+
+
+def crash(*error: object) -> None:
+    """Leave without ceremony, since peers may be stuck. The first rank that fails says why."""
+    first = dist.distributed_c10d._get_default_store().add("crashes", 1) == 1
+    time.sleep(1 if first else 30)  # the launcher ends us meanwhile, if a peer's death is the cause
+    print(f"rank {RANK}:", file=sys.stderr)
+    sys.__excepthook__(*error)
+    os._exit(1)
 
 
 def claim(
@@ -1354,25 +1304,25 @@ def claim(
     `kind` says what was measured: the real thing, or what is "simulated", or "theory". `timed` says
     that a clock decides; `varies`, that the kernel's own traffic does, or how well a model learns.
     """
-    pairs = [(float(predicted), float(measured), float(atol))]
+    p, m, slack = float(predicted), float(measured), float(atol)
+    error = {"=": abs(m - p), "<=": m - p, ">=": p - m}[sign] - slack
+    found = [(math.inf if math.isnan(error) else error, RANK, p, m, slack)]
     if dist.is_initialized():
-        pairs = pairs * WORLD_SIZE
-        dist.all_gather_object(pairs, pairs[0])
-    errors = []
-    for p, m, slack in pairs:
-        error = {"=": abs(m - p), "<=": m - p, ">=": p - m}[sign] - slack
-        errors.append(math.inf if math.isnan(error) else error)
-    worst = errors.index(max(errors)) if rank is None else rank
-    verdict = "PASS" if errors[worst] <= 0 else "FAIL"
-    p, m, slack = pairs[worst]
+        found *= WORLD_SIZE
+        dist.all_gather_object(found, found[0])
+    worst = max(found, key=lambda one: one[0]) if rank is None else found[rank]
+    error, rank, p, m, slack = worst
+    verdict = "PASS" if error <= 0 else "FAIL"
+    mark = {"measured": " ", "simulated": "s", "theory": "t"}[kind]
+    answers = f"{question}." if question else ""
     between = f"{sign:>2} {readable(p)}" + (f" ±{slack:.2g}" if slack else "")
-    mark = f"{question}." if question else ""
-    print0(f"  {verdict:7} {mark:2} {text:50} {between:22} {readable(m):>11}")
+    print0(f"  {verdict} {mark}  {answers:2} {text:50} {between:22} {readable(m):>11}")
     if verdict == "FAIL":
-        print0(f"{'':13}off by {m - p:.3g} on rank {worst}")
-    row = {"claim": text, "verdict": verdict, "sign": sign, "rank": worst, "slack": slack}
+        print0(f"{'':13}off by {m - p:.3g} on rank {rank}")
+    row = {"claim": text, "verdict": verdict, "sign": sign, "rank": rank, "slack": slack}
     row |= {"predicted": p, "measured": m if math.isfinite(m) else str(m)}  # JSON knows no NaN
-    ledger.append(row | {"question": question, "kind": kind, "timed": timed, "varies": varies})
+    row |= {"question": question, "kind": kind, "timed": timed, "varies": varies}
+    ledger.append(row | {"line": sys._getframe(1).f_lineno})
 
 
 def readable(x: float) -> str:
@@ -1383,16 +1333,8 @@ def readable(x: float) -> str:
 def blocked(text: str, needs: str) -> None:
     """Record what this machine cannot answer, and what would."""
     print0(f"  BLOCKED    {text:50} needs {needs}")
-    ledger.append({"claim": text, "verdict": "BLOCKED", "needs": needs})
-
-
-def crash(*error: object) -> None:
-    """Leave without ceremony, since peers may be stuck. The first rank that fails says why."""
-    first = dist.distributed_c10d._get_default_store().add("crashes", 1) == 1
-    time.sleep(1 if first else 30)  # the launcher ends us meanwhile, if a peer's death is the cause
-    print(f"rank {RANK}:", file=sys.stderr)
-    sys.__excepthook__(*error)
-    os._exit(1)
+    row = {"claim": text, "verdict": "BLOCKED", "needs": needs}
+    ledger.append(row | {"line": sys._getframe(1).f_lineno})
 
 
 def finish() -> None:
@@ -1400,17 +1342,22 @@ def finish() -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-    verdicts = Counter(row["verdict"] for row in ledger)
-    print0(f"\n  {verdicts['PASS']} PASS, {verdicts['FAIL']} FAIL, {verdicts['BLOCKED']} BLOCKED")
-    if set(verdicts) == {"BLOCKED"}:
+    counts = Counter((row.get("kind"), row["verdict"]) for row in ledger)
+    said = f"{counts['measured', 'PASS']} PASS, {counts['measured', 'FAIL']} FAIL"
+    said += f", {counts[None, 'BLOCKED']} BLOCKED"
+    for kind in ("simulated", "theory"):  # apart from what was measured
+        if counts[kind, "PASS"] + counts[kind, "FAIL"]:
+            said += (
+                f"; {kind} ({kind[0]}): {counts[kind, 'PASS']} PASS, {counts[kind, 'FAIL']} FAIL"
+            )
+    print0(f"\n  {said}")
+    verdicts = {row["verdict"] for row in ledger}
+    if verdicts == {"BLOCKED"}:
         print0("  Nothing could be checked: BLOCKED rows say what they need.")
     if RANK == 0 and "LESSON_JSON" in os.environ:
-        about = {"ranks": WORLD_SIZE, "torch": torch.__version__, "python": sys.version}
-        about["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-        about |= {"cpus": os.cpu_count(), "date": time.strftime("%F"), "ledger": ledger}
         with open(os.environ["LESSON_JSON"], "w") as file:
-            json.dump(about, file, indent=1)
-    code = int(verdicts["FAIL"] > 0 or verdicts["PASS"] == 0)
+            json.dump({"ranks": WORLD_SIZE, "ledger": ledger}, file, indent=1)
+    code = int("FAIL" in verdicts or "PASS" not in verdicts)
     if __name__ == "__main__":
         os._exit(code)  # threads of a group that something still holds can abort a plain exit
     sys.exit(code)

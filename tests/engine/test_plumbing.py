@@ -1,15 +1,12 @@
 """However a lesson ends: the right exit status, one message, a whole ledger, no process left."""
 
-import ast
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import psutil
@@ -19,7 +16,7 @@ import torch
 from course import plumbing
 from course.lessons import ROOT
 from course.playing import load
-from course.ranks import attempt, run
+from course.ranks import attempt
 from tests.helpers.warm_launch import run_warm
 
 LESSON = """
@@ -51,6 +48,10 @@ def main() -> None:
     if ill == "hangs" and last:
         print("HANGING", flush=True)
         time.sleep(1000)
+    if ill == "measures nothing":
+        ledger.clear()
+        claim("of a model", 1, 1, kind="simulated")
+        claim("by a formula", 1, 2, kind="theory")
     if ill == "claims nothing":
         ledger.clear()
     if ill == "fails alone":
@@ -160,6 +161,19 @@ def test_each_rank_by_its_own_prediction_and_no_number_is_never_right(lesson: Pa
     assert (ledger[1]["measured"], ledger[1]["rank"]) == ("nan", 1)
     assert (ledger[2]["measured"], ledger[2]["rank"]) == ("-inf", 0)
     assert (ledger[4]["rank"], ledger[4]["predicted"], ledger[4]["measured"]) == (0, 0, 1)
+
+
+def test_what_was_not_measured_is_marked_and_counted_apart(lesson: Path) -> None:
+    code, out, _, ledger = end(lesson, "--ill", "measures nothing")
+    assert code == 1
+    assert out.endswith(
+        "0 PASS, 0 FAIL, 1 BLOCKED; simulated (s): 1 PASS, 0 FAIL; theory (t): 0 PASS, 1 FAIL\n"
+    )
+    assert "  PASS s     of a model" in out
+    assert "  FAIL t     by a formula" in out
+    lines = lesson.read_text().splitlines()
+    for row in ledger:
+        assert row["claim"] in lines[row["line"] - 1], "each row says where its claim stands"
 
 
 def test_no_claim_is_no_success(lesson: Path) -> None:
@@ -284,139 +298,59 @@ def test_sigkill_of_a_rank_ends_the_others(lesson: Path) -> None:
     assert left(lesson) == []
 
 
-SLURM = {"SLURM_STEP_NODELIST": "gpu[07-08,11]", "SLURM_STEP_TASKS_PER_NODE": "2(x3)"}
-SLURM |= {"SLURM_JOB_ID": "123456", "SLURM_NODEID": "1", "SLURM_LOCALID": "1"}
-
-
-def test_srun_s_variables_become_torchrun_s(lesson: Path) -> None:
-    told = "name_ranks_as_torchrun_does(); print({name: os.environ[name] for name in NAMES})"
-    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
-    source = lesson.read_text().replace("\n    main()\n", f"\n    NAMES = {names}\n    {told}\n")
-    lesson.write_text(source)
-    variables = os.environ | SLURM | {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "6"}
-    ran = subprocess.run(
-        commanded(lesson), env=variables, capture_output=True, text=True, timeout=250
-    )
-    values = ["3", "6", "1", "2", "gpu07", "23456"]
-    assert ast.literal_eval(ran.stdout) == dict(zip(names, values, strict=True)), ran.stderr
-
-
-def test_one_task_per_rank_is_one_world(lesson: Path) -> None:
-    here = {"SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2"}
-    here |= {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "0"}
-    tasks = []
-    for rank in "01":
-        variables = environment(lesson) | here | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank}
-        pipe = subprocess.PIPE
-        tasks.append(subprocess.Popen(commanded(lesson), env=variables, stdout=pipe, text=True))
-    outputs = [task.communicate(timeout=250)[0] for task in tasks]
-    assert [task.returncode for task in tasks] == [0, 0]
-    assert outputs[0].startswith("2 ranks, gloo (NCCL needs 2 GPUs, these ranks see 0)")
-    assert outputs[1] == ""
-    assert json.loads((lesson.parent / "ledger.json").read_text())["ranks"] == 2
-
-
-def joined(uuids: list[list[str]], nodes: int, variables: dict[str, str]) -> tuple[str, str, str]:
-    """On a rank that sees the GPUs `uuids[rank]`: set up; return backend, device, and network."""
+def joined(gpus: list[int], nodes: int) -> tuple[str, str]:
+    """On a rank whose node has `gpus[rank]` GPUs: set up; return backend and device."""
     rank = int(os.environ["RANK"])
-    local_ranks = len(uuids) // nodes
-    node, local_rank = divmod(rank, local_ranks)
-    os.environ |= {"LOCAL_WORLD_SIZE": str(local_ranks), "LOCAL_RANK": str(local_rank)} | variables
-    if variables.get("GLOO_SOCKET_IFNAME", "") == "":
-        os.environ.pop("GLOO_SOCKET_IFNAME")  # course/ranks.py has set it
+    local_ranks = len(gpus) // nodes
+    os.environ |= {"LOCAL_WORLD_SIZE": str(local_ranks), "LOCAL_RANK": str(rank % local_ranks)}
     plumbing = load("course/plumbing.py")
+    plumbing.time.sleep = lambda seconds: None  # a rank that refuses waits for its launcher
     torch.set_float32_matmul_precision("high")
     asked = []
 
-    def properties(device: torch.device) -> SimpleNamespace:
-        return SimpleNamespace(uuid=uuids[rank][device.index], name="Pretended GPU")
-
     def join(backend: str, **options: object) -> None:
         assert options["rank"] == rank
-        assert options["world_size"] == len(uuids)
+        assert options["world_size"] == len(gpus)
         asked.append((backend, str(options.get("device_id", "cpu"))))
 
-    def towards(host: str) -> str:
-        """The first node's own name means 127.0.1.1 there, as on Debian."""
-        return "127.0.0.1" if node == 0 and host == "127.0.0.1" else f"10.0.0.{node + 1}"
-
-    network = {"lo": [SimpleNamespace(address="127.0.0.1")]}
-    network["fast0"] = [SimpleNamespace(address=f"10.0.0.{node + 1}")]
     with (
-        patch("torch.cuda.device_count", lambda: len(uuids[rank])),
-        patch("torch.cuda.get_device_properties", properties),
+        patch("torch.cuda.device_count", lambda: gpus[rank]),
+        patch("torch.cuda.get_device_name", lambda: "Pretended GPU"),
         patch("torch.cuda.set_device"),
         patch("torch.cuda.nccl.version", lambda: (2, 30, 7)),
         patch("torch.distributed.init_process_group", join),
-        patch("psutil.net_if_addrs", lambda: network),
-        patch.object(plumbing, "address_towards", towards),
     ):
         assert str(plumbing.setup()) == asked[0][1]
     assert torch.get_float32_matmul_precision() == "highest"
-    return *asked[0], os.environ.get("GLOO_SOCKET_IFNAME", "unset")
-
-
-SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    return asked[0]
 
 
 @pytest.mark.parametrize(
-    ("uuids", "nodes", "variables", "devices"),
+    ("gpus", "nodes", "devices"),
     [
-        pytest.param([["a", "b"]] * 2, 1, {}, ["cuda:0", "cuda:1"], id="all see both"),
-        pytest.param([["a"], ["b"]], 1, {}, ["cuda:0", "cuda:0"], id="each is shown its own"),
-        pytest.param(
-            [["a", "b"]] * 2 + [["c", "d"]] * 2,
-            2,
-            {},
-            ["cuda:0", "cuda:1", "cuda:0", "cuda:1"],
-            id="two nodes",
-        ),
-        pytest.param([["a"]] * 3, 1, SHARED, ["cuda:0"] * 3, id="one for all"),
-        pytest.param(
-            [["a", "b"]] * 3, 1, SHARED, ["cuda:0", "cuda:1", "cuda:0"], id="two for three"
-        ),
+        pytest.param([2, 2], 1, ["cuda:0", "cuda:1"], id="one node"),
+        pytest.param([2, 2, 3, 3], 2, ["cuda:0", "cuda:1"] * 2, id="two nodes, one with more"),
     ],
 )
-def test_nccl_where_every_rank_has_a_gpu(
-    uuids: list, nodes: int, variables: dict, devices: list
-) -> None:
-    ends = run(joined, len(uuids), uuids, nodes, variables, group=False)
-    assert [end[:2] for end in ends] == [("nccl", device) for device in devices]
+def test_nccl_where_every_rank_has_a_gpu(gpus: list, nodes: int, devices: list) -> None:
+    outcomes = attempt(joined, len(gpus), gpus, nodes, group=False)
+    assert [outcome.value for outcome in outcomes] == [("nccl", device) for device in devices]
+    assert f"{len(gpus)} ranks, NCCL 2.30.7 on Pretended GPU, torch" in outcomes[0].output
 
 
-@pytest.mark.parametrize(
-    ("uuids", "nodes", "variables"),
-    [
-        pytest.param([["a"]] * 2, 1, {}, id="two ranks see one"),
-        pytest.param([["a"], []], 1, {}, id="one rank sees none"),
-        pytest.param([["a", "b"]] * 2 + [["c"]] * 2, 2, {}, id="nodes with two and one"),
-        pytest.param([["a", "b"]] * 2 + [[]] * 2, 2, SHARED, id="a node without, though shared"),
-    ],
-)
-def test_gloo_on_all_ranks_where_one_lacks_a_gpu(uuids: list, nodes: int, variables: dict) -> None:
-    outcomes = attempt(joined, len(uuids), uuids, nodes, variables, group=False)
-    assert [outcome.value[:2] for outcome in outcomes] == [("gloo", "cpu")] * len(uuids)
-    seen = len(set(chain.from_iterable(uuids)))
-    why = f"NCCL needs {len(uuids)} GPUs, these ranks see {seen}"
-    told = f"{len(uuids)} ranks, gloo ({why}), torch"
-    assert [outcome.output.count(told) for outcome in outcomes] == [1] + [0] * (len(uuids) - 1)
+@pytest.mark.parametrize("gpus", [[0, 0], [1, 1]])
+def test_gloo_where_none_has_one(gpus: list) -> None:
+    outcomes = attempt(joined, 2, gpus, 1, group=False)
+    assert [outcome.value for outcome in outcomes] == [("gloo", "cpu")] * 2
+    said = f"2 ranks, gloo (2 ranks and {gpus[0]} GPUs here), torch"
+    assert [outcome.output.count(said) for outcome in outcomes] == [1, 0]
 
 
-def test_gloo_listens_on_the_network_that_leads_to_the_other_nodes() -> None:
-    none = [[]] * 4
-    networks = [end[2] for end in run(joined, 4, none, 2, {}, group=False)]
-    assert networks == ["fast0"] * 4
-    networks = [end[2] for end in run(joined, 4, none, 1, {}, group=False)]
-    assert networks == ["unset"] * 4
-    told = {"GLOO_SOCKET_IFNAME": "mine"}
-    networks = [end[2] for end in run(joined, 4, none, 2, told, group=False)]
-    assert networks == ["mine"] * 4
-
-
-def test_a_route_starts_at_an_address_of_this_machine() -> None:
-    mine = [one.address for addresses in psutil.net_if_addrs().values() for one in addresses]
-    assert plumbing.address_towards("127.0.0.1") == "127.0.0.1"
-    assert plumbing.address_towards("localhost") in mine
+@pytest.mark.parametrize("gpus", [[2, 2, 1, 1], [0, 0, 2, 2]])
+def test_nodes_with_and_without_gpus_are_refused_by_all_ranks_alike(gpus: list) -> None:
+    outcomes = attempt(joined, 4, gpus, 2, group=False)
+    rule = "needs a GPU per rank, or none, got 2 GPUs for 4 ranks"
+    assert [outcome.text.count(rule) for outcome in outcomes] == [1] * 4, outcomes
 
 
 @pytest.mark.parametrize(
@@ -428,7 +362,6 @@ def test_plain_python_takes_as_many_gpus_as_the_lesson_can(
     world_sizes: list,
     ranks: int,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
 ) -> None:
     asked = []
     monkeypatch.delenv("RANK", raising=False)
@@ -438,4 +371,3 @@ def test_plain_python_takes_as_many_gpus_as_the_lesson_can(
     with pytest.raises(SystemExit):
         plumbing.launch(world_sizes)
     assert f"--nproc-per-node={ranks}" in asked
-    assert (f"{ranks} of {gpus} GPUs" in capsys.readouterr().out) == (ranks < gpus)

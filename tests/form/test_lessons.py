@@ -25,8 +25,8 @@ READ_ALOUD = LESSONS + [
 ]
 
 TOP = """\
-RANK = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1")))
+RANK = int(os.environ.get("RANK", "0"))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 """
 
 

@@ -194,6 +194,18 @@ def test_srun_alone_starts_ranks_too(cluster: Cluster) -> None:
     ]
 
 
+def test_srun_alone_trains_too(cluster: Cluster) -> None:
+    line = [
+        "srun",
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        "python",
+        str(ROOT / "launch/ddp_minimal.py"),
+    ]
+    said = cluster.call(*line).splitlines()  # of rank 0 alone, so this is one world
+    assert [words.partition(":")[0] for words in said] == [f"epoch {epoch}" for epoch in range(6)]
+
+
 # These scripts need no torch: it is torchrun and Slurm that are tested. What fails is on the second
 # node; the first node's torchrun, which serves the meeting, would not notice by itself.
 FAILS = """
