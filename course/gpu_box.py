@@ -14,21 +14,19 @@ import os
 import platform
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
 from collections import Counter
 from pathlib import Path
 
-import psutil
 import pynvml
 import torch
 
 from course import doctor
 from course.lessons import LESSONS, ROOT, world_sizes_of
 from course.machines import Machine, ledger_of, machines, name_of, page
-from course.run_lessons import DEADLINE, run_many, run_one, watch
+from course.run_lessons import DEADLINE, discreet, run_many, run_one, watch
 
 SIZES = (1, 2, 4, 8)
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1")
@@ -118,18 +116,6 @@ def joined(one: object, other: object) -> str:
     return levels.get(level, f"NVML's level {level}")
 
 
-def discreet(text: str) -> str:
-    """Without what names you: the clone's place, your home, this host and its addresses."""
-    instead = {str(ROOT): ".", str(Path.home()): "~", socket.gethostname(): "host"}
-    for addresses in psutil.net_if_addrs().values():
-        for address in addresses:
-            instead[address.address.partition("%")[0]] = "ADDRESS"
-    names = instead.keys() - {"/", "127.0.0.1", "::1", "localhost"}
-    for name in sorted(names, key=len, reverse=True):  # the clone may lie in your home
-        text = re.sub(rf"(?<![\w.:]){re.escape(name)}(?![\w:])", instead[name], text)
-    return text
-
-
 # What is to be done
 
 
@@ -159,19 +145,16 @@ class Box:
         return told if (told.get("exit"), told.get("source"), told.get("torch")) == same else {}
 
     def run(self, lesson: str, size: int) -> dict:
-        """Run one lesson on so many ranks; keep its ledger, and what it printed if it failed."""
+        """Run one lesson on so many ranks; keep its ledger, and what it printed."""
         folder = self.folder / f"{size}-ranks"
         folder.mkdir(parents=True, exist_ok=True)
         gpus = min(size, len(self.gpus))
         environment = {} if self.pretended else {"CUDA_VISIBLE_DEVICES": first(gpus)}
         told = run_one(lesson, folder, self.launcher(lesson, size), environment, self.deadline)
-        said = discreet(told.pop("output"))
+        said = told.pop("output")
         told |= {"gpus": gpus, "source": digest(lesson)}
         path = folder / f"{name_of(lesson)}.json"
         path.write_text(json.dumps(told, indent=1) + "\n")
-        path.with_suffix(".txt").unlink(missing_ok=True)
-        if told["exit"]:
-            path.with_suffix(".txt").write_text(said)
         return told | {"output": said}
 
     def launcher(self, lesson: str, size: int) -> tuple[str, ...]:

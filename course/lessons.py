@@ -19,6 +19,12 @@ def world_sizes_of(path: str) -> list[int]:
     return ABOUT[path]["ranks"]
 
 
+def tests_of(path: str) -> Path:
+    """Where all that belongs to the lesson's tests stands."""
+    folder, name = path.split("/")
+    return ROOT / "tests/lessons" / folder / f"test_{name}"
+
+
 def flags_of(path: str) -> list[str]:
     """The names of the lesson's own flags, read without running it."""
     for node in ast.walk(ast.parse((ROOT / path).read_text())):

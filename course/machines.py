@@ -1,12 +1,13 @@
 """The GPU machines on which the course was run, results/MACHINE/, and the page made of each.
 
-`make gpu` makes such a folder: machine.json, N-ranks/ (a ledger per lesson, what it printed if it
-failed), bench/, cluster.json, cluster.txt and cluster.png, topology.txt, doctor.txt, and README.md,
-which this file writes from the others.
+`make gpu` makes such a folder: machine.json, N-ranks/ (each lesson's ledger, and what it printed),
+bench/, cluster.json, cluster.txt and cluster.png, topology.txt, doctor.txt, and README.md, which
+this file writes from the others.
 """
 
 import json
 import re
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +15,18 @@ from statistics import median
 
 from course.lessons import LESSONS, ROOT
 
-VERDICTS = ("PASS", "FAIL", "BLOCKED")
+# How the rows of a ledger are counted: what is simulated, or theory, apart from what was measured.
+COUNTED = ("PASS", "FAIL", "BLOCKED", "simulated", "theory")
+
+
+def counted(ledger: list[dict]) -> Counter:
+    """How many rows PASS, FAIL, and are BLOCKED; those that PASS without being measured apart."""
+    counts = Counter()
+    for row in ledger:
+        kind = row.get("kind", "measured")
+        apart = row["verdict"] == "PASS" and kind != "measured"
+        counts[kind if apart else row["verdict"]] += 1
+    return counts
 
 
 def name_of(lesson: str) -> str:
@@ -139,8 +151,8 @@ def ended(told: dict | None) -> str:
     """How one run ended, in a word or two."""
     if told is None:
         return ""
-    verdicts = [row["verdict"] for row in told["ledger"]]
-    counts = ", ".join(f"{verdicts.count(v)} {v}" for v in VERDICTS if v in verdicts)
+    found = counted(told["ledger"])
+    counts = ", ".join(f"{found[how]} {how}" for how in COUNTED if found[how])
     if told["exit"] == 0:
         return counts
     word = "**hung**" if told["exit"] == "hung" else "**failed**"

@@ -14,6 +14,8 @@ from course import outline
 from course.book import exercises as book
 from course.lessons import FOLDERS, LESSONS, ROOT, world_sizes_of
 from course.machines import (
+    COUNTED,
+    counted,
     ledger_of,
     machines,
     name_of,
@@ -41,7 +43,8 @@ def sample(most: int = 8) -> str:
         print(f"{'':13}{'claim':50} {'predicted':22} {'measured':>11}")
         for row in rows:
             keys = [row[key] for key in ("claim", "predicted", "measured", "sign", "slack")]
-            plumbing.claim(*keys, question=row.get("question"))
+            kind = row.get("kind", "measured")
+            plumbing.claim(*keys, question=row.get("question"), kind=kind)
     return f"```\n{out.getvalue()}```"
 
 
@@ -76,13 +79,15 @@ def exercises() -> str:
 
 def counts() -> str:
     """One sentence of figures: what there is, and how much of it held when it was measured."""
-    verdicts = Counter()
+    found = Counter()
     for lesson in LESSONS:
-        verdicts.update(row["verdict"] for row in ledger_of(lesson)["ledger"])
+        found.update(counted(ledger_of(lesson)["ledger"]))
     every = book()
     known = sum(len(one.mistakes()) for one in every)
-    claims = f"{verdicts['PASS']} claims PASS, {verdicts['FAIL']} FAIL"
-    waiting = f"{verdicts['BLOCKED']} are BLOCKED, for want of GPUs mostly"
+    claims = f"{found['PASS']} measured claims PASS, {found['FAIL']} FAIL"
+    if apart := [f"{found[kind]} {kind}" for kind in ("simulated", "theory") if found[kind]]:
+        claims += f", {' and '.join(apart)} apart,"
+    waiting = f"{found['BLOCKED']} are BLOCKED, for want of GPUs mostly"
     asked = re.findall(r"^\*\*\d+\. ", (ROOT / "exercises/interview_topics.md").read_text(), re.M)
     return (
         f"{len(LESSONS)} lessons, in which {claims} and {waiting} ([results](results/README.md)) · "
@@ -93,13 +98,13 @@ def counts() -> str:
 
 def results() -> str:
     """One row per lesson: how many claims held, and in how many seconds."""
-    rows = ["| Lesson | Verdict | PASS | FAIL | BLOCKED | Seconds | Ranks | torch | Date |"]
-    rows += ["|---|---|--:|--:|--:|--:|--:|---|---|"]
+    rows = [f"| Lesson | Verdict | {' | '.join(COUNTED)} | Seconds | Ranks | torch | Date |"]
+    rows += ["|---|---|--:|--:|--:|--:|--:|--:|--:|---|---|"]
     for lesson in LESSONS:
         told = ledger_of(lesson)
-        verdicts = [row["verdict"] for row in told["ledger"]]
-        counts = " | ".join(str(verdicts.count(v)) for v in ("PASS", "FAIL", "BLOCKED"))
-        kept = "MISSED" if "FAIL" in verdicts or "PASS" not in verdicts else "KEPT"
+        found = counted(told["ledger"])
+        counts = " | ".join(str(found[how]) for how in COUNTED)
+        kept = "MISSED" if found["FAIL"] or not found["PASS"] else "KEPT"
         setting = " | ".join(
             str(told.get(key, "")) for key in ("seconds", "ranks", "torch", "date")
         )
@@ -141,8 +146,8 @@ def gpus() -> str:
     rows += ["| Lesson | 0 GPUs | 1 GPU | 2 GPUs | 8 GPUs | Passed on GPUs |"]
     rows += ["|---|---|---|---|---|---|"]
     for lesson in outline.lessons():
-        verdicts = [row["verdict"] for row in ledger_of(lesson.path)["ledger"]]
-        cells = [f"[{lesson.name}]({lesson.path})", f"{verdicts.count('PASS')} claims"]
+        found = counted(ledger_of(lesson.path)["ledger"])
+        cells = [f"[{lesson.name}]({lesson.path})", f"{found['PASS']} claims"]
         cells += on_gpus(lesson.path)
         passed = {one.name: ", ".join(map(str, one.passed_on(lesson.path))) for one in every}
         cells.append("; ".join(f"{name}: {sizes}" for name, sizes in passed.items() if sizes))

@@ -1,17 +1,19 @@
 """The form of lessons: the order of parts, one plumbing, identical passages, code that reads."""
 
 import ast
+import functools
 import json
 import re
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from course.lessons import LESSONS, READING_ORDER, ROOT
+from course.lessons import LESSONS, READING_ORDER, ROOT, tests_of, world_sizes_of
 from course.shared_code import definitions, plumbing_of
 from tests.helpers.tricks import tricks
 
@@ -30,13 +32,44 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 """
 
 
+@functools.cache
 def own(lesson: str) -> str:
     """A lesson's source without its plumbing."""
     return (ROOT / lesson).read_text().removesuffix(plumbing_of(lesson))
 
 
+@functools.cache
+def tree_of(lesson: str) -> ast.Module:
+    """The same, parsed."""
+    return ast.parse(own(lesson))
+
+
+@functools.cache
+def definitions_of(lesson: str) -> dict[str, str]:
+    return definitions(own(lesson))
+
+
 def docstring(lesson: str) -> str:
-    return ast.get_docstring(ast.parse(own(lesson)))
+    return ast.get_docstring(tree_of(lesson))
+
+
+RULES: list[Callable[[str], None]] = []  # each asserts something of a lesson
+
+
+def rule(check: Callable[[str], None]) -> Callable[[str], None]:
+    RULES.append(check)
+    return check
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_the_form_of_a_lesson(lesson: str) -> None:
+    broken = []
+    for check in RULES:
+        try:
+            check(lesson)
+        except AssertionError as error:
+            broken.append(f"{check.__name__}: {error}")
+    assert not broken, "\n".join(broken)
 
 
 def predictions(lesson: str) -> set[int]:
@@ -49,14 +82,14 @@ def test_the_reading_order_names_each_lesson_once() -> None:
     assert sorted(row["path"] for row in READING_ORDER) == sorted(set(LESSONS))
 
 
-@pytest.mark.parametrize("lesson", LESSONS)
-def test_plumbing_is_the_canonical_copy(lesson: str) -> None:
+@rule
+def plumbing_is_the_canonical_copy(lesson: str) -> None:
     assert plumbing_of(lesson) == plumbing_of("course/plumbing.py"), "run: make plumbing"
     assert TOP in own(lesson).partition("\n# %%")[0], "RANK and WORLD_SIZE stand above the cells"
 
 
-@pytest.mark.parametrize("lesson", LESSONS)
-def test_the_docstring_asks_and_does_not_answer(lesson: str) -> None:
+@rule
+def the_docstring_asks_and_does_not_answer(lesson: str) -> None:
     said = docstring(lesson)
     title, rule = said.splitlines()[:2]
     assert set(rule) == {"="}
@@ -70,10 +103,9 @@ def test_the_docstring_asks_and_does_not_answer(lesson: str) -> None:
     assert "You will have seen" not in said
 
 
-@pytest.mark.parametrize("lesson", LESSONS)
-def test_a_claim_answers_each_question(lesson: str) -> None:
-    tree = ast.parse(own(lesson))
-    keywords = [node for node in ast.walk(tree) if isinstance(node, ast.keyword)]
+@rule
+def a_claim_answers_each_question(lesson: str) -> None:
+    keywords = [node for node in ast.walk(tree_of(lesson)) if isinstance(node, ast.keyword)]
     answered = set()
     for keyword in keywords:
         if keyword.arg == "question" and isinstance(keyword.value, ast.Constant):
@@ -82,8 +114,8 @@ def test_a_claim_answers_each_question(lesson: str) -> None:
     assert answered == predictions(lesson)
 
 
-@pytest.mark.parametrize("lesson", LESSONS)
-def test_the_idea_comes_first_and_the_answers_last(lesson: str) -> None:
+@rule
+def the_idea_comes_first_and_the_answers_last(lesson: str) -> None:
     source = own(lesson)
     sections = re.findall(r"^# %% \[markdown\]\n# ## (.*)$", source, re.M)
     assert sections[0].startswith("1. ")
@@ -94,13 +126,13 @@ def test_the_idea_comes_first_and_the_answers_last(lesson: str) -> None:
     answers = source.partition("# ## What you should have seen")[2]
     for number in predictions(lesson):
         assert re.search(rf"^# {number}\. ", answers, re.M), f"{number}. is not answered"
-    defined = [n.name for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)]
+    defined = [n.name for n in tree_of(lesson).body if isinstance(n, ast.FunctionDef)]
     assert defined[-1] == "main"
     assert "def main()" in answers
 
 
-@pytest.mark.parametrize("lesson", LESSONS)
-def test_cells_are_short_and_have_words_before_them(lesson: str) -> None:
+@rule
+def cells_are_short_and_have_words_before_them(lesson: str) -> None:
     """A cell of code holds at most about 60 lines; before each stands a cell of prose."""
     cells = re.split(r"^# %%", own(lesson), flags=re.M)[1:]
     for before, cell in zip([" [markdown]", *cells], cells, strict=False):
@@ -109,9 +141,23 @@ def test_cells_are_short_and_have_words_before_them(lesson: str) -> None:
             assert len([line for line in cell.splitlines() if line.strip()]) <= 75, cell[:200]
 
 
-@pytest.mark.parametrize("lesson", LESSONS)
-def test_a_lesson_imports_only_what_is_named(lesson: str) -> None:
-    for node in ast.walk(ast.parse((ROOT / lesson).read_text())):
+@rule
+def plain_python_starts_no_number_of_ranks_that_the_lesson_refuses(lesson: str) -> None:
+    """Those whose `launch` names some numbers are tried (tests/lessons/every.py)."""
+    if world_sizes_of(lesson) != [1] and "\n    launch()\n" in own(lesson):
+        assert {*world_sizes_of(lesson)} >= {2, 3, 4, 8}
+
+
+@rule
+def its_tests_stand_in_one_file(lesson: str) -> None:
+    text = tests_of(lesson).read_text()
+    assert re.search(r"from tests.lessons.every import .*\btest_lesson\b", text)
+    assert f'LESSON = "{lesson}"' in text
+
+
+@rule
+def a_lesson_imports_only_what_is_named(lesson: str) -> None:
+    for node in ast.walk(tree_of(lesson)):
         names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
         names += [node.module] if isinstance(node, ast.ImportFrom) else []
         for name in names:
@@ -119,24 +165,24 @@ def test_a_lesson_imports_only_what_is_named(lesson: str) -> None:
             assert top in IMPORTABLE | set(sys.stdlib_module_names), f"{lesson} imports {name}"
 
 
-@pytest.mark.parametrize("path", READ_ALOUD)
-def test_code_can_be_read_aloud(path: str) -> None:
-    source = (ROOT / path).read_text()
-    if path in LESSONS or path.startswith("course/"):
-        assert "noqa" not in source
-    lines = source.splitlines()
-    found = [
-        f"{path}:{at}: {rule}: {lines[at - 1].strip()}" for at, rule in tricks(ast.parse(source))
-    ]
+def test_code_can_be_read_aloud() -> None:
+    found = []
+    for path in READ_ALOUD:
+        source = (ROOT / path).read_text()
+        if path in LESSONS or path.startswith("course/"):
+            assert "noqa" not in source, path
+        lines = source.splitlines()
+        for at, trick in tricks(ast.parse(source)):
+            found.append(f"{path}:{at}: {trick}: {lines[at - 1].strip()}")
     assert not found, "\n".join(found)
 
 
 PASSAGES = definitions((ROOT / "course/passages.py").read_text())
 
 
-@pytest.mark.parametrize("lesson", LESSONS)
-def test_shared_passages_are_identical(lesson: str) -> None:
-    for name, text in definitions(own(lesson)).items():
+@rule
+def shared_passages_are_identical(lesson: str) -> None:
+    for name, text in definitions_of(lesson).items():
         if name in PASSAGES:
             assert text == PASSAGES[name], f"{name}: run make plumbing"
 
@@ -145,7 +191,7 @@ def test_nothing_else_repeats() -> None:
     """No function or method of six lines or more stands in two lessons, the passages apart."""
     places = defaultdict(set)
     for lesson in LESSONS:
-        for name, text in definitions(own(lesson)).items():
+        for name, text in definitions_of(lesson).items():
             if name in PASSAGES:
                 continue
             for node in ast.walk(ast.parse(text)):

@@ -234,7 +234,8 @@ DOCUMENTS += (".github/workflows/test.yml", "results/README.md")
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_what_is_to_be_made_can_be_made(document: str) -> None:
     makefile = (ROOT / "Makefile").read_text()
-    targets = set(re.findall(r"^([\w./-]+):(?!=)", makefile, re.M)) | {"results"}
+    lines = re.findall(r"^([\w./ -]+):(?!=)", makefile, re.M)
+    targets = {target for line in lines for target in line.split()}
     text = (ROOT / document).read_text()
     named = re.findall(r"(?:`|run: |^ +|&& |phase \S+ )make ([a-z.][\w./-]*)", text, re.M)
     assert set(named) <= targets

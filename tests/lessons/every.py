@@ -20,10 +20,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from unittest.mock import Mock, patch
 
 import pytest
 
@@ -33,6 +35,7 @@ from course.lessons import READING_ORDER, ROOT, flags_of, world_sizes_of
 from course.machines import ledger_of, wanted
 from course.playing import Played, at_night, load, play
 from course.ranks import attempt
+from course.ranks import run as run_ranks
 from tests.helpers.leftovers import left_in
 from tests.helpers.together import merged, together
 
@@ -270,6 +273,52 @@ def refusal(lesson: str) -> str:
     except SystemExit as end:
         return end.code
     return ""
+
+    if re.search(r"^    launch\(.+\)", (ROOT / module.LESSON).read_text(), re.M):
+        yield Case("starts only what it takes", partial(starts_what_it_takes, module.LESSON))
+
+
+def starts_what_it_takes(lesson: str, folder: Path) -> None:
+    """Plain python starts no number of ranks that the lesson refuses; on 16 GPUs it starts 16."""
+    (started,) = run_ranks(started_on_gpus, 1, lesson, group=False)
+    assert {gpus: refused for gpus, (_, refused) in started.items() if refused} == {}
+    assert started[16] == (16, "")
+
+
+def started_on_gpus(lesson: str) -> dict[int, tuple[int, str]]:
+    return {gpus: started_on(lesson, gpus) for gpus in (2, 3, 5, 7, 8, 16, 100)}
+
+
+def started_on(lesson: str, gpus: int) -> tuple[int, str]:
+    """Let plain python count so many GPUs, and be one of the ranks that it starts, up to `setup`.
+
+    Returns how many those are, and what they refuse, or nothing.
+    """
+    words = []
+    sys.argv = [lesson]
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    with (
+        patch("torch.cuda.device_count", lambda: gpus),
+        patch("torch.distributed.run.main", words.extend),
+        suppress(SystemExit),
+    ):
+        load(lesson).main()
+    (ranks,) = [word.partition("=")[2] for word in words if "--nproc-per-node=" in word]
+    os.environ |= {"RANK": "1", "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    module = load(lesson)
+    module.time = SimpleNamespace(sleep=lambda seconds: None)
+    module.setup = Mock(side_effect=Joined)
+    try:
+        module.main()
+    except SystemExit as end:
+        return int(ranks), end.code
+    except Joined:
+        return int(ranks), ""
+
+
+class Joined(Exception):
+    """The lesson did not refuse: it would join the group now."""
 
 
 # GPUs, pretended and real
