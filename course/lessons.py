@@ -19,7 +19,7 @@ def world_sizes_of(path: str) -> list[int]:
     return ABOUT[path]["ranks"]
 
 
-def tests_of(path: str) -> Path:
+def file_of_tests(path: str) -> Path:
     """Where all that belongs to the lesson's tests stands."""
     folder, name = path.split("/")
     return ROOT / "tests/lessons" / folder / f"test_{name}"

@@ -728,7 +728,8 @@ def setup() -> torch.device:
         sys.exit(1)  # it was killed before that line
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank that waits inside C++ too
     torch.set_float32_matmul_precision("highest")  # some images make TF32 the default
-    gpus, local_ranks = torch.cuda.device_count(), int(os.environ["LOCAL_WORLD_SIZE"])
+    gpus = torch.cuda.device_count()
+    local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cpu")
     how = f"gloo ({local_ranks} ranks and {gpus} GPUs here)"
     if gpus >= local_ranks:
@@ -794,9 +795,10 @@ def claim(
     `kind` says what was measured: the real thing, or what is "simulated", or "theory". `timed` says
     that a clock decides; `varies`, that the kernel's own traffic does, or how well a model learns.
     """
-    p, m, slack = float(predicted), float(measured), float(atol)
-    error = {"=": abs(m - p), "<=": m - p, ">=": p - m}[sign] - slack
-    found = [(math.inf if math.isnan(error) else error, RANK, p, m, slack)]
+    p = float(predicted)
+    m = float(measured)
+    error = {"=": abs(m - p), "<=": m - p, ">=": p - m}[sign] - atol
+    found = [(math.inf if math.isnan(error) else error, RANK, p, m, float(atol))]
     if dist.is_initialized():
         found *= WORLD_SIZE
         dist.all_gather_object(found, found[0])

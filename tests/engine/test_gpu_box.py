@@ -275,14 +275,14 @@ def test_torchrun_starts_the_ranks_of_lessons_that_do_not(monkeypatch: pytest.Mo
 def test_what_is_kept_names_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     card = SimpleNamespace(address="fe80::fc:ff%eth0")
     cards = {"eth0": [SimpleNamespace(address="10.0.0.12"), card]}
-    monkeypatch.setattr(gpu_box.psutil, "net_if_addrs", lambda: cards)
+    monkeypatch.setattr(run_lessons.psutil, "net_if_addrs", lambda: cards)
     monkeypatch.setattr(run_lessons, "ROOT", Path("/home/ada/course"))
-    monkeypatch.setattr(gpu_box.Path, "home", lambda: Path("/home/ada"))
-    monkeypatch.setattr(gpu_box.socket, "gethostname", lambda: "node7")
+    monkeypatch.setattr(run_lessons.Path, "home", lambda: Path("/home/ada"))
+    monkeypatch.setattr(run_lessons.socket, "gethostname", lambda: "node7")
     said = "/home/ada/course/fsdp/x.py, /home/ada/.venv, node7, node70, /home/adam"
-    assert gpu_box.discreet(said) == "./fsdp/x.py, ~/.venv, host, node70, /home/adam"
+    assert run_lessons.discreet(said) == "./fsdp/x.py, ~/.venv, host, node70, /home/adam"
     said = "eth0 10.0.0.12, fe80::fc:ff; 110.0.0.12, 10.0.0.123, 127.0.0.1"
-    assert gpu_box.discreet(said) == "eth0 ADDRESS, ADDRESS; 110.0.0.12, 10.0.0.123, 127.0.0.1"
+    assert run_lessons.discreet(said) == "eth0 ADDRESS, ADDRESS; 110.0.0.12, 10.0.0.123, 127.0.0.1"
 
 
 def test_ctrl_c_keeps_what_was_measured(

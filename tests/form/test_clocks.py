@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from course.lessons import LESSONS, ROOT, tests_of
+from course.lessons import LESSONS, ROOT, file_of_tests
 from course.shared_code import plumbing_of
 
 CLOCKS = {"perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "time", "time_ns"}
@@ -74,7 +74,7 @@ def impatient(source: str) -> Iterator[tuple[int, str]]:
 
 def spared(lesson: str) -> set[str]:
     """The functions that NO_DEVICE in the lesson's file of tests names: {function: why}."""
-    for node in ast.parse(tests_of(lesson).read_text()).body:
+    for node in ast.parse(file_of_tests(lesson).read_text()).body:
         if isinstance(node, ast.Assign) and node.targets[0].id == "NO_DEVICE":
             return {*ast.literal_eval(node.value)}
     return set()

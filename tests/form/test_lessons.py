@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from course.lessons import LESSONS, READING_ORDER, ROOT, tests_of, world_sizes_of
+from course.lessons import LESSONS, READING_ORDER, ROOT, file_of_tests, world_sizes_of
 from course.shared_code import definitions, plumbing_of
 from tests.helpers.tricks import tricks
 
@@ -150,7 +150,7 @@ def plain_python_starts_no_number_of_ranks_that_the_lesson_refuses(lesson: str) 
 
 @rule
 def its_tests_stand_in_one_file(lesson: str) -> None:
-    text = tests_of(lesson).read_text()
+    text = file_of_tests(lesson).read_text()
     assert re.search(r"from tests.lessons.every import .*\btest_lesson\b", text)
     assert f'LESSON = "{lesson}"' in text
 
