@@ -74,7 +74,10 @@ def lesson(options: argparse.Namespace) -> int:
     path.write_text(text + plumbing_of("course/plumbing.py"))
     ORDER.write_text(with_row(ORDER.read_text(), f"{folder}/{name}"))
     here = path.relative_to(ROOT)
-    print(f"Written: {here}, and its row in course/lessons.toml. It runs: python {here}")
+    tests = ROOT / f"tests/lessons/{folder}/test_{name}.py"
+    tests.write_text(filled("test_lesson.py.in", LESSON=str(here)))
+    print(f"Written: {here}, its row in course/lessons.toml, {tests.relative_to(ROOT)}.")
+    print(f"It runs: python {here}")
     print(f"Make it yours, and add it to the table of {folder}/README.md. Then:")
     print(f"make results ONLY={here}; make check. More in CONTRIBUTING.md.")
     return 0

@@ -193,9 +193,10 @@ def test_a_new_lesson_passes_the_tests_of_form_and_runs(tmp_path: Path) -> None:
     said = python(tmp_path, "-m", "course.new", "lesson", "parallelism/90_my_lesson")
     lesson = "parallelism/90_my_lesson.py"
     assert lesson in said
-    assert changed_files(tmp_path) == {lesson, "course/lessons.toml"}
-    python(tmp_path, *RUFF, "check", lesson)
-    python(tmp_path, *RUFF, "format", "--check", lesson)
+    tests = "tests/lessons/parallelism/test_90_my_lesson.py"
+    assert changed_files(tmp_path) == {lesson, tests, "course/lessons.toml"}
+    python(tmp_path, *RUFF, "check", lesson, tests)
+    python(tmp_path, *RUFF, "format", "--check", lesson, tests)
     readme = tmp_path / "parallelism/README.md"
     readme.write_text(readme.read_text() + "\n[90_my_lesson.py](90_my_lesson.py)\n")
     python(tmp_path, "-m", "course.run_lessons", "--keep", f"--only={lesson}")
@@ -203,6 +204,7 @@ def test_a_new_lesson_passes_the_tests_of_form_and_runs(tmp_path: Path) -> None:
     ledger = "results/lessons/parallelism_90_my_lesson.json"
     assert changed_files(tmp_path) == {
         lesson,
+        tests,
         "course/lessons.toml",
         "parallelism/README.md",
         "README.md",
@@ -213,7 +215,7 @@ def test_a_new_lesson_passes_the_tests_of_form_and_runs(tmp_path: Path) -> None:
     verdicts = [row["verdict"] for row in json.loads((tmp_path / ledger).read_text())["ledger"]]
     assert verdicts == ["PASS"]
     said = python(
-        tmp_path, *PYTEST, "tests/form", "-k", "90_my_lesson or tables or folder or repeats"
+        tmp_path, *PYTEST, "tests/form", tests, "-k", "90_my_lesson or tables or folder or repeats"
     )
     assert "failed" not in said
 

@@ -75,7 +75,7 @@ def impatient(source: str) -> Iterator[tuple[int, str]]:
 def spared(lesson: str) -> set[str]:
     """The functions that NO_DEVICE in the lesson's file of tests names: {function: why}."""
     for node in ast.parse(file_of_tests(lesson).read_text()).body:
-        if isinstance(node, ast.Assign) and node.targets[0].id == "NO_DEVICE":
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "NO_DEVICE":
             return {*ast.literal_eval(node.value)}
     return set()
 
