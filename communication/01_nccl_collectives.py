@@ -410,6 +410,7 @@ def sides_of_a_clock(device: torch.device) -> None:
         share,
         atol=0.5,
         question=5,
+        kind="simulated",
         timed=True,
     )
     if device.type == "cpu":  # where a call returns when it is done

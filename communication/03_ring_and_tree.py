@@ -711,16 +711,17 @@ def check_sends(
 # %%
 def check_64_ranks() -> None:
     most = busiest(star_schedule, 64)
-    claim("star of 64: busiest rank's elements / N", 63, most, question=2)
+    claim("star of 64: busiest rank's elements / N", 63, most, question=2, kind="theory")
     most = busiest(tree_schedule, 64)
-    claim("tree of 64: busiest rank's elements / N", 3, most, question=3)
+    claim("tree of 64: busiest rank's elements / N", 3, most, question=3, kind="theory")
     most = busiest(double_tree_schedule, 64)
-    claim("double tree of 64: busiest rank's elements / N", 2, most, question=4)
+    claim("double tree of 64: busiest rank's elements / N", 2, most, question=4, kind="theory")
     levels = 6  # 64 is 2 to the power of 6; the tree of 64 ranks is as deep
     steps = {"star": 2, "ring": 2 * (64 - 1), "tree": 2 * levels, "double tree": 2 * levels}
     steps |= {"recursive doubling": levels, "recursive halving-doubling": 2 * levels}
     for name, algorithm in ALL_REDUCE.items():
-        claim(f"{name} of 64: steps", steps[name], len(algorithm(64, 128 * 64, WHOLE)))
+        counted = len(algorithm(64, 128 * 64, WHOLE))
+        claim(f"{name} of 64: steps", steps[name], counted, kind="theory")
 
 
 def busiest(algorithm: Callable, n: int) -> float:

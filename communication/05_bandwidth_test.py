@@ -115,9 +115,11 @@ def bandwidths(nbytes: float, seconds: float, factor: float) -> tuple[float, flo
 def check_headline() -> None:
     nbytes = 400e6
     busbw = bandwidths(nbytes, 2.527e-3, twice_all_but_one(8))[1]
-    claim("400 MB in 2.527 ms on 8 ranks: busbw, GB/s", 277, busbw, atol=0.1, question=1)
+    what = "400 MB in 2.527 ms on 8 ranks: busbw, GB/s"
+    claim(what, 277, busbw, atol=0.1, question=1, kind="theory")
     algbw = bandwidths(nbytes, 1.444e-3, twice_all_but_one(8))[0]
-    claim("400 MB in 1.444 ms on 8 ranks: algbw, GB/s", 277, algbw, atol=0.1, question=1)
+    what = "400 MB in 1.444 ms on 8 ranks: algbw, GB/s"
+    claim(what, 277, algbw, atol=0.1, question=1, kind="theory")
 
 
 # %% [markdown]
@@ -409,7 +411,7 @@ def check_rows(b: Bench, rows: list[dict]) -> None:
         errors = sum(cell["wrong"] for cell in measured)
         claim(f"{name}: wrong elements", 0, errors, question=4)
         ratio = measured[0]["busbw"] / measured[0]["algbw"]
-        claim(f"{name}: busbw / algbw", factors.get(name, part), ratio, atol=1e-9)
+        claim(f"{name}: busbw / algbw", factors.get(name, part), ratio, atol=1e-9, kind="theory")
     out = b.total.repeat(3)
     out[PRIME + RANK] += 1
     claim("elements called wrong, where one is", 1, wrong(out, b.total), question=4)
@@ -510,9 +512,11 @@ def check_links(b: Bench) -> float:
     sleep = max(20 * max(seconds), 0.1)  # 0.1 s: above what a busy machine may disturb
     with_a_slow_one = link_seconds(b, x, slowed, sleep)
     named = with_a_slow_one.index(max(with_a_slow_one))
-    claim("link named when one is slowed, by its sender", slowed, named, timed=True)
+    what = "link named when one is slowed, by its sender"
+    claim(what, slowed, named, kind="simulated", timed=True)
     ratio = all_links_seconds(b, x, slowed, sleep) / max(with_a_slow_one)
-    claim("all links at once / the slow one alone", 1, ratio, atol=0.4, question=3, timed=True)
+    what = "all links at once / the slow one alone"
+    claim(what, 1, ratio, atol=0.4, question=3, kind="simulated", timed=True)
 
     reached = measure(b, "all_reduce", count, in_place=True)["busbw"] / slowest
     what = "all-reduce's busbw / the slowest link's"

@@ -45,6 +45,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import NamedTuple, NoReturn
@@ -677,16 +678,17 @@ def check_across_the_cable(link: list[Connection], why_not: str, figure: str | N
 
 
 def check_shares(name: str, hidden: dict[str, float]) -> None:
+    judge = partial(claim, kind="simulated", timed=True)  # sleeps stand for the compute
     by_clock = hidden["clock"]
     if name == "backward":
         predicted = (BUCKETS - 1) / BUCKETS
-        claim(f"{name}: share hidden", predicted, by_clock, atol=0.3, question=1, timed=True)
+        judge(f"{name}: share hidden", predicted, by_clock, atol=0.3, question=1)
     else:
         predicted = (LAYERS - 1) / LAYERS
-        claim(f"{name}: share hidden", predicted, by_clock, atol=0.35, timed=True)
+        judge(f"{name}: share hidden", predicted, by_clock, atol=0.35)
     by_trace = hidden["trace"]
-    claim(f"{name}: by trace, as by clock", by_clock, by_trace, atol=0.2, question=4, timed=True)
-    claim(f"{name}: by log, as by clock", by_clock, hidden["log"], atol=0.2, timed=True)
+    judge(f"{name}: by trace, as by clock", by_clock, by_trace, atol=0.2, question=4)
+    judge(f"{name}: by log, as by clock", by_clock, hidden["log"], atol=0.2)
 
 
 # %% [markdown]

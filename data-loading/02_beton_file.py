@@ -326,7 +326,7 @@ def check_training(path: Path, device: torch.device) -> None:
     slack = 0 if device.type == "cpu" else 1e-3
     claim("test loss, FFCV's minus DataLoader's", 0, ffcv_loss - loss, atol=slack, question=4)
     claim("test accuracy, FFCV's minus DataLoader's", 0, ffcv_accuracy - accuracy, atol=slack)
-    claim("test accuracy", 0.9, ffcv_accuracy, ">=")
+    claim("test accuracy", 0.9, ffcv_accuracy, ">=", varies=True)
 
 
 # %% [markdown]

@@ -325,7 +325,7 @@ def check_shards() -> None:
             times = np.bincount(np.concatenate(shares), minlength=samples)
             twice = int((times - 1).sum())
             wrong += len(times) != samples or times.min() == 0 or twice != -samples % ranks
-    claim("cases, of 312, in which shares miss or add some", 0, wrong)
+    claim("cases, of 312, in which shares miss or add some", 0, wrong, kind="theory")
 
 
 # %% [markdown]

@@ -986,7 +986,7 @@ def main() -> None:
         check_config(deepspeed, path, x_ST, expected, device)
         finish()
     fall = expected["held out at first"] - expected["held out"]
-    claim("one process: held-out loss falls by", 1.1, fall, atol=0.6)
+    claim("one process: held-out loss falls by", 1.1, fall, atol=0.6, varies=True)
     check_fsdp2(x_ST, x_ET, expected, device)
     measure_on_gpus(deepspeed, device)
     if deepspeed is None:

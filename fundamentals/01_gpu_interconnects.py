@@ -214,15 +214,19 @@ def check_pcie_switch() -> None:
     readers = [["host memory", "switch", f"GPU {gpu}"] for gpu in range(4)]
     neighbors = [[f"GPU {gpu}", "switch", f"GPU {(gpu + 1) % 4}"] for gpu in range(4)]
     rates = packets_delivered(readers, box)
-    claim("4 GPUs read host memory at once: GB/s each", 63 / 4, min(rates), atol=0.3, question=1)
+    text = "4 GPUs read host memory at once: GB/s each"
+    claim(text, 63 / 4, min(rates), atol=0.3, question=1, kind="simulated")
     rates = packets_delivered(neighbors, box)
-    claim("4 GPUs send to neighbors: GB/s each", 63, min(rates), atol=1, question=1)
+    text = "4 GPUs send to neighbors: GB/s each"
+    claim(text, 63, min(rates), atol=1, question=1, kind="simulated")
 
     together = [*readers, neighbors[3]]  # GPU 3 sends to GPU 0 while all four read
     shares = fair_shares(together, box)
     rates = packets_delivered(together, box)
-    claim("beside 4 readers, a neighbor's copy: GB/s", shares[4], rates[4], atol=1)
-    claim("  by hand, what a reader leaves of 63", 63 - 63 / 4, shares[4], atol=0.1)
+    text = "beside 4 readers, a neighbor's copy: GB/s"
+    claim(text, shares[4], rates[4], atol=1, kind="simulated")
+    text = "  by hand, what a reader leaves of 63"
+    claim(text, 63 - 63 / 4, shares[4], atol=0.1, kind="theory")
 
 
 # %% [markdown]
@@ -269,17 +273,21 @@ def check_crossbar() -> None:
     ring = [[f"GPU {gpu}", "NVSwitch", f"GPU {(gpu + 1) % 8}"] for gpu in range(8)]
     incast = [[f"GPU {gpu}", "NVSwitch", "GPU 7"] for gpu in range(7)]
     rates = packets_delivered(ring, h100)
-    claim("crossbar, 8 send right at once: GB/s each", 450, min(rates), atol=5, question=2)
+    text = "crossbar, 8 send right at once: GB/s each"
+    claim(text, 450, min(rates), atol=5, question=2, kind="simulated")
     rates = packets_delivered(incast, h100)
-    claim("crossbar, 7 send to one: GB/s each", 450 / 7, min(rates), atol=1, question=2)
+    text = "crossbar, 7 send to one: GB/s each"
+    claim(text, 450 / 7, min(rates), atol=1, question=2, kind="simulated")
     a100 = direct_mesh(4, LINKS["NVLink 3"].one_way)
     alone = packets_delivered([["GPU 0", "GPU 1"]], a100)
-    claim("A100s wired directly, one pair: GB/s", 12 / 3 * 25, alone[0], atol=2)
+    text = "A100s wired directly, one pair: GB/s"
+    claim(text, 12 / 3 * 25, alone[0], atol=2, kind="simulated")
 
     over_nvlink = packets_delivered([ring[0]], h100)
     over_pcie = packets_delivered([["GPU 0", "switch", "GPU 1"]], pcie_box())
     faster = over_nvlink[0] / over_pcie[0]
-    claim("one copy: NVLink 4 / PCIe 5.0", 450 / 63, faster, atol=0.2, question=3)
+    text = "one copy: NVLink 4 / PCIe 5.0"
+    claim(text, 450 / 63, faster, atol=0.2, question=3, kind="simulated")
 
 
 # %% [markdown]
@@ -346,9 +354,11 @@ def check_gpudirect_rdma() -> None:
         by_host.append([f"GPU {gpu}", "switch", "host memory", *to_network])
         direct.append([f"GPU {gpu}", *to_network])
     rates = packets_delivered(by_host, box)
-    claim("4 GPUs send through host memory: GB/s each", 63 / 4, min(rates), atol=0.3, question=4)
+    text = "4 GPUs send through host memory: GB/s each"
+    claim(text, 63 / 4, min(rates), atol=0.3, question=4, kind="simulated")
     rates = packets_delivered(direct, box)
-    claim("  with GPUDirect RDMA: GB/s each", 50, min(rates), atol=1, question=4)
+    text = "  with GPUDirect RDMA: GB/s each"
+    claim(text, 50, min(rates), atol=1, question=4, kind="simulated")
 
 
 def gpudirect_signs(root: Path) -> dict[str, bool]:
@@ -452,14 +462,17 @@ def check_roofline() -> None:
         rates = "".join(f"{attainable(intensity, gpu):9.2f}" for gpu in GPUS)
         print0(f"    {name + f' ({intensity:.3g})':20}{rates}")
     print0()
-    claim("adding: FLOPs per byte in bf16", 1 / 6, add, atol=1e-9, question=5)
-    claim("8192 x 8192 product: FLOPs per byte", 8192 / 3, square(8192), atol=1e-6)
+    claim("adding: FLOPs per byte in bf16", 1 / 6, add, atol=1e-9, question=5, kind="theory")
+    text = "8192 x 8192 product: FLOPs per byte"
+    claim(text, 8192 / 3, square(8192), atol=1e-6, kind="theory")
     sizes = range(1, 8193)
     first = sizes[bisect_left(sizes, ridge("H100"), key=square)]
-    claim("H100: smallest compute-bound n x n product", math.ceil(3 * 295.22), first, question=5)
+    text = "H100: smallest compute-bound n x n product"
+    claim(text, math.ceil(3 * 295.22), first, question=5, kind="theory")
     r = 989 / 3.35
     first = sizes[bisect_left(sizes, ridge("H100"), key=layer)]
-    claim("H100: tokens that fill an 8192-wide layer", math.ceil(r / (1 - 2 * r / 8192)), first)
+    text = "H100: tokens that fill an 8192-wide layer"
+    claim(text, math.ceil(r / (1 - 2 * r / 8192)), first, kind="theory")
 
 
 # %% [markdown]

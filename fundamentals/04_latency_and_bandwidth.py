@@ -420,7 +420,7 @@ def check_paths(ours: Found, theirs: Found | None) -> dict[str, Curve]:
     claim("bytes that came back wrong, all paths", 0, ours.wrong_bytes)
     fits = {name: fit(curve) for name, curve in curves.items()}
     used_twice = sum(len(found.seen & found.held) for found in fits.values())
-    claim("sizes that a fit saw and is judged on", 0, used_twice)
+    claim("sizes that a fit saw and is judged on", 0, used_twice, kind="theory")
     if theirs is None:
         blocked("shared memory, Unix socket, TCP, gloo", needs="2 ranks on one Linux machine")
         return curves

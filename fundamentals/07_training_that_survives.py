@@ -743,9 +743,10 @@ def check_interval() -> None:
         lost[factor] = share_lost(factor * young, cost, lifetimes)
         print0(f"{'':13}every {factor * young / 60:4.0f} minutes: {lost[factor]:6.1%} is lost")
     best = min(lost, key=lost.get)
-    claim("interval that loses least / sqrt(2 c M)", 1, best, question=7)
+    claim("interval that loses least / sqrt(2 c M)", 1, best, question=7, kind="simulated")
     predicted = math.sqrt(2 * cost / mtbf)
-    claim("share lost there", predicted, lost[best], atol=cost / mtbf, question=7)
+    text = "share lost there"
+    claim(text, predicted, lost[best], atol=cost / mtbf, question=7, kind="simulated")
 
 
 # %% [markdown]

@@ -329,7 +329,7 @@ def train_three_times(device: torch.device) -> dict[str, list[float]]:
     for name, model in (("by hand", by_hand), ("DDP", ddp)):
         check_weights(name, model, alone, atol)
         accuracy = accuracy_on(test_set, model)
-        claim(f"{name}: accuracy on new digits", 0.95, accuracy, ">=")
+        claim(f"{name}: accuracy on new digits", 0.95, accuracy, ">=", varies=True)
     return curves
 
 

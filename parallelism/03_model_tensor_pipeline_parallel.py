@@ -600,16 +600,19 @@ def check_pipeline(device: torch.device, oracle: nn.Module) -> None:
     error = weights_error(filled, expected)
     claim("micro-batches: error of the trained weights", 0, error, atol=TOLERANCE)
     right = pipelined_accuracy(filled, device)
-    claim("pipeline: accuracy on new digits", 0.9, right, ">=", rank=WORLD_SIZE - 1)
+    last = WORLD_SIZE - 1
+    claim("pipeline: accuracy on new digits", 0.9, right, ">=", varies=True, rank=last)
 
     count_messages("naive", naive_log)
     count_messages("micro-batches", filled_log)
     p = WORLD_SIZE
     idle = replay(gather_objects(naive_log.log))
-    claim("naive: share of slots idle", (p - 1) / p, idle, atol=1e-12, question=1)
+    what = "naive: share of slots idle"
+    claim(what, (p - 1) / p, idle, atol=1e-12, question=1, kind="simulated")
     idle = replay(gather_objects(filled_log.log))
     bubble = (p - 1) / (M + p - 1)
-    claim("micro-batches: share of slots idle", bubble, idle, atol=1e-12, question=4)
+    what = "micro-batches: share of slots idle"
+    claim(what, bubble, idle, atol=1e-12, question=4, kind="simulated")
 
 
 def count_messages(name: str, counted: CountedCommunication) -> None:
@@ -666,7 +669,7 @@ def check_tensor(device: torch.device, oracle: nn.Module) -> None:
     x, target = digits(device)
     with torch.no_grad():
         right = accuracy(model(x[TRAINED_ON:]), target[TRAINED_ON:])
-    claim("tensor: accuracy on new digits", 0.9, right, ">=")
+    claim("tensor: accuracy on new digits", 0.9, right, ">=", varies=True)
     counted = count_step(one_process_step, model, device)
     elements = counted.elements("all_reduce")
     what = "tensor: elements handed to all-reduces per step"

@@ -539,7 +539,7 @@ def check_training(device: torch.device) -> dict[str, list[tuple[str, int]]]:
     error = largest_difference(model, alone)
     claim("own: weights, error against one process", 0, error, atol=atol)
     accuracy = (model(samples[0][-300:]).argmax(1) == samples[1][-300:]).double().mean()
-    claim("own: accuracy on new digits", 0.9, accuracy, ">=")
+    claim("own: accuracy on new digits", 0.9, accuracy, ">=", varies=True)
     check_events("own", timeline.steps[-1], calls=3, missing=4)
     return {"own DDP": timeline.steps[-1]} | check_others(samples, device)
 

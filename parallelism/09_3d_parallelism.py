@@ -778,8 +778,8 @@ def main() -> None:
     gpt = GPT(LAYERS, D, T, V).to(device, torch.float64)
     trained = copy.deepcopy(gpt)
     loss = train_in_one_process(trained, device)
-    claim("one process: loss of the last step, at most", 4.2, loss, "<=")
-    claim("one process: loss of the last step, at least", 2.5, loss, ">=")
+    claim("one process: loss of the last step, at most", 4.2, loss, "<=", varies=True)
+    claim("one process: loss of the last step, at least", 2.5, loss, ">=", varies=True)
     for shape in shapes:
         check_mesh(shape, device, gpt, trained, loss)
     print_published_run()

@@ -427,10 +427,12 @@ def check_clocks(traces: list[dict], merged: list[dict]) -> None:
     off = uncertain / 1e3  # ms
     claim("barriers found in every rank's trace", ACTIVE * ROUNDS, found, rank=0)
     claim("us by which this machine's clocks are apart", 0, here, question=2, rank=0)
-    claim("ms of gap, rank 1's clock late", planted, wrong_gap / 1e3, atol=2 * off, rank=0)
-    claim("ms late, from both bounds", planted, error / 1e3, atol=off, question=3, rank=0)
+    late_clock = {"kind": "simulated", "rank": 0}
+    claim("ms of gap, rank 1's clock late", planted, wrong_gap / 1e3, atol=2 * off, **late_clock)
+    bounded = {"kind": "theory", "rank": 0}  # what is planted moves both bounds alike
+    claim("ms late, from both bounds", planted, error / 1e3, atol=off, question=3, **bounded)
     claim("ms that this estimate may be off, at most", 50, off, "<=", timed=True, rank=0)
-    claim("us of gap left, less than what it may be off", uncertain, mended, "<=", rank=0)
+    claim("us of gap left, less than what it may be off", uncertain, mended, "<=", **bounded)
 
 
 def check_many_barriers(traces: list[dict]) -> None:
@@ -457,7 +459,8 @@ def check_many_barriers(traces: list[dict]) -> None:
     ratio = distance.get(ACTIVE * ROUNDS, 0.0) / distance.get(1, 1.0)
     claim("bounds from all barriers / from one", 0.7, ratio, "<=", question=3, timed=True, rank=0)
     gain = 1e3 * GAIN
-    claim("ms per s, from both bounds", gain, 1e3 * middle, atol=1e3 * half, question=4, rank=0)
+    bounded = {"kind": "theory", "rank": 0}
+    claim("ms per s, from both bounds", gain, 1e3 * middle, atol=1e3 * half, question=4, **bounded)
     claim("ms per s that this may be off, at most", gain / 2, 1e3 * half, "<=", timed=True, rank=0)
 
 

@@ -711,7 +711,8 @@ def check_the_kernel(found: Evidence, device: torch.device) -> None:
     else:
         reduced = sum(call.nbytes for call in found.log if call.operation == "all_reduce")
         sent = seen(found.maps, "@tcp", os.getpid()) / reduced
-        claim(text, 2 * (n - 1) / n, sent, atol=0.02 * (n - 1) / n, question=3)  # headers: 1%
+        due = 2 * (n - 1) / n
+        claim(text, due, sent, atol=0.01 * due, question=3, varies=True)  # headers: 1%
     again = seen(found.maps, "@again", found.port)
     claim("times that a dropped SYN was sent again", found.again, again)
     retries = sum(found.maps.get("@again", {}).values()) - again

@@ -1,12 +1,12 @@
 """The lesson on collectives: its definitions, its counting, and that each claim can fail."""
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from course.lessons import ROOT
-from course.playing import load, play
+from course.playing import Played, load
 from course.ranks import run
+from tests.lessons.every import Breaks, test_lesson  # noqa: F401
 
 LESSON = "communication/01_nccl_collectives.py"
 
@@ -153,9 +153,8 @@ def only(section: str) -> list[tuple[str, str]]:
     return [(f"        {name}(device)\n", "") for name in others]
 
 
-BREAKS = {  # what is broken, at two ranks: section, (old, new), the claims to FAIL and no other
+MOVED = {
     "MAX for the sum, in the first call": (
-        MOVES,
         (
             "    dist.all_reduce(x)\n    claim(",
             "    dist.all_reduce(x, dist.ReduceOp.MAX)\n    claim(",
@@ -163,42 +162,34 @@ BREAKS = {  # what is broken, at two ranks: section, (old, new), the claims to F
         {ONE},
     ),
     "no broadcast": (
-        MOVES,
         ("    dist.broadcast(out, src=ROOT)\n", ""),
         values("broadcast") | traffic_of("broadcast", "1"),
     ),
     "scatter in the wrong order": (
-        MOVES,
         ("list(x.split(1))", "list(x.flip(0).split(1))"),
         values("scatter"),
     ),
     "no scatter": (
-        MOVES,
         ("    dist.scatter(out, chunks, src=ROOT)\n", ""),
         values("scatter") | traffic_of("scatter", "0.5"),
     ),
     "no gather": (
-        MOVES,
         ("    dist.gather(x, chunks, dst=ROOT)\n", ""),
         values("gather") | traffic_of("gather", "0.5"),
     ),
     "reduce by MAX": (
-        MOVES,
         ("dist.reduce(total, dst=ROOT)", "dist.reduce(total, ROOT, dist.ReduceOp.MAX)"),
         values("reduce"),
     ),
     "no reduce": (
-        MOVES,
         ("    dist.reduce(total, dst=ROOT)\n", ""),
         values("reduce") | traffic_of("reduce", "1"),
     ),
     "all_reduce by MAX": (  # Try
-        MOVES,
         ("    dist.all_reduce(out)\n", "    dist.all_reduce(out, dist.ReduceOp.MAX)\n"),
         values("all_reduce"),
     ),
     "all_reduce twice over": (
-        MOVES,
         (
             "    dist.all_reduce(out)\n",
             "    dist.all_reduce(out.clone())\n    dist.all_reduce(out)\n",
@@ -206,45 +197,39 @@ BREAKS = {  # what is broken, at two ranks: section, (old, new), the claims to F
         traffic_of("all_reduce", "1"),
     ),
     "all_gather without the others": (
-        MOVES,
         ("    dist.all_gather_into_tensor(out, x)\n", "    out.copy_(x.expand_as(out))\n"),
         values("all_gather") | traffic_of("all_gather", "0.5"),
     ),
     "reduce_scatter of the wrong chunk": (
-        MOVES,
         ("dist.reduce_scatter_tensor(out, x)", "dist.reduce_scatter_tensor(out, x.flip(0))"),
         values("reduce_scatter"),
     ),
     "no reduce_scatter": (
-        MOVES,
         ("dist.reduce_scatter_tensor(out, x)", "out.copy_(x[:1])"),
         values("reduce_scatter") | traffic_of("reduce_scatter", "0.5"),
     ),
     "all_to_all with nobody": (
-        MOVES,
         ("dist.all_to_all_single(out, x)", "out.copy_(x)"),
         values("all_to_all") | traffic_of("all_to_all", "0.5"),
     ),
     "every operator is SUM": (
-        MOVES,
         ("getattr(dist.ReduceOp, name)", "dist.ReduceOp.SUM"),
         values("AVG", "MIN", "MAX", "PRODUCT"),
     ),
     "every operator is MAX": (
-        MOVES,
         ("getattr(dist.ReduceOp, name)", "dist.ReduceOp.MAX"),
         values("SUM", "AVG", "MIN", "PRODUCT"),
     ),
     "halves that only gather": (
-        MOVES,
         (
             "    dist.reduce_scatter_tensor(shard, x)\n",
             "    shard.copy_(x[RANK * 1000 :][:1000])\n",
         ),
         {"elements whose bits differ, all_reduce and halves"},
     ),
+}
+WAITED = {
     "no barrier": (  # and the last rank is so late that rank 0 has left
-        WAITS,
         (
             "    time.sleep(0.1 if RANK == WORLD_SIZE - 1 else 0)\n"
             '    store.add("arrived", 1)\n    dist.barrier()\n'
@@ -256,48 +241,41 @@ BREAKS = {  # what is broken, at two ranks: section, (old, new), the claims to F
         {CAME},
     ),
     "a call that waits": (  # Try
-        WAITS,
         ("x, async_op=True)\n", "x, async_op=True)\n    work.wait()\n"),
         {UNDONE},
     ),
-    "another sum": (WAITS, ("(4,), RANK + 1.0", "(4,), RANK + 2.0"), {SUMMED}),
-    "no skip": (SKIPS, ("if RANK < WORLD_SIZE - 1 or step > 0:", "if True:"), {SUMS, OFF, ENDED}),
-    "one step more": (SKIPS, ("for step in range(3)", "for step in range(4)"), {SUMS}),
-    "smaller losses": (SKIPS, ("100.0 * step + RANK", "10.0 * step + RANK"), {OFF}),
-    "an error unseen": (SKIPS, ("error = str(timeout)", "pass"), {ENDED}),
+    "another sum": (("(4,), RANK + 1.0", "(4,), RANK + 2.0"), {SUMMED}),
 }
-
-
+SKIPPED = {
+    "no skip": (("if RANK < WORLD_SIZE - 1 or step > 0:", "if True:"), {SUMS, OFF, ENDED}),
+    "one step more": (("for step in range(3)", "for step in range(4)"), {SUMS}),
+    "smaller losses": (("100.0 * step + RANK", "10.0 * step + RANK"), {OFF}),
+    "an error unseen": (("error = str(timeout)", "pass"), {ENDED}),
+}
+BILLED = {  # neither way of reading the clock tells lateness from transfer
+    "the ranks always meet before": ("    if before:\n", "    if True:\n", {LATE}),
+    "the ranks never meet before": ("    if before:\n", "    if False:\n", {LATE}),
+}
+FLAT = {  # the tree beats it from four ranks on
+    "a root that tells everybody itself": (
+        '"broadcast": DEPTH',
+        '"broadcast": WORLD_SIZE - 1',
+        traffic_of("broadcast", "1"),
+    ),
+}
 SOON = ("timedelta(seconds=20)", "timedelta(seconds=2)")  # until rank 0 waits in vain no longer
+BREAKS = [
+    Breaks(MOVED, changes=only(MOVES), most=8),
+    Breaks(WAITED, changes=[*only(WAITS), SOON]),
+    Breaks(SKIPPED, changes=only(SKIPS)),
+    Breaks(FLAT, ranks=4, changes=only(MOVES)),
+    Breaks(BILLED, changes=only(CLOCK), clock=True),
+]
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("broken", BREAKS)
-def test_a_broken_line_fails_its_claims_and_no_other(broken: str) -> None:
-    section, change, failing = BREAKS[broken]
-    vain = [SOON] if failing == {UNDONE} else []
-    played = play(LESSON, 2, *only(section), *vain, change)
-    played.expect(failing)
-
-
-@pytest.mark.deep
-@pytest.mark.clock
-@pytest.mark.parametrize("settled", [True, False])
-def test_two_clocks_that_are_read_alike_do_not_tell_lateness_from_transfer(settled: bool) -> None:
-    played = play(LESSON, 2, *only(CLOCK), ("    if before:\n", f"    if {settled}:\n"))
-    played.expect(set())
-    assert played.failed_by_clock == {LATE}, played.output
-
-
-@pytest.mark.deep
-def test_the_unbroken_lesson_shows_the_skipped_call() -> None:
-    played = play(LESSON, 3)
-    played.expect(set())
-    assert "rank 0 got [103.0, 403.0], then:\n" in played.output
-
-
-@pytest.mark.deep
-def test_at_four_ranks_the_tree_beats_a_root_that_tells_everybody_itself() -> None:
-    flat = ('"broadcast": DEPTH', '"broadcast": WORLD_SIZE - 1')
-    played = play(LESSON, 4, *only(MOVES), flat)
-    played.expect(traffic_of("broadcast", "1"))
+def PLAIN(played: Played) -> None:
+    """What is printed of the skipped call: two sums that mix steps, and then the error."""
+    n = int(played.output.partition(" ranks")[0])
+    own = n * (n - 1) // 2  # the sum of all ranks' numbers
+    sums = [100.0 + own, 100.0 * n + 100 + own]
+    assert f"rank 0 got {sums}, then:\n" in played.output

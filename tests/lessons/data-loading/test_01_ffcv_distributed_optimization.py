@@ -6,32 +6,68 @@ from pathlib import Path
 import pytest
 
 from course.playing import play
+from tests.lessons.every import Breaks, OnGpus, Without, test_lesson  # noqa: F401
 
 LESSON = "data-loading/01_ffcv_distributed_optimization.py"
-NEEDED = pytest.mark.skipif(find_spec("ffcv") is None, reason="FFCV is not installed")
+pytestmark = pytest.mark.skipif(find_spec("ffcv") is None, reason="FFCV is not installed")
 
-UNTIMED = (
-    ("        stations = check_stations(place, device)\n", "        stations = {}\n"),
-    ("        core = check_loaders(place)\n", "        core = {}\n"),
+LOADERS = ("        core = check_loaders(place)\n", "        core = {}\n")
+STATIONS = ("        stations = check_stations(place, device)\n", "        stations = {}\n")
+UNTIMED = [STATIONS, LOADERS]
+# What rank 0 alone does or starts is the same whatever the lesson's world size is.
+SIZES = {
+    ranks: [
+        ("    if RANK != 0:\n        os.environ", "    if RANK >= 0:\n        os.environ"),
+        *UNTIMED,
+    ]
+    for ranks in (1, 3)
+}
+IMPORT = "    with contextlib.suppress(ImportError):  # the extra [ffcv]\n"
+GONE = (IMPORT, IMPORT + "        raise ImportError\n")
+WITHOUT = {
+    "FFCV": Without(
+        [GONE], {"where a DataLoader's time goes", "threads against processes"}, ranks=3
+    )
+}
+ON_GPUS = OnGpus(
+    changes=[  # FFCV copies on streams of CUDA's, in a thread of its own
+        (IMPORT, "    with contextlib.suppress(ImportError):\n        raise ImportError\n"),
+        (
+            'all")\n        finish()',
+            'all")\n        measure_copies(device)\n        finish()',
+        ),
+        ("torch.randn(256, 3,", "torch.randn(4, 3,"),
+    ]
 )
+NO_DEVICE = {
+    "station_seconds": "copy_to_device waits",
+    "wrapped": "copy_to_device waits",
+    "alternate": "loaders end on the host",
+}
+
 LEFT = "samples that an epoch leaves out"
 PLACE = "share of samples at their place in 2 epochs"
 MEANS = {f"mean of normalised crops, {name} - DataLoader's" for name in ("jpg", "raw")}
 
-
-def test_without_ffcv_the_lesson_is_blocked() -> None:
-    line = "    with contextlib.suppress(ImportError):  # the extra [ffcv]\n"
-    gone = (line, line + "        raise ImportError\n")
-    played = play(LESSON, 3, gone)
-    played.expect(set())
-    needs = [row["needs"] for row in played.ledger if row["verdict"] == "BLOCKED"]
-    assert len(needs) == 2
-    assert all(need.startswith("FFCV") for need in needs)
-    assert max(map(len, played.output.splitlines())) <= 100
+LINES = {
+    # Nothing is left out, and only the order says that nothing was shuffled.
+    "epochs in file order, as in Try": (
+        "    order = OrderOption.RANDOM\n",
+        "    order = OrderOption.SEQUENTIAL\n",
+        {PLACE},
+    ),
+    # The mean of what is delivered gives it away.
+    "pixels that are normalised as if they were floats, as in Try": (
+        "NormalizeImage(255 * MEAN, 255 * STD, np",
+        "NormalizeImage(MEAN, STD, np",
+        MEANS,
+    ),
+}
+ONCE = ("alternate(loaders, 2)", "alternate(loaders, 1)")
+BREAKS = Breaks(LINES, changes=[STATIONS, ONCE], deadline=150)
 
 
 @pytest.mark.deep
-@NEEDED
 def test_images_of_ones_own_and_a_dropped_last_batch(tmp_path: Path) -> None:
     from PIL import Image
     from sklearn.datasets import load_sample_images
@@ -43,24 +79,3 @@ def test_images_of_ones_own_and_a_dropped_last_batch(tmp_path: Path) -> None:
     broken, data = ('"drop_last": False', '"drop_last": True'), ("--data", str(tmp_path))
     played = play(LESSON, 2, *UNTIMED, broken, argv=data, deadline=120)
     assert played.failed in ({LEFT}, {LEFT, "samples that come twice"}), played.output
-
-
-@pytest.mark.deep
-@NEEDED
-def test_epochs_in_file_order_look_alike() -> None:
-    """Try 2: nothing is left out, and only the order says that nothing was shuffled."""
-    order = ("    order = OrderOption.RANDOM\n", "    order = OrderOption.SEQUENTIAL\n")
-    played = play(LESSON, 2, *UNTIMED, order, deadline=120)
-    played.expect({PLACE})
-
-
-@pytest.mark.deep
-@NEEDED
-def test_pixels_that_are_normalised_as_if_they_were_floats(tmp_path: Path) -> None:
-    """Try 1: the mean of what is delivered gives it away; and the figure is drawn."""
-    change = ("NormalizeImage(255 * MEAN, 255 * STD, np", "NormalizeImage(MEAN, STD, np")
-    path = tmp_path / "figure.png"
-    once = ("alternate(loaders, 2)", "alternate(loaders, 1)")
-    played = play(LESSON, 2, change, once, argv=("--figure", str(path)), deadline=150)
-    played.expect(MEANS)
-    assert path.read_bytes().startswith(b"\x89PNG")

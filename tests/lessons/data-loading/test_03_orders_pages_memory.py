@@ -1,6 +1,5 @@
 """Orders against sets, open pages against a count, claims against broken lines."""
 
-import functools
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -9,25 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from course.playing import load, play
+from course.playing import Lazily, load
 from course.ranks import run
 from tests.helpers.spared import NO_JIT
+from tests.lessons.every import Breaks, OnGpus, Without, test_lesson  # noqa: F401
 
 LESSON = "data-loading/03_orders_pages_memory.py"
-NEEDED = pytest.mark.skipif(find_spec("ffcv") is None, reason="FFCV is not installed")
+pytestmark = pytest.mark.skipif(find_spec("ffcv") is None, reason="FFCV is not installed")
+lesson = Lazily(LESSON)
 
-
-@functools.cache
-def lesson():
-    return load(LESSON)
-
-
-@pytest.fixture(scope="module")
-def beton(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The lesson's file, written by FFCV in a process of its own."""
-    path = tmp_path_factory.mktemp("beton") / "raw.beton"
-    run(lambda: load(LESSON).write_beton(path), 1)
-    return path
+SIZES = {1: [NO_JIT], 3: [NO_JIT]}  # the plain run, on four ranks, compiles
+ON_GPUS = OnGpus(changes=[NO_JIT])
+IMPORT = "    with contextlib.suppress(ImportError):  # the extra [ffcv]\n"
+GONE = (IMPORT, IMPORT + "        raise ImportError\n")
+WITHOUT = {"FFCV": Without([GONE], {"orders", "the page cache", "a rank's own cache"})}
 
 
 def orders_of(path: Path) -> tuple[list, str]:
@@ -39,7 +33,6 @@ def orders_of(path: Path) -> tuple[list, str]:
     return epochs, str(refusal.value)
 
 
-@NEEDED
 @pytest.mark.parametrize("ranks", [1, 3, pytest.param(2, marks=pytest.mark.deep)])
 def test_ranks_share_an_epoch_and_quasi_random_is_refused(ranks: int, beton: Path) -> None:
     outcomes = run(orders_of, ranks, beton, deadline=60)
@@ -52,7 +45,7 @@ def test_ranks_share_an_epoch_and_quasi_random_is_refused(ranks: int, beton: Pat
 
 @given(st.integers(1, 200), st.integers(1, 16))
 def test_shares_are_equal_and_miss_nothing(samples: int, ranks: int) -> None:
-    shares = [lesson().shard(rank, ranks, samples) for rank in range(ranks)]
+    shares = [lesson.shard(rank, ranks, samples) for rank in range(ranks)]
     assert {len(share) for share in shares} == {-(-samples // ranks)}
     assert set(np.concatenate(shares)) == set(range(samples))
 
@@ -65,57 +58,35 @@ def test_pages_open_equal_a_count_batch_by_batch(batches: list, ahead: int) -> N
         return bool(uses) and uses[0] - ahead <= now <= uses[-1]
 
     due = max(sum(is_open(p, now) for p in range(6)) for now in range(len(batches)))
-    assert lesson().open_at_once(batches, ahead) == due
-
-
-def test_without_ffcv_the_lesson_is_blocked() -> None:
-    line = "    with contextlib.suppress(ImportError):  # the extra [ffcv]\n"
-    gone = (line, line + "        raise ImportError\n")
-    played = play(LESSON, 2, gone)
-    played.expect(set())
-    needs = [row["needs"] for row in played.ledger if row["verdict"] == "BLOCKED"]
-    assert len(needs) == 3
-    assert all(need.startswith("FFCV") for need in needs)
+    assert lesson.open_at_once(batches, ahead) == due
 
 
 LEFT = "samples that an epoch leaves out"
 TWICE = "samples that come twice"
 READS = "pages that a rank reads"
 CACHE = "pages in a cache of one's own, of 8"
-BREAKS = {  # several changes each, which meet different claims: a run takes seconds
-    "a share begins late (Try); only rank 0 keeps its map; a cache that reads nothing ahead": (
-        (
-            ("np.arange(rank * each, (rank", "np.arange(rank * each + 1, (rank"),
-            (
-                "    dist.barrier()  # all have read everything, and their maps stay\n",
-                "    if RANK: loader.memory_manager.context.mmap = None; gc.collect()\n"
-                "    dist.barrier()\n",
-            ),
-            ("ahead=3)", "ahead=0)"),
-        ),
-        {
-            "cases, of 312, in which shares miss or add some",
-            *(LEFT, TWICE, CACHE, "copies of the file in memory, by RSS"),
-        },
+LINES = {
+    "a share begins late, as in Try": (
+        "np.arange(rank * each, (rank",
+        "np.arange(rank * each + 1, (rank",
+        {"cases, of 312, in which shares miss or add some", LEFT, TWICE},
     ),
-    "every rank takes all (Try); random order where quasi-random is asked": (
-        (
-            ('"QUASI_RANDOM", indices=mine, os', '"QUASI_RANDOM", os'),
-            ("        samples = order(loader)", "        samples = Random(loader)"),
-        ),
-        {
-            *(READS, TWICE),
-            "Sequential: pages open at once, of 8",
-            "QuasiRandom: pages open at once, of 8",
-        },
+    "only rank 0 keeps its map": (
+        "    dist.barrier()  # all have read everything, and their maps stay\n",
+        "    if RANK: loader.memory_manager.context.mmap = None; gc.collect()\n"
+        "    dist.barrier()\n",
+        {"copies of the file in memory, by RSS"},
+    ),
+    "a cache that reads nothing ahead": ("ahead=3)", "ahead=0)", {CACHE}),
+    "every rank takes all, as in Try": (
+        '"QUASI_RANDOM", indices=mine, os',
+        '"QUASI_RANDOM", os',
+        {READS, TWICE},
+    ),
+    "random order where quasi-random is asked": (
+        "        samples = order(loader)",
+        "        samples = Random(loader)",
+        {"Sequential: pages open at once, of 8", "QuasiRandom: pages open at once, of 8"},
     ),
 }
-
-
-@pytest.mark.deep
-@NEEDED
-@pytest.mark.parametrize("what", BREAKS)
-def test_broken_lines_fail_the_claims_that_guard_them_and_no_others(what: str) -> None:
-    changes, claims = BREAKS[what]
-    played = play(LESSON, 2, NO_JIT, *changes, deadline=120)
-    played.expect(claims)
+BREAKS = Breaks(LINES, changes=[NO_JIT], deadline=120)

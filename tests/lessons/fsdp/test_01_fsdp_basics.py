@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from course.playing import load, play
 from course.ranks import run
-from tests.helpers.together import merged, together
+from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
 
 LESSON = "fsdp/01_fsdp_basics.py"
 LEARNED = "mean of the last losses, and the bytes' entropy"
@@ -88,7 +88,7 @@ FREED = {f"reshard_after_forward=True: {what}" for what in ("all-gathers", "whol
 DEFAULT = {f"default: {what}" for what in ("all-gathers", "whole after forward")}
 INNER = "        fully_shard(module, mesh=mesh, **options)\n"
 
-BREAKS = {
+LINES = {
     "inner units are forgotten (Try)": (
         [(INNER, "        pass\n")],
         counts_of(("blocks", "linears"))
@@ -171,35 +171,32 @@ BREAKS = {
 
 
 TOLD = "it frees although told to keep"  # broken so, the line is one that another break changes
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("names", together(LESSON, BREAKS, [TOLD]), ids="; ".join)
-def test_a_break_makes_its_claim_fail(names: tuple[str, ...]) -> None:
-    changes, claims = merged(BREAKS, names)
-    played = play(LESSON, 2, *changes, argv=("--steps", "1"))
-    assert played.failed - {LEARNED} == claims, played.output
-
-
-@pytest.mark.deep
-def test_a_model_that_does_not_learn_fails() -> None:
-    played = play(LESSON, 2, ("lr=6e-3", "lr=0.0"), argv=("--steps", "10"))
-    played.expect({LEARNED})
-
-
-@pytest.mark.deep
-def test_a_loss_that_is_too_good_fails() -> None:
-    """A loss that no small model reaches in 25 steps: labels that are not shifted end at 0.3."""
-    played = play(LESSON, 2, ("x_BT[:, 1:], reduction", "x_BT[:, :-1], reduction"))
-    played.expect({"mean of the last losses, and one bit per byte", SUM})
-
-
-@pytest.mark.deep
-def test_one_rank_says_what_waits_for_two() -> None:
-    played = play(LESSON, 1, argv=("--steps", "12"))
-    assert played.failed <= {LEARNED}, played.output
-    waiting = [row["claim"] for row in played.ledger if row.get("needs") == "2 ranks"]
-    assert len(waiting) == 7
+ANY_LOSS = ("bytes' entropy\", entropy, mean", "bytes' entropy\", 9.0, mean")  # for one step
+BREAKS = [
+    Breaks(LINES, changes=[ANY_LOSS], argv=("--steps", "1"), alone=[TOLD]),
+    Breaks(
+        {"a model that does not learn": ("lr=6e-3", "lr=0.0", {LEARNED})}, argv=("--steps", "10")
+    ),
+    # A loss that no small model reaches in 25 steps: labels that are not shifted end at 0.3.
+    Breaks(
+        {
+            "a loss that is too good": (
+                ("x_BT[:, 1:], reduction", "x_BT[:, :-1], reduction"),
+                {"mean of the last losses, and one bit per byte", SUM},
+            )
+        }
+    ),
+]
+ON_GPUS = OnGpus(
+    [
+        ("L: int = 16, T: int = 2048", "L: int = 2, T: int = 32"),
+        ("torch.randint(32_768, (B", "torch.randint(1024, (B"),
+        ("GPT(L, width, T, V=32_768, heads=width // 128)", "GPT(L, 256, T, V=1024, heads=2)"),
+        ("repeats: int = 5", "repeats: int = 1"),
+    ],
+    argv=("--steps", "5"),
+    ranks=(1, 2),
+)
 
 
 @pytest.mark.deep

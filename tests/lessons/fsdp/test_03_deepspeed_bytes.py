@@ -1,6 +1,7 @@
 """The lesson on DeepSpeed's bytes: real layouts, and each claim FAILs when its line breaks."""
 
 import gc
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -8,10 +9,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from course.playing import load, play
+from course.playing import load
 from course.ranks import run
+from tests.lessons.every import Breaks, OnGpus, Without, test_lesson  # noqa: F401
 
-pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="wants DeepSpeed")
 LESSON = "fsdp/03_deepspeed_bytes.py"
 
 
@@ -144,16 +146,9 @@ BROKEN_LAYOUTS = {  # each a set of breaks that meet different claims
 }
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("what", BROKEN_LAYOUTS)
-def test_a_wrong_layout_fails_its_claims(what: str) -> None:
-    changes, expected = BROKEN_LAYOUTS[what]
-    play(LESSON, 2, *changes).expect(expected)
-
-
-@pytest.mark.deep
-def test_without_deepspeed_fsdp2_is_measured_and_the_rest_is_blocked() -> None:
-    played = play(LESSON, 2, ("        import deepspeed\n", "        raise ImportError\n"))
-    verdicts = [row["verdict"] for row in played.ledger]
-    assert (played.code, verdicts) == (0, ["PASS", "PASS", "BLOCKED"])
-    assert played.ledger[-1]["needs"].startswith("deepspeed: pip install")
+BREAKS = Breaks(BROKEN_LAYOUTS)
+ON_GPUS = OnGpus(  # DeepSpeed asks the driver for its accelerator
+    [("deepspeed = import_deepspeed(device)", "deepspeed = None")]
+)
+NOT_THERE = ("        import deepspeed\n", "        raise ImportError\n")
+WITHOUT = {"deepspeed": Without([NOT_THERE], {"stages 0 to 3"})}

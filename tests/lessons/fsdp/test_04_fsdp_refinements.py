@@ -1,9 +1,6 @@
 """The lesson on FSDP2's other settings: each claim FAILs when the line that it guards breaks."""
 
-import pytest
-
-from course.playing import play
-from tests.helpers.together import merged, together
+from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
 
 LESSON = "fsdp/04_fsdp_refinements.py"
 GRADIENTS = {f"{name}: gradients, error" for name in ("as a rule", "with prefetch")}
@@ -11,7 +8,7 @@ BACKWARD = "Communication() as counted:\n        mean_loss(model, random_bytes(m
 BACKWARD += ".backward()\n    inside"
 SYNC = "            model.set_requires_gradient_sync(last)\n"
 
-BREAKS = {
+LINES = {
     "nothing is fetched ahead": (
         ("model.blocks[i].set_modules_to_forward_prefetch([model.blocks[i + 1]])", "pass"),
         {"with prefetch: blocks asked for as block 0 starts"},
@@ -102,27 +99,15 @@ ON_FOUR_RANKS = {
 }
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("names", together(LESSON, BREAKS), ids="; ".join)
-def test_a_break_makes_its_claim_fail(names: tuple[str, ...]) -> None:
-    changes, claims = merged(BREAKS, names)
-    played = play(LESSON, 2, *changes)
-    played.expect(claims)
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("name", ON_FOUR_RANKS)
-def test_a_break_of_groups_makes_its_claims_fail(name: str) -> None:
-    changes, expected = ON_FOUR_RANKS[name]
-    played = play(LESSON, 4, *changes)
-    played.expect(expected)
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("n", [1, 3])
-def test_what_needs_more_ranks_is_blocked(n: int) -> None:
-    played = play(LESSON, n)
-    assert played.code == 0, played.output
-    needs = [row["needs"] for row in played.ledger if row["verdict"] == "BLOCKED"]
-    assert needs.count("4 ranks") == 2
-    assert needs.count("2 ranks") == (5 if n == 1 else 0)
+BREAKS = [Breaks(LINES), Breaks(ON_FOUR_RANKS, ranks=4)]
+ON_GPUS = OnGpus(
+    [
+        ("    check_meta_device(mesh)\n", ""),  # DTensor asks for the GPU's random numbers' state
+        ("torch.randint(32_768, (2, 2049)", "torch.randint(1024, (2, 65)"),
+        (
+            "GPT(L=16, D=2048, T=2048, V=32_768, heads=16)",
+            "GPT(L=2, D=256, T=64, V=1024, heads=2)",
+        ),
+        ("repeats: int = 20", "repeats: int = 1"),
+    ]
+)

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from course.playing import load, play
+from course.playing import load
 from course.ranks import run
+from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
 
 LESSON = "fsdp/06_fsdp_checkpoint.py"
 
@@ -147,8 +148,7 @@ def save_at_once(state, storage_writer, process_group, async_stager):
 
 def check_asynchronous("""
 
-# Several lines of one lesson at a time, since each run of it takes seconds.
-BREAKS = {
+LINES = {
     "files under the final name, and the writer stages (Try)": (
         [
             ('path.with_suffix(".tmp")', "path"),
@@ -286,9 +286,5 @@ BREAKS = {
 }
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("name", BREAKS)
-def test_a_break_makes_its_claims_fail(name: str) -> None:
-    changes, expected = BREAKS[name]
-    played = play(LESSON, 2, NO_TIMES, *changes)
-    played.expect(expected)
+BREAKS = Breaks(LINES, changes=[NO_TIMES])
+ON_GPUS = OnGpus([("L=16, D=width, T=1024, V=32_768, heads=width // 64", "L=2")], ranks=(1, 2))

@@ -17,20 +17,21 @@ import torch.distributed as dist
 from course.lessons import LESSONS, ROOT
 from course.playing import load
 from course.ranks import run
+from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
 
-PATH = "fundamentals/00_check_your_machine.py"
+LESSON = "fundamentals/00_check_your_machine.py"
 ALONE = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--user", "--map-root-user"])]
 NAMESPACES = (
     shutil.which("unshare") is not None
     and subprocess.run([*ALONE, "true"], capture_output=True).returncode == 0
 )
-doctor = load(PATH)
+doctor = load(LESSON)
 
 
 def visit(folder: Path, *argv: str, before: tuple = (), **env: str) -> subprocess.CompletedProcess:
     """Run a copy of the doctor in `folder`, away from the course."""
-    shutil.copy(ROOT / PATH, folder)
-    command = [*before, sys.executable, Path(PATH).name, *argv]
+    shutil.copy(ROOT / LESSON, folder)
+    command = [*before, sys.executable, Path(LESSON).name, *argv]
     return subprocess.run(
         command, cwd=folder, env=os.environ | env, capture_output=True, text=True, timeout=250
     )
@@ -161,7 +162,7 @@ def test_only_addresses_of_this_machine_count() -> None:
 def foretold_and_found(interface: str) -> tuple[set[str], set[str]]:
     if interface:
         os.environ["GLOO_SOCKET_IFNAME"] = interface
-    foretold = set(load(PATH).gloo_addresses())
+    foretold = set(load(LESSON).gloo_addresses())
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     sockets = psutil.Process().net_connections("tcp")
     return foretold, {s.laddr.ip for s in sockets if s.status == psutil.CONN_LISTEN}
@@ -185,7 +186,9 @@ def test_nccl_meets_where_it_is_foretold() -> None:
 
 def test_where_the_choice_is_made_nothing_is_foretold(monkeypatch) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
-    assert set(ledger_of("nccl_takes_what_is_foretold", ()).values()) == {"BLOCKED"}
+    lesson = load(LESSON)
+    lesson.nccl_takes_what_is_foretold()
+    assert [row["verdict"] for row in lesson.ledger] == ["BLOCKED"]
 
 
 # Failures, every one of them provoked: nothing here is a text that someone typed
@@ -393,52 +396,44 @@ def test_a_lesson_that_is_blocked_without_a_gpu_is_not_said_to_run_in_full() -> 
 
 # Break the line that a claim guards, and it FAILS
 
-
-def ledger_of(section: str, args: tuple, *changes: tuple[str, str]) -> dict[str, str]:
-    lesson = load(PATH, *changes)
-    prepared = [arg(lesson) if callable(arg) else arg for arg in args]
-    getattr(lesson, section)(*prepared)
-    return {row["claim"]: row["verdict"] for row in lesson.ledger}
-
-
-def gloo(lesson: types.ModuleType) -> object:
-    return lesson.look(lesson.torchrun, "gloo", 2)(180)
-
-
 SUM, ADDRESS = "1 + ... + 2, summed through gloo", "addresses gloo listens on, foretold wrongly"
 NAME = "addresses of the host name that are this machine's"
 MEETS = "interfaces NCCL meets on, foretold wrongly"
 SHARED, SIX = "bytes that /dev/shm gives back", "failures that the table names rightly"
-MEET = ("ranks_meet", ("gloo", 2, gloo))
-SUMMED_WRONG = ("[rank + 1.0]", "[rank + 2.0]")
-ELSEWHERE = ("found.append(place[0]", "found.append('10.9.8.7' or place[0]")
-MATCHES = '"(?!docker|lo|virbr)", "docker"'
-BREAKS = [
-    (*MEET, [SUMMED_WRONG, ELSEWHERE], {SUM, ADDRESS}),  # both in one run, which takes seconds
-    (*MEET, [("dist.all_reduce(x)", "pass")], {SUM}),
-    ("nccl_takes_what_is_foretold", (), [(MATCHES, '"lo", "docker"')], {MEETS}),
-    ("the_host_name_is_ours", (), [("s.bind(place)", "s.bind(('203.0.113.7', 0))")], {NAME}),
-    ("shared_memory_is_there", (), [("file.seek(0)", "file.seek(2**20)")], {SHARED}),
-    ("shared_memory_is_there", (), [("fileno(), 0, size)", "fileno(), 0, 2**62)")], {SHARED}),
-    ("failures_are_recognised", (), [("EADDRINUSE|[Aa]ddress", "EADDRINUSED|Address")], {SIX}),
-    ("failures_are_recognised", (), [("lambda: store(n=2),", "lambda: store(n=1),")], {SIX}),
-    (
-        "failures_are_recognised",
-        (),
-        [("isinstance(answer, OSError | UnicodeError)", "False")],
+LINES = {
+    "nothing is summed": ("dist.all_reduce(x)", "pass", {SUM}),
+    "nobody's address": ("s.bind(place)", "s.bind(('203.0.113.7', 0))", {NAME}),
+    "another sum, at another address": (
+        [
+            ("[rank + 1.0]", "[rank + 2.0]"),
+            ("found.append(place[0]", "found.append('10.9.8.7' or place[0]"),
+            (
+                '    gloo = look(torchrun, "gloo", 2)',  # its ranks are told one
+                '    os.environ.pop("GLOO_SOCKET_IFNAME")\n    gloo = look(torchrun, "gloo", 2)',
+            ),
+        ],
+        {SUM, ADDRESS},
+    ),
+    "loopback before all others": (
+        '"(?!docker|lo|virbr)", "docker"',
+        '"lo", "docker"',
+        {MEETS},
+    ),
+    "shared memory read elsewhere": ("file.seek(0)", "file.seek(2**20)", {SHARED}),
+    "more shared memory than there is": ("fileno(), 0, size)", "fileno(), 0, 2**62)", {SHARED}),
+    "a taken port by other words": ("EADDRINUSE|[Aa]ddress", "EADDRINUSED|Address", {SIX}),
+    "a rank that is not missing": ("lambda: store(n=2),", "lambda: store(n=1),", {SIX}),
+    "failures that are no errors": (
+        "isinstance(answer, OSError | UnicodeError)",
+        "False",
         {SIX},
     ),
+}
+BREAKS = Breaks(LINES, ranks=1, most=5)
+
+STARTS_PROCESSES = [
+    ("    every_gpu_joins()\n", ""),
+    ("    failures_are_recognised()\n", ""),
 ]
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize(("section", "args", "changes", "fail"), BREAKS)
-def test_a_broken_line_makes_its_claim_fail(section, args, changes, fail) -> None:
-    verdicts = ledger_of(section, args, *changes)
-    assert {claim for claim, verdict in verdicts.items() if verdict == "FAIL"} == fail
-
-
-def test_unbroken_these_claims_hold() -> None:
-    """The one on gloo does in tests/lessons/test_every_lesson.py."""
-    for section in ("the_host_name_is_ours", "shared_memory_is_there", "failures_are_recognised"):
-        assert set(ledger_of(section, ()).values()) == {"PASS"}, section
+SIZES = {1: STARTS_PROCESSES}  # the plain run is one rank, too, and starts them
+ON_GPUS = OnGpus(changes=STARTS_PROCESSES, ranks=(1,), says="torch may use 1;")

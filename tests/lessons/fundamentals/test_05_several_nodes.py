@@ -19,11 +19,35 @@ from course.playing import Played, changed, load, play
 from course.ranks import run
 from tests.helpers.leftovers import MARKED, gone, machine, networks
 from tests.helpers.pretended_gpus import play_on_gpus
+from tests.lessons.every import OnGpus, test_lesson  # noqa: F401
 
 LESSON = "fundamentals/05_several_nodes.py"
 CPU = torch.device("cpu")
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 ALONE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # a group of one
+
+NO_STATIC = [
+    ('    static = Launch(nodes, static_form, "")\n', ""),
+    ("    tell.send(static.seen())\n", ""),
+    ('        check_hello(next_report(operator)["places"], 2, "static")\n', ""),
+]
+NO_NODES = [  # all that rank 0 starts
+    ("    operator = start_operator() if RANK == 0 else None\n", ""),
+    ('    check_virtual_nodes(operator, weights, device.type == "cpu")\n', ""),
+]
+SIZES = {
+    1: NO_NODES,  # they are there on three
+    3: [
+        *NO_STATIC,
+        ("    tell.send(make_mistakes(nodes, mistakes))\n", ""),
+        ("        check_mistakes(next_report(operator))\n", ""),
+    ],
+}
+ON_GPUS = OnGpus(changes=NO_NODES)  # nodes are started without pretended GPUs
+NO_DEVICE = {
+    "report_error": "how long until a launch failed",
+    "make_mistakes": "a deadline for processes",
+}
 
 
 def run_alone(folder: Path, *changes: tuple[str, str]) -> Played:
@@ -96,11 +120,9 @@ def test_the_slack_of_a_share_tells_theories_apart(times_S: float, verdict: str)
 # Mistakes
 
 ONLY_MISTAKES = [
+    *NO_STATIC,
     ("    tell.send(Launch(nodes, c10d_form, speeds).seen())  # alone: it is timed\n", ""),
-    ('    static = Launch(nodes, static_form, "")\n', ""),
-    ("    tell.send(static.seen())\n", ""),
     ("        check_across(next_report(operator), here, on_cpu)\n", ""),
-    ('        check_hello(next_report(operator)["places"], 2, "static")\n', ""),
 ]
 RIGHT = [
     ('    taken = socket.create_server(("10.0.0.1", 29502))\n', "    taken = socket.socket()\n"),
@@ -126,9 +148,11 @@ def test_what_is_no_mistake_is_not_named() -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.clock
 def test_a_mistake_that_waits_is_not_noticed_at_once() -> None:
-    """Nobody listens at that port: the second node waits, and the first has what it needs."""
+    """Nobody listens at that port: the second node waits, and the first has what it needs.
+
+    However fast the machine is, it waits longer than that takes; a slow one notices even less.
+    """
     waits = ("    launch_nothing(flags)\n    taken", "    time.sleep(PATIENCE + 1)\n    taken")
     played = play(LESSON, 1, *ONLY_MISTAKES, waits, deadline=200)
     played.expect({"port taken" + NAMED})
@@ -140,6 +164,7 @@ def test_a_mistake_that_waits_is_not_noticed_at_once() -> None:
 
 @pytest.mark.deep
 def test_broken_lines_fail_the_claims_that_guard_them(tmp_path: Path) -> None:
+    """In a file: the ranks in the nodes run it as well."""
     played = run_alone(
         tmp_path,
         ("    dist.all_reduce(heard)", "    dist.barrier()"),
@@ -160,7 +185,6 @@ def test_broken_lines_fail_the_claims_that_guard_them(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.deep
 @pytest.mark.clock
 def test_a_link_that_does_not_shrink_fails_what_a_clock_decides(tmp_path: Path) -> None:
     played = run_alone(
@@ -187,6 +211,7 @@ NONE = [
 ]
 
 
+@pytest.mark.deep
 def test_without_nodes_it_is_blocked_and_says_why() -> None:
     played = play(LESSON, 2, *NONE)
     played.expect(set())
@@ -249,6 +274,7 @@ def test_real_nodes_with_gpus_wait_for_them_and_pair_their_calls() -> None:
     assert len(played.ledger) == 4
 
 
+@pytest.mark.deep
 def test_nodes_of_unequal_size_are_refused() -> None:
     env = os.environ | ALONE | {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2"}
     ran = subprocess.run([sys.executable, ROOT / LESSON], env=env, capture_output=True, text=True)

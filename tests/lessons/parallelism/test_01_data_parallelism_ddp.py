@@ -3,6 +3,7 @@
 import pytest
 
 from course.playing import play
+from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
 
 LESSON = "parallelism/01_data_parallelism_ddp.py"
 HAND, DDP = "by hand: ", "DDP: "
@@ -10,7 +11,7 @@ BETWEEN, ERROR = "weights, difference between ranks", "weights, error against on
 MICRO, MICRO_ALL = "4 micro-batches, no_sync: ", "4 micro-batches, without no_sync: "
 QUICK = (("EPOCHS = 10 ", "EPOCHS = 2 "), ('new digits", 0.95,', 'new digits", 0.0,'))
 
-BREAKS = {
+LINES = {
     "by hand: does not broadcast": (
         ("    broadcast_weights(by_hand)\n", ""),
         {HAND + BETWEEN, HAND + ERROR},
@@ -40,7 +41,10 @@ BREAKS = {
         {MICRO + "bytes", MICRO + "error"},
     ),
     "float32 gradients stay": (
-        ("storages = [tensor.", "held += [m.grad for m in masters]; storages = [tensor."),
+        [
+            ("storages = [tensor.", "held += [m.grad for m in masters]; storages = [tensor."),
+            ("    adam.zero_grad()  #", "    #"),  # they must be alive, too
+        ],
         {"bytes held per parameter"},
     ),
     "no set_epoch": (
@@ -56,44 +60,32 @@ BREAKS = {
         {"different samples among them"},
     ),
     "DDP with smaller buckets": (
-        (
-            'if device.type == "cuda" else None)',
-            'if device.type == "cuda" else None, bucket_cap_mb=0.1)',
-        ),
-        {DDP + "all-reduces per step"},
+        [
+            (
+                'if device.type == "cuda" else None)',
+                'if device.type == "cuda" else None, bucket_cap_mb=0.1)',
+            ),
+            # In its first step DDP has one bucket, whatever the cap.
+            ("        train(ddp, [mine])\n", "        train(ddp, [mine] * 2)\n"),
+        ],
+        {DDP + "all-reduces per step", DDP + "bytes per step"},
     ),
 }
+TOO_SHORT = {
+    "a network that learns too little": (
+        ("EPOCHS = 10 ", "EPOCHS = 1 "),
+        {HAND + "accuracy on new digits", DDP + "accuracy on new digits"},
+    ),
+}
+BREAKS = [Breaks(LINES, changes=QUICK), Breaks(TOO_SHORT)]
+
+ON_GPUS = OnGpus(
+    changes=[("EPOCHS = 10", "EPOCHS = 3"), ("repeats: int = 20", "repeats: int = 1")],
+    ranks=(1, 2),  # to a GPU four ranks are here what two are: no rings, no stages, no mesh
+)
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("what", BREAKS)
-def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(what: str) -> None:
-    change, claims = BREAKS[what]
-    if "float32 gradients" in what:  # they must be alive, too
-        changes = [change, ("    adam.zero_grad()  #", "    #")]
-    elif "smaller buckets" in what:  # in its first step DDP has one bucket, whatever the cap
-        changes = [change, ("        train(ddp, [mine])\n", "        train(ddp, [mine] * 2)\n")]
-        claims = claims | {DDP + "bytes per step"}
-    else:
-        changes = [change]
-    played = play(LESSON, 2, *changes, *QUICK)
-    played.expect(claims)
-
-
-@pytest.mark.deep
-def test_a_network_that_learns_too_little_fails() -> None:
-    played = play(LESSON, 2, ("EPOCHS = 10 ", "EPOCHS = 1 "))
-    good = "accuracy on new digits"
-    played.expect({HAND + good, DDP + good})
-
-
-@pytest.mark.deep
-def test_the_figure_is_saved(tmp_path) -> None:
-    path = tmp_path / "curves.png"
-    play(LESSON, 2, *QUICK, argv=("--figure", str(path))).expect(set())
-    assert path.stat().st_size > 10_000
-
-
 def test_more_ranks_than_samples_are_refused() -> None:
     played = play(LESSON, 1, ("GLOBAL_BATCH = 96 ", "GLOBAL_BATCH = 0 "))
     assert "at most 0 ranks, not 1" in str(played.code)

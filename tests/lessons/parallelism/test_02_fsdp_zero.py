@@ -1,9 +1,7 @@
 """ZeRO-1: the paper's table; each claim fails when the line that it guards is broken."""
 
-import pytest
-
-from course.playing import load, play
-from tests.helpers.together import merged, together
+from course.playing import load
+from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
 
 LESSON = "parallelism/02_fsdp_zero.py"
 TABLE_1 = """\
@@ -48,7 +46,7 @@ def handed(stage: int) -> set[str]:
     return {f"stage {stage}, {low}: bytes handed over / P" for low in LOW}
 
 
-BREAKS = {
+LINES = {
     "no broadcast": (
         "        dist.broadcast(dense, group_src=0, group=zero.group)\n",
         "",
@@ -117,17 +115,6 @@ BREAKS = {
     ),
 }
 
+BREAKS = Breaks(LINES)
 
-@pytest.mark.deep
-@pytest.mark.parametrize("names", together(LESSON, BREAKS), ids="; ".join)
-def test_a_broken_line_fails_its_claims(names: tuple[str, ...]) -> None:
-    changes, claims = merged(BREAKS, names)
-    played = play(LESSON, 2, *changes)
-    played.expect(claims)
-
-
-@pytest.mark.deep
-def test_the_figure_is_saved(tmp_path) -> None:
-    path = tmp_path / "memory.png"
-    assert play(LESSON, 2, argv=("--figure", str(path))).code == 0
-    assert path.stat().st_size > 10_000
+ON_GPUS = OnGpus(ranks=(1, 2))  # four ranks are there what two are: no rings, no stages, no mesh

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from course.playing import load, play
 from course.ranks import attempt, run
-from tests.helpers.together import merged, together
+from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
 
 LESSON = "parallelism/04_buckets_and_overlap.py"
 EPS = {t: torch.finfo(t).eps for t in (torch.float64, torch.float32, torch.bfloat16)}
@@ -393,7 +393,7 @@ MEMORY, BUFFERS = (
 )
 NONE = "gradients that no rank made, and are None"
 WRONG = {ERROR, MICRO + "error", LATE}  # it averages wrongly
-BREAKS = {
+LINES = {
     "does not broadcast": (
         ("        broadcast([*module.parameters(), *module.buffers()], group)\n", ""),
         {BETWEEN, *WRONG},
@@ -462,14 +462,17 @@ BREAKS = {
     ),
 }
 QUICK = (("STEPS = 100", "STEPS = 20"), ('new digits", 0.9,', 'new digits", 0.0,'))
+TOO_SHORT = {"a network that learns too little": (("STEPS = 100", "STEPS = 10"), {GOOD})}
+BREAKS = [Breaks(LINES, changes=QUICK), Breaks(TOO_SHORT)]
 
-
-@pytest.mark.deep
-@pytest.mark.parametrize("names", together(LESSON, BREAKS), ids="; ".join)
-def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(names: tuple[str, ...]) -> None:
-    changes, claims = merged(BREAKS, names)
-    played = play(LESSON, 2, *changes, *QUICK)
-    played.expect(claims)
+ON_GPUS = OnGpus(
+    changes=[
+        ("(1, 5, 25, 100, 1e6)", "(25, 1e6)"),
+        ("for _ in range(16)]", "for _ in range(4)]"),
+        ("repeats: int = 20", "repeats: int = 1"),
+    ],
+    ranks=(1, 2),  # four ranks are there what two are: no rings, no stages, no mesh
+)
 
 
 @pytest.mark.deep
@@ -498,15 +501,3 @@ def test_gradients_that_are_no_views_are_a_second_copy() -> None:
     assert {MEMORY, ERROR} <= played.failed
     row = next(row for row in played.ledger if row["claim"] == MEMORY)
     assert row["measured"] == pytest.approx(2, abs=0.001)
-
-
-@pytest.mark.deep
-def test_a_network_that_learns_too_little_fails() -> None:
-    assert play(LESSON, 2, ("STEPS = 100", "STEPS = 10")).failed == {GOOD}
-
-
-@pytest.mark.deep
-def test_the_figure_is_saved(tmp_path) -> None:
-    path = tmp_path / "events.png"
-    assert play(LESSON, 2, *QUICK, argv=("--figure", str(path))).code == 0
-    assert path.stat().st_size > 10_000

@@ -206,6 +206,7 @@ def any_widths(stage: int, widths: list[int], tie: bool, small: int, kind) -> fl
     return far_from(fsdp, alone)
 
 
+@pytest.mark.deep
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     n=st.integers(1, 4),

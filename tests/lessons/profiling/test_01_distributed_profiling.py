@@ -12,9 +12,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from course.playing import load, play
 from course.ranks import run as run_ranks
+from tests.lessons.every import OnGpus, test_lesson  # noqa: F401
 
 LESSON = "profiling/01_distributed_profiling.py"
 loop = load(LESSON)
+
+ON_GPUS = OnGpus(
+    changes=[
+        ("return 8_000_000 if", "return 80_000 if"),
+        ("copy_ms * 28 / 8 * LAYERS", "copy_ms / 10"),
+        ("perf_counter() - start) / 500 / 3", "perf_counter() - start) * 0 + 0.1"),
+        (
+            '        del jobs["tiny buckets"]\n',
+            '        kept = ("healthy", "needless syncs", "straggler", "no overlap")\n'
+            "        jobs = {name: jobs[name] for name in kept}\n",
+        ),
+    ],
+    ranks=(1, 2),
+)
 
 spans = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)).map(sorted).map(tuple))
 
@@ -98,6 +113,31 @@ def test_predictions_come_near_the_healthy_step_and_no_change_does_not(name: str
     gain = loop.per_healthy_batch(name, case) - HEALTHY.total
     assert abs(loop.predicted_fixed(name, case) - HEALTHY.total) < gain / 3
     assert abs(loop.per_healthy_batch(name, case) - HEALTHY.total) > gain / 3
+
+
+def judged(**changes: object) -> set[str]:
+    """What FAILs of these cases; each change is of the case with that name."""
+    own = load(LESSON)
+    own.WORLD_SIZE = 2
+    cases = CASES | {name.replace("_", " "): case for name, case in changes.items()}
+    own.check_traces(cases)
+    own.check_diagnosis(cases)
+    own.check_predictions(cases)
+    return {row["claim"] for row in own.ledger if row["verdict"] == "FAIL"}
+
+
+def test_what_the_clock_decides_is_judged_rightly() -> None:
+    assert judged() == set()
+    assert judged(healthy=replace(HEALTHY, wall=180)) == {TRACED}
+    assert judged(healthy=replace(HEALTHY, hidden=0.4)) == {min(HIDDEN)}
+    cases = {"no_overlap": replace(CASES["no overlap"], hidden=0.2)}
+    assert judged(**cases) == {max(HIDDEN), f"no overlap: {NAMED}"}
+    assert judged(
+        straggler=replace(CASES["straggler"], splits=CASES["straggler"].splits[::-1])
+    ) == {"straggler: rank with least exposed"}
+    assert judged(slow_loader=HEALTHY) == {f"slow loader: {what}" for what in (NAMED, LONGER)}
+    half = replace(HEALTHY, splits=[BUSY | {"loader": 80, "idle": 80}] * 2)
+    assert judged(slow_loader=half) == {f"slow loader: {FIXED}"}
 
 
 def launched(name: str, launch: float, start: float, end: float) -> list[dict]:
@@ -306,19 +346,6 @@ def test_every_bottleneck_is_planned_to_cost_a_third() -> None:
     assert (batch * layers + layers * all_reduce) / batch > healthy * 4 / 3
 
 
-def test_one_rank_alone_is_told_what_it_lacks() -> None:
-    played = play(LESSON, 1)
-    played.expect(set())
-    assert "needs 2 ranks" in played.output
-
-
-@pytest.mark.deep
-def test_the_figure_is_drawn(tmp_path) -> None:
-    path = tmp_path / "steps.png"
-    played = play(LESSON, 2, argv=("--figure", str(path)))
-    assert path.read_bytes().startswith(b"\x89PNG"), played.output
-
-
 FIXED, NAMED, LONGER = "ms per step, fixed", "named", "step / healthy, at least"
 TRACED = "a step in the trace / by the clock, worst case"
 HIDDEN = {"healthy: communication hidden, at least", "no overlap: communication hidden, at most"}
@@ -332,9 +359,10 @@ def with_jobs(*names: str) -> tuple[str, str]:
     return all_jobs, f"run(jobs[name], forward, device) for name in {jobs}}}"
 
 
-# Each a set of breaks that meet different claims. A job that turned healthy gains nothing; by how
+# Each a set of breaks that meet different claims; what builds on those may fail too, so these are
+# no table for tests/lessons/every.py. A job that turned healthy gains nothing; by how
 # much it seems to is noise: no FIXED.
-BREAKS = {
+SEEN_BY_THE_CLOCK = {
     "no wait of the loader; a barrier that is none; a bucket per layer after all; always overlap": (
         [
             ("time.sleep(job.loader * forward / 1e3)", "time.sleep(0.0 * forward / 1e3)"),
@@ -380,18 +408,16 @@ BREAKS = {
 }
 
 
-@pytest.mark.deep
 @pytest.mark.clock
-@pytest.mark.parametrize("names", BREAKS)
+@pytest.mark.parametrize("names", SEEN_BY_THE_CLOCK)
 def test_a_break_is_seen(names: str) -> None:
-    changes, expected = BREAKS[names]
+    changes, expected = SEEN_BY_THE_CLOCK[names]
     jobs = [claim.partition(":")[0] for claim in sorted(expected - {TRACED})]
     played = play(LESSON, 2, *changes, with_jobs(*jobs))
     played.expect(set())
     assert expected <= played.failed_by_clock, played.output  # what builds on it may fail too
 
 
-@pytest.mark.deep
 @pytest.mark.clock
 def test_idle_time_forgotten_is_seen() -> None:
     forgotten = (

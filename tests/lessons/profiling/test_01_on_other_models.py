@@ -4,13 +4,14 @@ Nothing here may be used to choose a threshold. First by arithmetic: `simulate` 
 would hold if no machine made noise. Then real traces of two more models and two more sizes.
 """
 
+import functools
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from types import ModuleType
 
 import pytest
 
-from course.playing import load, play
+from course.playing import Lazily, load, play
 
 LESSON = "profiling/01_distributed_profiling.py"
 
@@ -32,7 +33,7 @@ MODELS = {
     "24 layers of 4 tensors, nearly alike": Model(layers=24, tensors=4, uneven=(0.5, 1.5)),
     "6 layers": Model(layers=6),
 }
-SIZES = {
+AMOUNTS = {
     "five eighths of the bytes": Model(kilobytes=120),
     "twice as many bytes": Model(kilobytes=384),
     "longer forward": Model(kilobytes=144, ratio=1.4),
@@ -98,21 +99,25 @@ def named(lesson: ModuleType, model: Model, ranks: int) -> dict[str, str]:
     return {name: lesson.diagnose(case, bound) for name, case in cases.items()}
 
 
-lesson = load(LESSON)
-RIGHT = {name: name for name in ["healthy", *lesson.BOTTLENECKS]}
+lesson = Lazily(LESSON)
+
+
+@functools.cache
+def right() -> dict[str, str]:
+    return {name: name for name in ["healthy", *lesson.BOTTLENECKS]}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("kind", MODELS | SIZES)
+@pytest.mark.parametrize("kind", MODELS | AMOUNTS)
 def test_each_job_is_named_by_arithmetic(kind: str, ranks: int) -> None:
-    assert named(lesson, (MODELS | SIZES)[kind], ranks) == RIGHT
+    assert named(lesson, (MODELS | AMOUNTS)[kind], ranks) == right()
 
 
-@pytest.mark.parametrize("kind", MODELS | SIZES)
+@pytest.mark.parametrize("kind", MODELS | AMOUNTS)
 def test_each_bottleneck_costs_a_third_there_by_arithmetic(kind: str) -> None:
-    healthy = simulate(lesson, "healthy", (MODELS | SIZES)[kind], 2).total
+    healthy = simulate(lesson, "healthy", (MODELS | AMOUNTS)[kind], 2).total
     for name in lesson.BOTTLENECKS:
-        case = simulate(lesson, name, (MODELS | SIZES)[kind], 2)
+        case = simulate(lesson, name, (MODELS | AMOUNTS)[kind], 2)
         assert lesson.per_healthy_batch(name, case) > healthy * 4 / 3, name
 
 
@@ -131,7 +136,7 @@ THRESHOLDS = {
 @pytest.mark.parametrize("name", THRESHOLDS)
 def test_a_threshold_that_fits_no_more_is_seen(name: str) -> None:
     other = load(LESSON, THRESHOLDS[name])
-    assert any(named(other, model, 2) != RIGHT for model in (MODELS | SIZES).values())
+    assert any(named(other, model, 2) != right() for model in (MODELS | AMOUNTS).values())
 
 
 def test_the_limits_that_the_lesson_tells() -> None:
@@ -160,7 +165,6 @@ TRACED = {  # two models and two sizes, by real traces
 }
 
 
-@pytest.mark.deep
 @pytest.mark.clock
 @pytest.mark.parametrize("kind", TRACED)
 def test_each_job_is_named_from_its_traces(kind: str) -> None:
@@ -168,5 +172,5 @@ def test_each_job_is_named_from_its_traces(kind: str) -> None:
     played = play(LESSON, 2, ("ACTIVE = 4", "ACTIVE = 2"), *TRACED[kind])
     played.expect(set())
     verdicts = {row["claim"]: row["verdict"] for row in played.ledger}
-    expected = {f"{name}: named": "PASS" for name in RIGHT}
+    expected = {f"{name}: named": "PASS" for name in right()}
     assert {claim: verdicts[claim] for claim in expected} == expected, played.output

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,19 @@ import torch
 
 from course.playing import load, play
 from tests.helpers.gpu_trace import gpu_trace
+from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
 
-nvtx = pytest.importorskip("nvtx")
+pytestmark = pytest.mark.skipif(find_spec("nvtx") is None, reason="needs the package nvtx")
 
 LESSON = "profiling/03_nsight_and_nvtx.py"
+
+ON_GPUS = OnGpus(
+    changes=[
+        ('return 180 if device.type == "cpu" else 8192', "return 180"),
+        ('512 if device.type == "cpu" else 4096', "64"),
+    ]
+)
+
 COUNT, POPS = "ranges that a rank opens in all steps", "pops, one for each push"
 PLAN = "in the plan's order, depth, payload and colour"
 MARKS, RANGED = (
@@ -29,6 +39,7 @@ LAUNCHES, AFTER = (
 LOADER = "ms in the late rank's loader, the shortest"
 
 
+@pytest.mark.deep
 def test_the_listener_hears_threads_domains_and_every_kind_of_call() -> None:
     """In a process of its own, where nothing has called NVTX yet."""
     code = f"""
@@ -92,12 +103,14 @@ def with_nsys(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Non
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
 
+@pytest.mark.deep
 def test_what_nsys_prints_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_nsys(tmp_path, monkeypatch, FAKE_NSYS.replace("INSTEAD", "150000000"))
     lesson = load(LESSON, QUICK)
     assert lesson.by_nsys() == {"step": (3, 3e8), "all_reduce": (3, 1.5e8)}
 
 
+@pytest.mark.deep
 def test_the_claims_on_nsys_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for ns, verdict in (("150000000", "PASS"), ("30000000", "FAIL")):
         with_nsys(tmp_path, monkeypatch, FAKE_NSYS.replace("INSTEAD", ns))
@@ -122,7 +135,7 @@ def test_shares_are_those_of_the_steps() -> None:
 
 # Faults that are planted together, and the claims that have to FAIL, one or more for each fault.
 OPEN = '    nvtx.mark("loss", COLORS["step"], DOMAIN, payload=loss.item())\n'
-BREAKS = {
+LINES = {
     "ranges left open, and short; a rounded loss; a collective that nobody named": (
         [
             (OPEN, OPEN.replace("loss.item()", "round(loss.item(), 3)")
@@ -154,21 +167,15 @@ BREAKS = {
 }  # fmt: skip
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("name", BREAKS)
-def test_a_break_is_seen(name: str) -> None:
-    changes, expected = BREAKS[name]
-    play(LESSON, 2, *changes).expect(expected)
+BREAKS = Breaks(LINES)
 
 
 @pytest.mark.deep
-def test_the_lesson_holds_and_draws_and_nsys_that_fails_is_told(tmp_path: Path) -> None:
-    figure = tmp_path / "timeline.png"
+def test_nsys_that_fails_is_told() -> None:
     there = ('shutil.which("nsys") is None or nvtx is None:', "False:")
     fails = ('profiled = ["nsys", "profile"', 'profiled = ["false", "profile"')
-    played = play(LESSON, 3, there, fails, argv=("--figure", str(figure)))
+    played = play(LESSON, 2, there, fails)
     played.expect(set())
-    assert figure.stat().st_size > 10_000
     assert "returned non-zero exit status 1" in played.output
     assert played.ledger[-1]["needs"] == "nsys that works here"
 

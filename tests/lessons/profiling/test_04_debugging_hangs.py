@@ -3,6 +3,7 @@
 The eight jobs hang once; the report, with a line changed, reads the same looks again and again.
 """
 
+import functools
 import inspect
 import pickle
 import signal
@@ -15,12 +16,16 @@ import psutil
 import pytest
 
 from course.lessons import ROOT
-from course.playing import load, play
+from course.playing import Lazily, load, play
 from course.ranks import lives, run
+from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
 
 LESSON = "profiling/04_debugging_hangs.py"
-lesson = load(LESSON)
-Look = lesson.Look
+lesson = Lazily(LESSON)
+
+# One process, which joins no group.
+ON_GPUS = OnGpus(ranks=(1,), says="torch .*, gloo, 4 ranks per job")
+NO_DEVICE = {"watch": "its ranks have no GPUs"}
 
 
 def let_them_hang() -> bytes:
@@ -44,15 +49,19 @@ def blamed(report: ModuleType, hung: dict[str, list[dict]]) -> dict[str, list[in
     return said
 
 
-RIGHT = {job.__name__: [2] for job in lesson.JOBS} | {"both_send_first": [2, 3]}
+@functools.cache
+def right() -> dict[str, list[int]]:
+    return {job.__name__: [2] for job in lesson.JOBS} | {"both_send_first": [2, 3]}
+
+
 ALL = [0, 1, 2, 3]
 
 
 @pytest.mark.deep
 def test_all_eight_are_named_with_rank_line_and_reason(hung: dict) -> None:
-    assert blamed(lesson, hung) == RIGHT
+    assert blamed(lesson, hung) == right()
     for job in lesson.JOBS:
-        verdict = lesson.who_waits_for_whom([Look(**look) for look in hung[job.__name__]])
+        verdict = lesson.who_waits_for_whom([lesson.Look(**look) for look in hung[job.__name__]])
         source, first = inspect.getsourcelines(job)
         assert source[verdict.line - first].endswith("# BUG\n"), job
         assert verdict.why.startswith("rank 2: ")
@@ -84,14 +93,14 @@ def test_a_broken_report_blames_somebody_else(name: str, hung: dict) -> None:
     change, wrong = REPORT_BREAKS[name]
     said = blamed(load(LESSON, change), hung)
     assert {job: said[job] for job in wrong} == wrong
-    assert (said == RIGHT) == (not wrong)
+    assert (said == right()) == (not wrong)
 
 
 @pytest.mark.deep
 def test_without_the_vote_a_circle_is_blamed_whole(hung: dict) -> None:
     said = blamed(load(LESSON, ("append((eventually, directly))", "append((eventually, 0))")), hung)
-    right = {name for name, ranks in said.items() if ranks == RIGHT[name]}
-    assert right == {"dead_rank", "both_send_first"}
+    named = {name for name, ranks in said.items() if ranks == right()[name]}
+    assert named == {"dead_rank", "both_send_first"}
     assert said["skipped_collective"] == said["wrong_group"] == ALL
 
 
@@ -111,7 +120,7 @@ def call(name: str, number: int = 1, group: str = "0", retired: bool = False) ->
 
 def looks(*calls: list[dict], groups: dict | None = None) -> list:
     everyone = groups or {"0": list(range(len(calls)))}
-    return [Look(calls=list(own), groups=everyone) for own in calls]
+    return [lesson.Look(calls=list(own), groups=everyone) for own in calls]
 
 
 def test_records_of_nccl_are_read_as_those_of_gloo() -> None:
@@ -143,7 +152,7 @@ def test_one_other_call_is_outvoted(other: dict) -> None:
 
 def test_where_all_have_died_it_was_not_who_was_aborted() -> None:
     """NCCL's watchdog aborts every rank that waited for one that the kernel had killed."""
-    found = [Look(state="dead", exitcode=code) for code in (-6, -9, -6)]
+    found = [lesson.Look(state="dead", exitcode=code) for code in (-6, -9, -6)]
     assert lesson.who_waits_for_whom(found).ranks == [1]
 
 
@@ -157,20 +166,20 @@ def test_the_end_of_a_chain_is_blamed_and_not_its_middle() -> None:
 
 
 def test_a_message_whose_peer_answers_blames_nobody() -> None:
-    found = [Look(message=("send", 1)), Look(message=("recv", 0))]
+    found = [lesson.Look(message=("send", 1)), lesson.Look(message=("recv", 0))]
     assert lesson.who_waits_for_whom(found).ranks == []
-    found = [Look(message=("recv", 1)), Look(message=("recv", 0))]
+    found = [lesson.Look(message=("recv", 1)), lesson.Look(message=("recv", 0))]
     assert lesson.who_waits_for_whom(found).ranks == [0, 1]
-    found = [Look(message=("recv", 1)), Look(state="finished")]
+    found = [lesson.Look(message=("recv", 1)), lesson.Look(state="finished")]
     assert lesson.who_waits_for_whom(found).ranks == [1]
 
 
 def test_three_looks_alike_and_nobody_who_wants_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lesson.wants_a_core(psutil.Process())  # this one, as it asks
     asleep, busy = "asleep", "busy"
-    monkeypatch.setattr(lesson, "wants_a_core", lambda process: process is busy)
+    monkeypatch.setitem(lesson.hangs.__globals__, "wants_a_core", lambda process: process is busy)
     still = looks([call("gloo:all_reduce")], [])
-    moved = [Look(**vars(still[0]) | {"cpu": 1}), still[1]]
+    moved = [lesson.Look(**vars(still[0]) | {"cpu": 1}), still[1]]
     assert lesson.hangs([still] * 3, [asleep, asleep])
     assert not lesson.hangs([still] * 3, [asleep, busy])
     assert not lesson.hangs([still] * 2, [asleep, asleep])
@@ -200,7 +209,7 @@ BATCHES, ENDED = (
     "uneven, with join: ranks that come to the end",
 )
 LEFT = "processes left"
-BREAKS = {
+LINES = {
     "two jobs of eight, of which the dead rank sleeps": (
         [
             *(NO_DOUBT, NO_TOOLS, NO_CURE, FEW),
@@ -218,20 +227,6 @@ BREAKS = {
         ],
         {TWO, BLAMED, TRAINED},
     ),
-    "tools that look at another rank, or another job": (
-        [
-            *(NO_EIGHT, NO_DOUBT, NO_CURE),
-            (
-                "ask_py_spy(processes[GUILTY]), ask_faulthandler(processes[GUILTY])",
-                "ask_py_spy(processes[0]), ask_faulthandler(processes[0])",
-            ),
-            ('Path(process.cwd(), f"{GUILTY}.txt")', 'Path(process.cwd(), "0.txt")'),
-            ("ask_torchfrtrace(seen.looks)", "ask_torchfrtrace(seen.looks[:1] * 4)"),
-            ("    while guilty:\n", "    while rank == 1:\n"),
-            ('debug="DETAIL"', 'debug="OFF"'),
-        ],
-        {PY_SPY, FAULT, FR_TRACE, BARRIER, DETAIL},
-    ),
     "no join, and nobody is killed": (
         [
             *(NO_EIGHT, NO_DOUBT, NO_TOOLS),
@@ -243,13 +238,28 @@ BREAKS = {
 }  # fmt: skip
 
 
+BREAKS = Breaks(LINES, ranks=1, deadline=250)
+
+LOOKING_ELSEWHERE = [
+    *(NO_EIGHT, NO_DOUBT, NO_CURE),
+    (
+        "ask_py_spy(processes[GUILTY]), ask_faulthandler(processes[GUILTY])",
+        "ask_py_spy(processes[0]), ask_faulthandler(processes[0])",
+    ),
+    ('Path(process.cwd(), f"{GUILTY}.txt")', 'Path(process.cwd(), "0.txt")'),
+    ("ask_torchfrtrace(seen.looks)", "ask_torchfrtrace(seen.looks[:1] * 4)"),
+    ("    while guilty:\n", "    while rank == 1:\n"),
+    ('debug="DETAIL"', 'debug="OFF"'),
+]
+
+
 @pytest.mark.deep
-@pytest.mark.parametrize("name", BREAKS)
-def test_a_break_is_seen(name: str) -> None:
-    changes, expected = BREAKS[name]
-    if PY_SPY in expected and isinstance(lesson.ask_py_spy(psutil.Process()), str):
-        expected = expected - {PY_SPY}
-    play(LESSON, 1, *changes, deadline=250).expect(expected)
+def test_tools_that_look_at_another_rank_or_another_job_are_seen() -> None:
+    """What py-spy says is BLOCKED where nothing may be traced."""
+    expected = {FAULT, FR_TRACE, BARRIER, DETAIL}
+    if isinstance(lesson.ask_py_spy(psutil.Process()), int):
+        expected |= {PY_SPY}
+    play(LESSON, 1, *LOOKING_ELSEWHERE, deadline=250).expect(expected)
 
 
 @pytest.mark.deep

@@ -9,17 +9,31 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
-from course.playing import load, play
+from course.playing import Lazily, load, play
 from course.ranks import attempt, lives
+from tests.lessons.every import Breaks, OnGpus, Without, test_lesson  # noqa: F401
 
 LESSON = "profiling/07_tracing_with_ebpf.py"
-tracing = load(LESSON)
+tracing = Lazily(LESSON)
+
+# bpftrace sees what is really called: gloo, which carries NCCL's messages.
+ON_GPUS = OnGpus(
+    changes=[('nccl=device.type == "cuda"', "nccl=False"), ("WIDTH = 4096", "WIDTH = 512")],
+    hardware={"bytes copied to the GPU by cuMemcpy, at least": "the driver copies"},
+    ranks=(1, 2),
+)
+WITHOUT = {
+    "root": Without(
+        [("os.geteuid() != 0", "os.geteuid() == 0 or True")], {"all that bpftrace counts"}
+    )
+}
 
 # Some containers forbid bpf(2) even to root.
 FORBIDDEN = os.system("bpftrace -e 'BEGIN { exit(); }' >/dev/null 2>&1") != 0
@@ -63,16 +77,8 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         tracing.mapped(os.getpid(), "libcuda.so")
 
 
-def test_without_root_only_the_job_is_judged() -> None:
-    played = play(LESSON, 2, ("os.geteuid() != 0", "os.geteuid() == 0 or True"))
-    played.expect(set())
-    job, rest = played.ledger
-    assert job["verdict"] == "PASS"
-    assert (rest["verdict"], rest["needs"]) == ("BLOCKED", "root with bpf(2)")
-    assert "this user is not root" in played.output
-
-
 @needs_bpf
+@pytest.mark.deep
 def test_a_program_that_is_wrong_is_refused_with_its_reason() -> None:
     with pytest.raises(OSError, match="bpftrace: tracepoint not found: sock:nothing"):
         tracing.attach('BEGIN { printf("attached"); } tracepoint:sock:nothing { @ = 1; }')
@@ -120,6 +126,7 @@ def gpu_job(tmp_path: Path) -> Iterator[subprocess.Popen]:
 
 
 @needs_bpf
+@pytest.mark.deep
 def test_on_gpus_the_calls_of_nccl_and_of_the_driver_are_counted(gpu_job: subprocess.Popen) -> None:
     pid = gpu_job.pid
     tracer = tracing.attach(tracing.program([pid], nccl=True))
@@ -139,6 +146,7 @@ def test_on_gpus_the_calls_of_nccl_and_of_the_driver_are_counted(gpu_job: subpro
 
 
 @needs_bpf
+@pytest.mark.deep
 def test_another_job_is_watched_by_its_pid(
     gpu_job: subprocess.Popen, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -147,7 +155,7 @@ def test_another_job_is_watched_by_its_pid(
         gpu_job.stdin.flush()
         assert gpu_job.stdout.readline() == "done\n"
 
-    monkeypatch.setattr(tracing, "time", SimpleNamespace(sleep=train))
+    monkeypatch.setitem(tracing.watch.__globals__, "time", SimpleNamespace(sleep=train))
     tracing.watch([gpu_job.pid], 10)
     said = capsys.readouterr().out
     assert f"pid {gpu_job.pid}: 0 bytes by TCP" in said
@@ -162,6 +170,7 @@ def attach_and_wait(tell: Connection) -> None:
 
 
 @needs_bpf
+@pytest.mark.deep
 def test_bpftrace_goes_when_its_rank_is_killed() -> None:
     ours, theirs = multiprocessing.Pipe()
     rank = multiprocessing.get_context("fork").Process(target=attach_and_wait, args=[theirs])
@@ -178,7 +187,7 @@ def test_bpftrace_goes_when_its_rank_is_killed() -> None:
 
 
 CALLS, BYTES = "{}: calls that bpftrace counts", "{}: bytes in them"
-SIZES, TIMES = "{}: calls of another size", "{}: calls in the histogram of times"
+OF_SIZE, TIMES = "{}: calls of another size", "{}: calls in the histogram of times"
 OTHERS, EVERYBODY = (
     "all-reduces of another job that were counted",
     "all-reduces of all processes, at least",
@@ -194,39 +203,36 @@ def both(*texts: str) -> set[str]:
 
 # Without a filter, all that runs beside this test would fill the maps.
 CHILD = "*[child.pid for child in __import__('psutil').Process().children()]"
-BREAKS = {  # several lines at once, and the claims that must FAIL
+LINES = {  # several lines at once, and the claims that must FAIL
     "what is not counted": (
-        (
+        [
             ('@calls[pid, "{name}"] = count(); ', ""),
             ("if (@began[tid])", "if (@began[tid] == 1)"),
             ("@tcp[pid] = sum({amount});", "@tcp[pid] = count();"),
             ("@again[args->dport]", "@again[args->sport]"),
             ("for _ in range(HITS):", "for _ in range(HITS - 1):"),
-        ),
+        ],
         both(CALLS, TIMES) | {TCP, AGAIN, NOTHING},
     ),
     "whose, and how large": (
-        (
+        [
             ('1;" for pid in pids)', f'1;" for pid in [*pids, {CHILD}])'),
             ("@buffer[tid] = arg3;", "@buffer[tid] = arg2;"),
             ("library)} {{ {everybody} }}", "library)} /@traced[pid]/ {{ {everybody} }}"),
-        ),
-        both(BYTES, SIZES) | {OTHERS, EVERYBODY},
+        ],
+        both(BYTES, OF_SIZE) | {OTHERS, EVERYBODY},
     ),
     "fewer buckets": (
-        (("bucket_cap_mb=bucket)", "bucket_cap_mb=8 * bucket)"),),
+        ("bucket_cap_mb=bucket)", "bucket_cap_mb=8 * bucket)"),
         {"all-reduces per step: buckets and the loss"},
     ),
 }
 
 
-@needs_bpf
-@pytest.mark.deep
-@pytest.mark.parametrize("name", BREAKS)
-def test_a_wrong_line_fails_its_claims(name: str) -> None:
-    changes, failed = BREAKS[name]
-    played = play(LESSON, 2, *changes, ("PAUSE = 0.1", "PAUSE = 0.01"), deadline=250)
-    played.expect(failed)
+QUICK = [("PAUSE = 0.1", "PAUSE = 0.01")]
+# Where calls are not counted, another job's are not, either.
+ALONE = ["whose, and how large"]
+BREAKS = [] if FORBIDDEN else Breaks(LINES, changes=QUICK, alone=ALONE, deadline=250)
 
 
 SLOW = {
@@ -234,15 +240,12 @@ SLOW = {
     "rank that begins them last",
     "ms by which it is late, at least",
 }
-PRICES = {
-    "us per hit of a uprobe, at most",
-    "a tracepoint's price / a uprobe's, at most",
-    "% of a step that tracing takes, at most",
-}
+CHEAPER = "a tracepoint's price / a uprobe's, at most"
+SHARE = "% of a step that tracing takes, at most"
+PRICES = {"us per hit of a uprobe, at most", CHEAPER, SHARE}
 
 
 @needs_bpf
-@pytest.mark.deep
 @pytest.mark.clock
 def test_a_wrong_line_fails_what_the_clock_decides() -> None:
     changes = [
@@ -257,6 +260,32 @@ def test_a_wrong_line_fails_what_the_clock_decides() -> None:
     played.expect(set())
     assert played.failed_by_clock >= SLOW - {"ms by which it is late, at least"}, played.output
     assert played.failed_by_clock >= PRICES, played.output
+
+
+def judged(late_ms: tuple[float, float], step: float, prices: tuple[float, float]) -> set[str]:
+    """What FAILs if rank 1 comes late by so much, to all-reduces that rank 0 waits in."""
+    own = load(LESSON)
+    own.WORLD_SIZE = 2
+    pids = [os.getpid(), 8]
+    me = (str(os.getpid()),)
+    maps = {"@at": {}, "@spent": {}, "@hits": {me: 22 * own.STEPS}, "@sends": {me: 20 * own.HITS}}
+    for pid, ms in zip(pids, late_ms, strict=True):
+        maps["@at"][str(pid), "all_reduce", "0"] = 1e6 * ms
+        maps["@spent"][str(pid), "all_reduce"] = 1e6 * (200 - ms)
+    found = own.Evidence(pids, [], step, maps, own.Prices(*prices), 0, 0, 0)
+    with patch.dict(os.environ, LOCAL_WORLD_SIZE="2", LOCAL_RANK="0"):
+        own.check_who_is_slow(found, torch.device("cpu"))
+        own.check_overhead(found)
+    return {row["claim"] for row in own.ledger if row["verdict"] == "FAIL"} - {NOTHING}
+
+
+def test_what_the_clock_decides_is_judged_rightly() -> None:
+    assert judged((0, 100), 0.05, (2e-6, 5e-7)) == set()
+    assert judged((100, 0), 0.05, (2e-6, 5e-7)) == SLOW - {"ms by which it is late, at least"}
+    assert judged((0, 40), 0.05, (2e-6, 5e-7)) == {"ms by which it is late, at least"}
+    assert judged((0, 100), 0.05, (4e-5, 1e-6)) == PRICES - {CHEAPER, SHARE}
+    assert judged((0, 100), 0.05, (2e-6, 2e-6)) == {CHEAPER}
+    assert judged((0, 100), 0.002, (2e-6, 5e-7)) == {SHARE}
 
 
 def a_peer_leaves(*changes: tuple[str, str]) -> str:

@@ -12,18 +12,24 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from course.playing import load, play
+from course.playing import Lazily, Played, load, play
 from course.ranks import run
 from tests.helpers.pretended_gpus import play_on_gpus
+from tests.lessons.every import Breaks, Without, test_lesson  # noqa: F401
 
 LESSON = "profiling/08_communication_matrix.py"
-lesson = load(LESSON)
+lesson = Lazily(LESSON)
+
+WITHOUT = {  # as on macOS, where there is no /proc, and in some sandboxes
+    "a kernel that tells": Without(
+        [('Path("/proc/self/fd")', 'Path("/nowhere")')], {"what the kernel's sockets count"}
+    )
+}
 
 
 def of_size(n: int):
     """The lesson, as one of n ranks has it."""
-    lesson.WORLD_SIZE = n
-    lesson.ALL = tuple(range(n))
+    lesson.matrix.__globals__.update(WORLD_SIZE=n, ALL=tuple(range(n)))
     return lesson
 
 
@@ -386,7 +392,7 @@ SAMPLE = {f"sample: bytes that rank {rank} sends" for rank in (0, 1)}
 FIRST, DIFFERENCES = "sample: opCount of the first difference", "sample: differences"
 LOOP = "for _ in range(4 * LAYERS):\n            dist."
 HALF = "for _ in range(2 * LAYERS):\n            dist."
-BREAKS = {  # played on four ranks
+LINES = {
     "as in Try: rings the other way": (
         [("ring(ranks, -1 if gloo else 1,", "ring(ranks, 1,")],
         entries("data parallel", "FSDP"),
@@ -436,15 +442,11 @@ BREAKS = {  # played on four ranks
 }  # fmt: skip
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("name", BREAKS)
-def test_a_break_is_seen(name: str) -> None:
-    changes, failed = BREAKS[name]
-    play(LESSON, 4, *changes).expect(failed)
+BREAKS = Breaks(LINES, ranks=4)
 
 
 # What the pretended NCCL logs, on four GPUs.
-ON_GPUS = {
+ON_FOUR_GPUS = {
     "all calls since the job began": (
         [("calls=log.calls[before:]", "calls=log.calls")],
         entries(*JOBS, *GRIDS) | across(*JOBS, *GRIDS) | {SHARES},
@@ -461,18 +463,16 @@ ON_GPUS = {
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("name", ON_GPUS)
+@pytest.mark.parametrize("name", ON_FOUR_GPUS)
 def test_a_break_is_seen_on_gpus(name: str) -> None:
-    changes, failed = ON_GPUS[name]
+    changes, failed = ON_FOUR_GPUS[name]
     played = play_on_gpus(LESSON, 4, *changes)
     assert failed <= played.failed, played.output
 
 
-def test_the_table_names_the_best_places_and_the_figure_is_drawn(tmp_path) -> None:
-    path = tmp_path / "matrices.png"
-    played = play(LESSON, 4, argv=("--figure", str(path)))
-    played.expect(set())
-    assert path.read_bytes().startswith(b"\x89PNG")
+def PLAIN(played: Played) -> None:
+    """The table names the best places, and the sample's difference is told."""
+    assert "opCount a: rank 0 AllReduce of 1, type 7; rank 1 nothing" in played.output
     rows = dict(re.findall(r"^ {5}(\w.*?) {2,}.*  (0, \d)$", played.output, re.M))
     assert list(rows) == [*JOBS, *GRIDS]
     assert set(rows.values()) == {"0, 1", "0, 2"}
@@ -489,21 +489,7 @@ def test_the_table_names_the_best_places_and_the_figure_is_drawn(tmp_path) -> No
     ]
 
 
-def test_a_rank_alone_reads_the_sample_and_is_told_what_it_lacks() -> None:
-    played = play(LESSON, 1)
-    played.expect(set())
-    assert "opCount a: rank 0 AllReduce of 1, type 7; rank 1 nothing" in played.output
-    assert "needs 2 ranks" in played.output
-
-
-def test_a_kernel_that_tells_nothing_is_no_failure() -> None:
-    """As on macOS, where there is no /proc, and in some sandboxes."""
-    played = play(LESSON, 2, ('Path("/proc/self/fd")', 'Path("/nowhere")'))
-    played.expect(set())
-    (row,) = [row for row in played.ledger if row["claim"] == "what the kernel's sockets count"]
-    assert row["needs"].startswith("Linux")
-
-
+@pytest.mark.deep
 def test_as_in_try_larger_gradients_want_other_places() -> None:
     more = ("PARAMETERS = LAYERS * WIDTH**2", "PARAMETERS = 16 * LAYERS * WIDTH**2")
     played = play(LESSON, 4, more)
