@@ -101,7 +101,7 @@ class Lazily:
     """A lesson that is loaded when something of it is first asked for, and not before."""
 
     def __init__(self, path: str) -> None:
-        self._path = path
+        self.__dict__["_path"] = path
 
     @functools.cached_property
     def _lesson(self) -> types.ModuleType:
@@ -109,6 +109,9 @@ class Lazily:
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._lesson, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self._lesson, name, value)
 
 
 def play(

@@ -17,6 +17,7 @@ import hashlib
 import re
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from pathlib import Path
 
 from course.book import exercises
 from course.lessons import LESSONS, ROOT
@@ -58,7 +59,7 @@ def closure(paths: list[str], through_course: bool = True) -> set[str]:
             continue
         found.add(path)
         if path.endswith(".py") and path not in LESSONS:
-            waiting += imported_files(path)
+            waiting += [*imported_files(path), *fixtures_of(path)]
             if path.startswith("tests/"):
                 found |= named_files(path)
     return found
@@ -87,6 +88,13 @@ def imported_files(path: str) -> Iterator[str]:
             file = name.replace(".", "/") + ".py"
             if (ROOT / file).is_file():
                 yield file
+
+
+def fixtures_of(path: str) -> list[str]:
+    """The conftest.py next to a file of tests, but for those that all tests have."""
+    beside = Path(path).parent / "conftest.py"
+    own = len(beside.parts) > 3 and beside.parts[0] == "tests"
+    return [str(beside)] if own and (ROOT / beside).is_file() else []
 
 
 def named_files(path: str) -> set[str]:

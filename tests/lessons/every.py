@@ -67,7 +67,7 @@ class OnGpus:
     changes: Sequence[Change] = ()  # smaller, or without what asks C++ for CUDA
     argv: Sequence[str] = ()
     hardware: dict[str, str] = field(default_factory=dict)  # claims it cannot keep there, and why
-    ranks: Sequence[int] = (1, 4)  # the first at night only
+    ranks: Sequence[int] = ()  # 1 (at night only) and 4, as far as the lesson takes them
     says: str = "{ranks} ranks, NCCL"  # how the line begins in which it says how it runs
 
 
@@ -326,16 +326,13 @@ class Joined(Exception):
 
 def pretended_cases(module: ModuleType) -> Iterator[Case]:
     on_gpus = getattr(module, "ON_GPUS", OnGpus())
-    taken = [*world_sizes_of(module.LESSON), *on_gpus.ranks[1:]]
-    for ranks in on_gpus.ranks:
-        if ranks in taken:
-            marks = [
-                pytest.mark.night if ranks == 1 and len(on_gpus.ranks) > 1 else pytest.mark.deep
-            ]
-            if module.LESSON in SPINE and ranks > 1:
-                marks.append(pytest.mark.sentinel)
-            played = partial(passes_on_pretended_gpus, module.LESSON, on_gpus, ranks)
-            yield Case(f"pretended GPUs: {ranks}", played, marks)
+    sizes = on_gpus.ranks or [n for n in (1, 4) if n in world_sizes_of(module.LESSON)]
+    for ranks in sizes:
+        marks = [pytest.mark.night if ranks == 1 and len(sizes) > 1 else pytest.mark.deep]
+        if module.LESSON in SPINE and ranks > 1:
+            marks.append(pytest.mark.sentinel)
+        played = partial(passes_on_pretended_gpus, module.LESSON, on_gpus, ranks)
+        yield Case(f"pretended GPUs: {ranks}", played, marks)
 
 
 def passes_on_pretended_gpus(lesson: str, on_gpus: OnGpus, ranks: int, folder: Path) -> None:
