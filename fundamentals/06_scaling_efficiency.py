@@ -464,16 +464,17 @@ def check_laws(times: dict[str, Times], known_share: float | None) -> None:
     n = WORLD_SIZE
     share = known_share
     strong = times["strong"]
+    judged = {"kind": "measured" if known_share is None else "simulated", "timed": True}
     foretold = "strong: speed-up of all ranks, from fewer"
     if n > 2:
         serial, divided = fit_amdahl({fewer: strong[fewer] for fewer in strong if fewer < n})
         fitted = serial / (serial + divided)
         law = amdahl(n, fitted)
-        claim(foretold, law, strong[1] / strong[n], atol=(n - law) / 3, question=1, timed=True)
+        claim(foretold, law, strong[1] / strong[n], atol=(n - law) / 3, question=1, **judged)
         if known_share is None:
             share = fitted
         else:
-            claim("serial share, as fitted", known_share, fitted, atol=known_share / 4, timed=True)
+            claim("serial share, as fitted", known_share, fitted, atol=known_share / 4, **judged)
     else:
         blocked(foretold, needs="3 ranks")
     if n == 1 or share is None:
@@ -482,11 +483,11 @@ def check_laws(times: dict[str, Times], known_share: float | None) -> None:
     if known_share is not None:
         law = amdahl(n, share)
         text = "strong: speed-up of all ranks"
-        claim(text, law, strong[1] / strong[n], atol=(n - law) / 3, question=1, timed=True)
+        claim(text, law, strong[1] / strong[n], atol=(n - law) / 3, question=1, **judged)
     law = gustafson(n, share)
     speed_up = times["all on one"][1] / times["weak"][n]
     text = "weak: speed-up of all ranks"
-    claim(text, law, speed_up, atol=(n - law) / 3, question=2, timed=True)
+    claim(text, law, speed_up, atol=(n - law) / 3, question=2, **judged)
 
 
 def show(batch: int, strong: Times, weak: Times) -> None:
@@ -600,9 +601,8 @@ def check_learning_rates(digits: list[torch.Tensor]) -> None:
         if name != "small":
             holds = name.startswith("8x, scaled")
             bound, sign = (2, "<=") if holds else (4, ">=")
-            claim(
-                f"loss / the small batch's: {name}", bound, median[name] / small, sign, question=6
-            )
+            text = f"loss / the small batch's: {name}"
+            claim(text, bound, median[name] / small, sign, question=6, varies=True)
 
 
 # %% [markdown]

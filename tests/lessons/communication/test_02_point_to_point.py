@@ -9,10 +9,15 @@ from hypothesis import strategies as st
 
 from course.playing import load, play
 from course.ranks import attempt, run
+from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
 
 LESSON = "communication/02_point_to_point.py"
 QUICK = ("PATIENCE = 3.0", "PATIENCE = 1.5")
 NO_DEADLOCK = ("        everybody_sends_first(cpu)\n", "")
+NO_DEVICE = {"sends_back_early": "it asks again until a deadline"}
+ON_GPUS = OnGpus(
+    hardware={"NCCL: sends of 1 KiB back before the receive": "NCCL's buffer for small messages"}
+)
 
 
 def shifted(sizes: list[int], dtypes: list[torch.dtype]) -> list[bool]:
@@ -92,7 +97,7 @@ HALO_BYTES = {
     "halos: bytes that all ranks send per step",
 }
 FUSED = "64 messages one by one / as one message"
-BREAKS = {
+LINES = {
     "the send is called over before it is": (
         "            dist.send(x, 1, group)\n",
         '            store.set(f"sent {size} on {device.type}", "")\n'
@@ -115,7 +120,6 @@ BREAKS = {
         "dist.recv(y, 0, cpu, tag=3 - tag)",
         TAGS,
     ),
-    "tags are received in the order sent": ("for tag in (2, 1):", "for tag in (1, 2):", TAGS),
     "the buffer is filled": (
         "dist.send(torch.ones(4), 1, cpu)",
         "dist.send(torch.ones(6), 1, cpu)",
@@ -132,22 +136,21 @@ BREAKS = {
 }
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("what", BREAKS)
-def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(what: str) -> None:
-    old, new, claims = BREAKS[what]
-    played = play(LESSON, 3, QUICK if claims == STUCK else NO_DEADLOCK, (old, new))
-    played.expect(claims)
-
-
-@pytest.mark.deep
-@pytest.mark.clock
-def test_one_message_that_is_many_gains_nothing() -> None:
-    one_message = "microseconds(lambda: there_and_back([x]), 32)"
-    many = "microseconds(lambda: one_by_one(parts), 1)"
-    played = play(LESSON, 3, NO_DEADLOCK, (one_message, many))
-    played.expect(set())
-    assert played.failed_by_clock == {FUSED}, played.output
+IN_ORDER = {
+    "tags are received in the order sent": ("for tag in (2, 1):", "for tag in (1, 2):", TAGS),
+}
+ONE_OF_MANY = {
+    "one message that is many": (
+        "microseconds(lambda: there_and_back([x]), 32)",
+        "microseconds(lambda: one_by_one(parts), 1)",
+        {FUSED},
+    ),
+}
+BREAKS = [
+    Breaks(LINES, ranks=3, changes=[QUICK], most=7),  # with STUCK, so nobody waits for a deadlock
+    Breaks(IN_ORDER, ranks=3, changes=[NO_DEADLOCK]),
+    Breaks(ONE_OF_MANY, ranks=3, changes=[NO_DEADLOCK], clock=True),
+]
 
 
 @pytest.mark.deep

@@ -1,15 +1,27 @@
 """Prices against textbooks and NCCL's own constants; fits; broken lines fail their claims."""
 
 from fractions import Fraction
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from course.playing import load, play
+from course.playing import Played, load
+from course.ranks import run
+from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
 
 LESSON = "communication/04_alpha_beta.py"
-FULL_SPEED = ("    show_this_machine(device)\n", "")
+ON_GPUS = OnGpus(
+    changes=[
+        ("[4**6, 4**10, 4**13, 4**15]", "[4**6, 4**10, 4**13]"),
+        (
+            "    for _ in range(3):\n        for size in sizes:",
+            "    for size in sizes:\n        if size:",
+        ),
+    ]
+)
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +135,8 @@ FOUR_KIB, FOUR_MIB = "32 H100, 1 KiB: us, tree with LL", "32 H100, 1 MiB: us, tr
 FOUR_GIB = "32 H100, 1 GiB: us, ring with Simple"
 FOUR_RING = "32 H100, 1 KiB: us, ring with LL, dearer"
 BOTH_WAYS = {"ring", "double tree", "recursive doubling", "recursive halving-doubling"}
-BREAKS = {  # what is broken: (old, new), the claims that FAIL
+PRICE = "alphas", "S / beta"
+LINES = {
     "a step costs what is sent and what is received": (
         ("elements = max(sent[rank], received[rank])", "elements = sent[rank] + received[rank]"),
         {f"{name}: S / beta" for name in BOTH_WAYS}
@@ -148,55 +161,86 @@ BREAKS = {  # what is broken: (old, new), the claims that FAIL
         ("NET_OVERHEAD = 1.0", "NET_OVERHEAD = 0.0"),
         {FOUR_RING},
     ),
+    "steps that do not wait for their peers": (
+        "both_there = max(clock[move.source], clock[move.target])",
+        "both_there = 0",
+        {f"{tree}: {price}" for tree in ("tree", "double tree") for price in PRICE}
+        | {f"double tree in 2 pieces: {price}" for price in PRICE}
+        | {"double tree in 64 pieces: S / beta"},
+    ),
 }
+BREAKS = Breaks(LINES, ranks=1, alone=["steps that do not wait for their peers"])
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("what", BREAKS)
-def test_a_broken_price_fails_its_claims_and_no_others(what: str) -> None:
-    change, claims = BREAKS[what]
-    played = play(LESSON, 1, change)
-    played.expect(claims)
+def PLAIN(played: Played) -> None:
+    assert "without sleeping" in played.output
 
 
-@pytest.mark.deep
-def test_steps_that_do_not_wait_for_their_peers_have_another_price() -> None:
-    there = "both_there = max(clock[move.source], clock[move.target])"
-    played = play(LESSON, 1, (there, "both_there = 0"))
-    assert "tree: S / beta" in played.failed, played.output
+# Times, made up: what the claims say of them
 
 
-TIMES = {
+def judged(lesson: ModuleType, n: int, seconds: ModuleType) -> dict[str, str]:
+    """The verdicts of `lesson` on times that are what `seconds` says a slow link takes."""
+    lesson.ledger.clear()
+    lesson.WORLD_SIZE = n
+    costs = {name: lesson.terms(algorithm, n) for name, algorithm in lesson.ALL_REDUCE.items()}
+    took = {name: seconds.terms(algorithm, n) for name, algorithm in seconds.ALL_REDUCE.items()}
+    sizes = [3000 * 3**k for k in range(5)]
+    curves = {}
+    for name, (alphas, shares) in took.items():
+        curves[name] = {s: alphas * seconds.ALPHA + shares * s / seconds.BETA for s in sizes}
+    lesson.check_curves(costs, curves)
+    return {row["claim"]: row["verdict"] for row in lesson.ledger}
+
+
+CROSSING = "ring beats tree: from bytes / predicted"
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
+def test_times_as_priced_are_accepted(lesson: ModuleType, n: int) -> None:
+    verdicts = judged(load(LESSON), n, lesson)
+    assert len(verdicts) == 7
+    assert verdicts.pop(CROSSING) == ("BLOCKED" if n == 2 else "PASS")
+    assert {*verdicts.values()} == {"PASS"}
+
+
+BOTH_ADDED = (
+    "elements = max(sent[rank], received[rank])",
+    "elements = sent[rank] + received[rank]",
+)
+PRICES = {
     "a price that sends all of S in every algorithm": (
         "alphas * alpha + shares * s * seconds_per_byte",
         "alphas * alpha + s * seconds_per_byte",
     ),
-    "a link without a bandwidth": (
-        "time.sleep(ALPHA + max(sent, received) * x_N.itemsize / BETA)",
-        "time.sleep(ALPHA)",
-    ),
-    "prices that add up both directions": (
-        "elements = max(sent[rank], received[rank])",
-        "elements = sent[rank] + received[rank]",
-    ),
+    "prices that add up both directions": BOTH_ADDED,
 }
 
 
-@pytest.mark.deep
-@pytest.mark.clock
-@pytest.mark.parametrize("what", TIMES)
-def test_a_wrong_price_or_link_fails_on_the_clock(what: str) -> None:
-    played = play(LESSON, 4, FULL_SPEED, TIMES[what])
-    assert played.failed_by_clock, played.output
+@pytest.mark.parametrize("what", PRICES)
+def test_times_at_a_wrong_price_are_refused(lesson: ModuleType, what: str) -> None:
+    assert "FAIL" in judged(load(LESSON, PRICES[what]), 4, lesson).values()
 
 
-@pytest.mark.deep
-def test_the_lesson_draws_and_one_rank_makes_no_claim_on_time(tmp_path) -> None:
-    path = tmp_path / "times.png"
-    played = play(LESSON, 2, argv=("--figure", str(path)))
-    played.expect(set())
-    assert "without sleeping" in played.output
-    assert path.read_bytes().startswith(b"\x89PNG")
-    played = play(LESSON, 1)
-    played.expect(set())
-    assert not any(row.get("timed") for row in played.ledger)
+def test_a_link_that_is_not_as_planted_is_refused(lesson: ModuleType) -> None:
+    """Without a bandwidth, or both directions added up."""
+    endless = load(LESSON)
+    endless.BETA = float("inf")
+    for link in endless, load(LESSON, BOTH_ADDED):
+        assert "FAIL" in judged(load(LESSON), 4, link).values()
+
+
+def slept(name: str, nbytes: int) -> float:
+    here = load(LESSON)
+    naps = []
+    here.time = SimpleNamespace(sleep=naps.append)
+    here.run_on_slow_link(here.ALL_REDUCE[name], torch.zeros(nbytes // 4))
+    return sum(naps)
+
+
+@pytest.mark.parametrize("name", ["ring", "recursive doubling", "recursive halving-doubling"])
+def test_a_rank_sleeps_for_what_it_sends_or_receives(lesson: ModuleType, name: str) -> None:
+    """Where all ranks do the same: alpha in each step, and the larger of both directions."""
+    alphas, shares = lesson.terms(lesson.ALL_REDUCE[name], 4)
+    due = alphas * lesson.ALPHA + shares * 16_000 / lesson.BETA
+    assert run(slept, 4, name, 16_000) == [pytest.approx(due)] * 4

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from course import playing
 from course.playing import changed, load
 from course.ranks import attempt, run
+from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
 
 LESSON = "fundamentals/02_launching_processes.py"
 HELLO, BY_HAND = "say_hello", "a_launcher_by_hand"
@@ -33,6 +34,15 @@ SPAWN = (
 )
 FORK = ("= fork_beside_a_thread()\n", "= (1, False, True)\n")
 
+STARTS_PROCESSES = [  # sections of rank 0 that start processes of their own
+    ("    say_hello()\n", ""),
+    ("    a_launcher_by_hand()\n", ""),
+    ("    two_torchruns_make_one_world()\n", ""),
+    ("    fork_and_spawn()\n", ""),
+]
+SIZES = {1: STARTS_PROCESSES, 3: STARTS_PROCESSES}  # they are the same at every world size
+ON_GPUS = OnGpus(changes=STARTS_PROCESSES)  # these are started without pretended GPUs
+NO_DEVICE = {"fork_and_spawn": "processes start"}
 
 # Rank 0 has left the door before any other rank comes to it.
 RANK_0_FIRST = [
@@ -50,24 +60,6 @@ def only(*sections: str) -> list[tuple[str, str]]:
     return [(f"    {name}({'device' * (name in WITH_DEVICE)})\n", "") for name in left_out]
 
 
-def _play(changes: tuple[tuple[str, str], ...]) -> set[str]:
-    """Play the lesson on this rank; return what FAILED. mp.spawn's children import it by name."""
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "lesson_02_launching_processes.py").write_text(changed(LESSON, *changes))
-        sys.path.insert(0, folder)
-        code, ledger = playing.play_here(LESSON, changes, ())
-    failed = {row["claim"] for row in ledger if row["verdict"] == "FAIL"}
-    assert (code == 0) == (not failed)
-    return failed
-
-
-def failed(*changes: tuple[str, str], ranks: int = 2) -> set[str]:
-    changed(LESSON, *changes)  # a change that no longer applies fails here, not on a rank
-    outcomes = attempt(_play, ranks, changes, deadline=250, group=False)
-    assert {o.kind for o in outcomes} == {"returned"}, "\n".join(map(str, outcomes))
-    return outcomes[0].value
-
-
 HELLOS = "ranks of three that print 0 + 1 + 2"
 NEEDED = "variables without which a rank cannot join"
 TWO = "ranks of two launched by hand that print 0 + 1"
@@ -81,170 +73,178 @@ TIED = "ranks left, if they asked to be killed with it"
 ARRIVED = "ranks that had arrived when this one left"
 EVEN = "number among the even ranks, -1 outside"
 LOCK = "forked child gets the lock that a thread freed"
-INDEX = "mp.spawn: children whose rank is their index"
 
-BREAKS = [  # two at once where they meet different claims: what starts processes takes seconds
-    pytest.param(
-        only(HELLO, BY_HAND),
-        [
-            ("dist.all_reduce(x)\nprint", "dist.barrier()\nprint"),
-            ("        if hidden is not None:\n", "        if False:\n"),
-        ],
-        {HELLOS, TWO, NEEDED},
-        id="hello without its all-reduce; hidden variables that stay hidden",
-    ),
-    pytest.param(
-        only(BY_HAND),
-        [("[float(rank)]", "[2.0 - rank]")],
-        {TWO},
-        id="another tensor",  # whose sum on three ranks is the same
-    ),
-    pytest.param(
-        only(STORE),
-        [('store.add("tickets", 1)', 'store.add("tickets", 0)')],
-        {"different tickets that add() gave to n ranks"},
-        id="a counter that is only read",
-    ),
-    pytest.param(
-        only(STORE),
-        [('store.compare_set("leader", "", str(RANK))', "str(RANK)")],
-        {"leaders that compare_set lets n ranks elect"},
-        id="everybody elects himself",
-    ),
-    pytest.param(
-        only(STORE),
-        [*RANK_0_FIRST, ('    store.wait([f"{name}/open"])\n', "")],
-        {ARRIVED},
-        id="a barrier that waits for nobody",  # Try
-    ),
-    pytest.param(
-        only(STORE),
-        [*RANK_0_FIRST, ('add(f"{name}/arrived", 1) == n', 'add(f"{name}/arrived", 1) == 1')],
-        {ARRIVED},
-        id="a barrier that the first one opens",
-    ),
-    pytest.param(
-        only(STORE),
-        [
-            (
-                'store.wait(["a rank that never came"], timedelta(seconds=0.3))',
-                'store.wait(["arrived"])',
-            )
-        ],
-        {"store.wait() ends when its timeout has passed"},
-        id="a wait for one who is there",
-    ),
-    pytest.param(
-        only(GROUP),
-        [('store.get(f"value of {rank}")', 'store.get(f"value of {RANK}")')],
-        {"values that store and group gather alike"},
-        id="an all-gather that reads its own value",
-    ),
-    pytest.param(
-        only(GROUP),
-        [("number = dist.get_rank(group)", "number = dist.get_rank()")],
-        {EVEN},
-        id="global ranks for the group's",  # Try
-    ),
-    pytest.param(
-        only(CHILDREN),
-        [
-            (
-                "child.start()\n    forked.set()",
-                "forked.set()\n    while lock.locked(): time.sleep(0.01)\n    child.start()",
-            ),
-            SPAWN,
-        ],
-        {LOCK},
-        id="a fork after the lock was let go",
-    ),
-    pytest.param(
-        only(CHILDREN),
-        [
-            ("        with lock:\n", "        lock.acquire()\n        if True:\n"),
-            ("lock.acquire(timeout=60)", "lock.acquire(timeout=0.2)"),
-            SPAWN,
-        ],
-        {"its parent gets that lock"},
-        id="a thread that keeps the lock",
-    ),
-    pytest.param(
-        only(CHILDREN),
-        [
-            (
-                "        got_it = lock",
-                "        asked = threading.Event()\n"
-                "        threading.Thread(target=asked.wait).start()\n"
-                "        got_it = lock",
-            ),
-            ("num_threads(), got_it))\n", "num_threads(), got_it))\n        asked.set()\n"),
-            SPAWN,
-        ],
-        {"threads in a forked child"},
-        id="a child with a thread of its own",
-    ),
-    pytest.param(
-        only(CHILDREN),
+# Where rank 0 starts processes it is alone: who waited for it would end by a timeout.
+LAUNCHED = Breaks(
+    {
+        "hello without its all-reduce; hidden variables that stay hidden": (
+            [
+                ("dist.all_reduce(x)\nprint", "dist.barrier()\nprint"),
+                ("        if hidden is not None:\n", "        if False:\n"),
+            ],
+            {HELLOS, TWO, NEEDED},
+        ),
+    },
+    ranks=1,
+    changes=only(HELLO, BY_HAND),
+    deadline=250,
+)
+BY_HAND_ONLY = Breaks(
+    {"another tensor": ("[float(rank)]", "[2.0 - rank]", {TWO})},  # of three ranks the same sum
+    ranks=1,
+    changes=only(BY_HAND),
+    deadline=250,
+)
+TOGETHER = Breaks(
+    {
+        "a counter that is only read": (
+            'store.add("tickets", 1)',
+            'store.add("tickets", 0)',
+            {"different tickets that add() gave to n ranks"},
+        ),
+        "everybody elects himself": (
+            'store.compare_set("leader", "", str(RANK))',
+            "str(RANK)",
+            {"leaders that compare_set lets n ranks elect"},
+        ),
+        "a barrier that waits for nobody": (  # Try
+            [*RANK_0_FIRST, ('    store.wait([f"{name}/open"])\n', "")],
+            {ARRIVED},
+        ),
+        "a barrier that the first one opens": (
+            [*RANK_0_FIRST, ('add(f"{name}/arrived", 1) == n', 'add(f"{name}/arrived", 1) == 1')],
+            {ARRIVED},
+        ),
+        "a wait for one who is there": (
+            'store.wait(["a rank that never came"], timedelta(seconds=0.3))',
+            'store.wait(["arrived"])',
+            {"store.wait() ends when its timeout has passed"},
+        ),
+        "an all-gather that reads its own value": (
+            'store.get(f"value of {rank}")',
+            'store.get(f"value of {RANK}")',
+            {"values that store and group gather alike"},
+        ),
+        "global ranks for the group's": (  # Try
+            "number = dist.get_rank(group)",
+            "number = dist.get_rank()",
+            {EVEN},
+        ),
+    },
+    changes=only(STORE, GROUP),
+)
+OF_TWO = Breaks(
+    {
+        "a broadcast by rank 0": (  # on two ranks the even ones are rank 0 alone
+            "src=even_ranks[-1]",
+            "src=0",
+            {"broadcast by the last of them, own rank outside"},
+        ),
+    },
+    ranks=3,
+    changes=only(GROUP),
+)
+FORKED = Breaks(
+    {
+        "a fork after the lock was let go": (
+            "child.start()\n    forked.set()",
+            "forked.set()\n    while lock.locked(): time.sleep(0.01)\n    child.start()",
+            {LOCK},
+        ),
+        "a thread that keeps the lock": (
+            [
+                ("        with lock:\n", "        lock.acquire()\n        if True:\n"),
+                ("lock.acquire(timeout=60)", "lock.acquire(timeout=0.2)"),
+            ],
+            {"its parent gets that lock"},
+        ),
+        "a child with a thread of its own": (
+            [
+                (
+                    "        got_it = lock",
+                    "        asked = threading.Event()\n"
+                    "        threading.Thread(target=asked.wait).start()\n"
+                    "        got_it = lock",
+                ),
+                ("num_threads(), got_it))\n", "num_threads(), got_it))\n        asked.set()\n"),
+            ],
+            {"threads in a forked child"},
+        ),
+    },
+    ranks=1,
+    changes=[*only(CHILDREN), SPAWN],
+    alone=["a thread that keeps the lock"],  # the first waits for that lock before it forks
+    deadline=250,
+)
+TWO_LAUNCHERS = Breaks(
+    {
+        "two launchers that do not meet, every rank tied to its own; a name that nobody sets": (
+            [
+                (
+                    '"--nnodes=2", "--nproc-per-node=2", *meet',
+                    '"--nproc-per-node=2", *meet, f"--rdzv-id={id(self)}"',
+                ),
+                ("tied=False)", "tied=True)"),
+                ('"ROLE_NAME ROLE_RANK', '"ROLE_TITLE ROLE_RANK'),
+            ],
+            {FOUR, SECOND, NUMBERED, STORES, LEFT, LISTED},
+        ),
+        "no rank tied to its launcher, and a variable that the list forgets": (
+            [
+                ("tied=True)", "tied=False)"),
+                ('    "TORCHELASTIC_RUN_ID": "the job\'s name (--rdzv-id)",\n', ""),
+            ],
+            {TIED, LISTED},
+        ),
+    },
+    ranks=1,
+    changes=only(NODES),
+    deadline=250,
+)
+BREAKS = [LAUNCHED, BY_HAND_ONLY, TOGETHER, OF_TWO, FORKED, TWO_LAUNCHERS]
+
+
+def _play(changes: tuple[tuple[str, str], ...]) -> set[str]:
+    """Play the lesson on this rank; return what FAILED. mp.spawn's children import it by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "lesson_02_launching_processes.py").write_text(changed(LESSON, *changes))
+        sys.path.insert(0, folder)
+        code, ledger = playing.play_here(LESSON, changes, ())
+    failed = {row["claim"] for row in ledger if row["verdict"] == "FAIL"}
+    assert (code == 0) == (not failed)
+    return failed
+
+
+SPAWNED = {
+    "children that tell each other nothing, but have torchrun's environment": (
         [
             (
                 "dist.all_gather_object(pids, os.getpid())",
                 "pids[index] = os.getpid(); dist.barrier()",  # none leaves while the other joins
             ),
             ("os.environ.pop(name, None)  # spawned", "pass  # spawned"),
-            FORK,
         ],
         {
             "mp.spawn: processes in its children's group",
             "mp.spawn: variables of torchrun's that it sets",
         },
-        id="children that tell each other nothing, but have torchrun's environment",
     ),
-    pytest.param(
-        only(CHILDREN),
-        [("rank=index, world_size=2", "rank=1 - index, world_size=2"), FORK],
-        {INDEX},
-        id="children numbered backwards",
+    "children numbered backwards": (
+        [("rank=index, world_size=2", "rank=1 - index, world_size=2")],
+        {"mp.spawn: children whose rank is their index"},
     ),
-    pytest.param(
-        only(NODES),
-        [
-            (
-                '"--nnodes=2", "--nproc-per-node=2", *meet',
-                '"--nproc-per-node=2", *meet, f"--rdzv-id={id(self)}"',
-            ),
-            ("tied=False)", "tied=True)"),
-            ('"ROLE_NAME ROLE_RANK', '"ROLE_TITLE ROLE_RANK'),
-        ],
-        {FOUR, SECOND, NUMBERED, STORES, LEFT, LISTED},
-        id="two launchers that do not meet, every rank tied to its own; a name that nobody sets",
-    ),
-    pytest.param(
-        only(NODES),
-        [
-            ("tied=True)", "tied=False)"),
-            ('    "TORCHELASTIC_RUN_ID": "the job\'s name (--rdzv-id)",\n', ""),
-        ],
-        {TIED, LISTED},
-        id="no rank tied to its launcher, and a variable that the list forgets",
-    ),
-]
+}
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize(("sections", "changes", "caught"), BREAKS)
-def test_what_breaks_a_claim_fails_it_alone(
-    sections: list[tuple[str, str]], changes: list[tuple[str, str]], caught: set[str]
-) -> None:
-    # Where rank 0 starts processes it is alone: who waited for it would end by a timeout.
-    together = sections in (only(STORE), only(GROUP))
-    assert failed(*sections, *changes, ranks=2 if together else 1) == caught
-
-
-@pytest.mark.deep
-def test_broadcast_claim_needs_a_group_of_two() -> None:
-    change = ("src=even_ranks[-1]", "src=0")
-    caught = {"broadcast by the last of them, own rank outside"}
-    assert failed(*only(GROUP), change, ranks=3) == caught
+@pytest.mark.parametrize("name", SPAWNED)
+def test_what_is_wrong_in_spawned_children_fails_its_claims(name: str) -> None:
+    """They import the lesson by its name, so that it has to stand in a file, broken."""
+    broken, claims = SPAWNED[name]
+    changes = (*only(CHILDREN), FORK, *broken)
+    (outcome,) = attempt(_play, 1, changes, deadline=250, group=False)
+    assert outcome.kind == "returned", outcome
+    assert outcome.value == claims
 
 
 def _staggered(delays: list[float]) -> list[bool]:

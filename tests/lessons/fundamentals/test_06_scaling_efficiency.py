@@ -1,42 +1,50 @@
 """Laws, fits and batches of the lesson on scaling; and what a wrong line does to its claims."""
 
-import functools
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from course.playing import load, play
-from tests.helpers.together import merged, together
+from course.playing import Lazily, load, play
+from course.ranks import run
+from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
 
 LESSON = "fundamentals/06_scaling_efficiency.py"
+here = Lazily(LESSON)
 ERROR = "24 x 1, 12 x 2, 6 x 4 samples: error of weights"
 LOSS = "loss / the small batch's: "
 STRONG, WEAK = "strong: speed-up of all ranks", "weak: speed-up of all ranks"
 FITTED = "serial share, as fitted"
 SHARE = "share of a step lost to the all-reduce"
-FEW = ("ROUNDS = 5", "ROUNDS = 3")
+FEW = ("ROUNDS = 5", "ROUNDS = 1")
 NO_TRAINING = ("    check_learning_rates(digits)\n", "")
-
-
-@functools.cache
-def here():
-    return load(LESSON)
+ON_GPUS = OnGpus(
+    changes=[
+        ("    check_utilization(device)\n", ""),  # NVML knows real GPUs only
+        NO_TRAINING,  # which no device takes part in
+        ("WIDTH = 4096", "WIDTH = 16"),
+        ("batch = 64 * BATCH", "batch = BATCH"),
+        ("ROUNDS = 5", "ROUNDS = 2"),
+    ],
+)
 
 
 @given(st.integers(1, 1000), st.integers(1, 100), st.integers(1, 100))
 def test_the_laws_are_ratios_of_times(n: int, serial: int, divided: int) -> None:
     share = Fraction(serial, serial + divided)
     one = serial + divided
-    assert here().amdahl(n, share) == pytest.approx(one / (serial + divided / n))
-    assert here().gustafson(n, share) == pytest.approx((serial + n * divided) / one)
+    assert here.amdahl(n, share) == pytest.approx(one / (serial + divided / n))
+    assert here.gustafson(n, share) == pytest.approx((serial + n * divided) / one)
 
 
 @given(st.floats(1e-3, 1), st.floats(1e-3, 1), st.integers(3, 9))
 def test_the_fit_finds_what_the_times_were_made_of(a: float, b: float, n: int) -> None:
-    found = here().fit_amdahl({ranks: a + b / ranks for ranks in range(1, n)})
+    found = here.fit_amdahl({ranks: a + b / ranks for ranks in range(1, n)})
     assert found == pytest.approx((a, b), rel=1e-6)
 
 
@@ -55,12 +63,12 @@ def test_the_last_point_is_foretold_from_the_others_alone() -> None:
 
 def test_published_times_are_foretold_within_two_hundredths() -> None:
     """What the lesson prints of them: the sixteenth GPU, from 1 to 8."""
-    lesson = here()
-    for _, times in lesson.PUBLISHED.values():
-        line = lesson.statistics.linear_regression([0, 1 / 2, 3 / 4, 7 / 8], times[:4])
+    for _, times in here.PUBLISHED.values():
+        line = here.statistics.linear_regression([0, 1 / 2, 3 / 4, 7 / 8], times[:4])
         assert line.intercept + line.slope * 15 / 16 == pytest.approx(times[4], rel=0.02)
 
 
+@pytest.mark.deep
 def test_a_model_and_images_of_the_learner_are_measured(tmp_path: Path) -> None:
     from PIL import Image
 
@@ -77,8 +85,7 @@ def test_a_model_and_images_of_the_learner_are_measured(tmp_path: Path) -> None:
     model = f"{tmp_path}/mine.py:build"
     argv = ("--model", model, "--data", str(tmp_path / "images"))
     figure = tmp_path / "figure.png"
-    few = ("ROUNDS = 5", "ROUNDS = 1")
-    played = play(LESSON, 3, few, NO_TRAINING, argv=(*argv, "--figure", str(figure)))
+    played = play(LESSON, 3, FEW, NO_TRAINING, argv=(*argv, "--figure", str(figure)))
     played.expect(set())
     assert figure.read_bytes().startswith(b"\x89PNG")
     claims = [row["claim"] for row in played.ledger]
@@ -88,59 +95,103 @@ def test_a_model_and_images_of_the_learner_are_measured(tmp_path: Path) -> None:
     assert "--data goes with --model" in played.code
 
 
-EXACT = {  # claims that must FAIL
-    "accumulated, not averaged": ("label) / accumulation)", "label))", {ERROR}),
-    "no sum over ranks": ("            dist.all_reduce(parameter.grad)\n", "", {ERROR}),
-    "a rank's samples again": (".view(steps, WORLD_SIZE, 24)[:, RANK]", "[: steps * 24]", {ERROR}),
-    "the rate as it was": (
-        '"8x, scaled": (160, 0.08, 0)',
-        '"8x, scaled": (160, 0.01, 0)',
-        {LOSS + "8x, scaled"},
+BREAKS = [
+    Breaks(
+        {
+            "accumulated, not averaged": ("label) / accumulation)", "label))", {ERROR}),
+            "the rate as it was": (
+                '"8x, scaled": (160, 0.08, 0)',
+                '"8x, scaled": (160, 0.01, 0)',
+                {LOSS + "8x, scaled"},
+            ),
+            "no larger batch": (
+                '"32x, scaled": (640, 0.32, 0)',
+                '"32x, scaled": (20, 0.01, 0)',
+                {LOSS + "32x, scaled"},
+            ),
+        },
+        changes=[FEW],
     ),
-    "no larger batch": (
-        '"32x, scaled": (640, 0.32, 0)',
-        '"32x, scaled": (20, 0.01, 0)',
-        {LOSS + "32x, scaled"},
+    Breaks(
+        {
+            "no sum over ranks": (
+                "            dist.all_reduce(parameter.grad)\n",
+                "",
+                {ERROR},
+            ),
+            "a rank's samples again": (
+                ".view(steps, WORLD_SIZE, 24)[:, RANK]",
+                "[: steps * 24]",
+                {ERROR},
+            ),
+        },
+        changes=[FEW, NO_TRAINING],
     ),
-}
+]
 
-
-@pytest.mark.deep
-@pytest.mark.parametrize("name", EXACT)
-def test_a_wrong_line_fails_its_claims(name: str) -> None:
-    old, new, failed = EXACT[name]
-    spared = () if LOSS in min(failed) else (NO_TRAINING,)
-    play(LESSON, 2, ("ROUNDS = 5", "ROUNDS = 1"), *spared, (old, new)).expect(failed)
-
+# What a clock decides, by a clock of our own: a sleep and an all-reduce put it forward, and nothing
+# else takes any time.
 
 GROWS = "        time.sleep(0.01 * dist.get_world_size(group))\n"
-TIMED = {  # claims that must FAIL, on three ranks, by the clock
+WRONG = {  # claims that must FAIL, on three ranks, and no other
     "a cost that grows": (
-        "        dist.all_reduce(work.gradient, group=group)\n",
-        "        dist.all_reduce(work.gradient, group=group)\n" + GROWS,
+        (
+            "        dist.all_reduce(work.gradient, group=group)\n",
+            "        dist.all_reduce(work.gradient, group=group)\n" + GROWS,
+        ),
+        {STRONG, FITTED, WEAK, SHARE},
+    ),
+    "no serial part": (
+        ("        time.sleep(UPDATE)\n", "        pass\n"),
         {STRONG, FITTED, WEAK},
     ),
-    "no serial part": ("        time.sleep(UPDATE)\n", "        pass\n", {STRONG, FITTED, WEAK}),
-    "work that is not divided": ("round(work.batch / n)", "work.batch", {STRONG, FITTED}),
+    "work that is not divided": (("round(work.batch / n)", "work.batch"), {STRONG, FITTED}),
     "weak, with a share of the batch": (
-        "train_step(work, work.batch, group)\n    whole",
-        "train_step(work, work.batch // 3, group)\n    whole",
+        (
+            "train_step(work, work.batch, group)\n    whole",
+            "train_step(work, work.batch // 3, group)\n    whole",
+        ),
         {WEAK},
     ),
     "a step that leaves the all-reduce out": (
-        '"a step with it": lambda: train_step(work, work.batch, group)',
-        '"a step with it": lambda: train_step(work, work.batch, None)',
+        (
+            '"a step with it": lambda: train_step(work, work.batch, group)',
+            '"a step with it": lambda: train_step(work, work.batch, None)',
+        ),
         {SHARE},
     ),
 }
 
 
-@pytest.mark.deep
-@pytest.mark.clock
-@pytest.mark.parametrize("names", together(LESSON, TIMED, ["a cost that grows"]), ids="; ".join)
-def test_a_wrong_line_fails_what_the_clock_decides(names: tuple[str, ...]) -> None:
-    changes, failed = merged(TIMED, names)
-    spared = [NO_TRAINING, ("    check_cores()\n", "")]
-    played = play(LESSON, 3, FEW, *spared, *changes)
-    played.expect(set())
-    assert failed <= played.failed_by_clock, played.output
+def failed_by_our_clock(*changes: tuple[str, str]) -> set[str]:
+    """Measure and judge on this rank, one of three; an all-reduce carries 1 GB/s."""
+    lesson = load(LESSON, FEW, *changes)
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    def all_reduce(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+        dist.all_reduce(x, group=group)
+        sleep(x.nbytes / 1e9)
+
+    lesson.time = SimpleNamespace(sleep=sleep, perf_counter=lambda: now[0])
+    lesson.dist = SimpleNamespace(**vars(dist) | {"all_reduce": all_reduce})
+    device = torch.device("cpu")
+    work = lesson.StandIn()
+    times = lesson.measure_scaling(work, device)
+    lesson.check_laws(times, lesson.UPDATE / (lesson.UPDATE + lesson.COMPUTE))
+    lesson.check_communication(work, device)
+    judged = {row["claim"] for row in lesson.ledger}
+    assert judged == {STRONG, STRONG + ", from fewer", FITTED, WEAK, SHARE}
+    return {row["claim"] for row in lesson.ledger if row["verdict"] == "FAIL"}
+
+
+def failed_by_each() -> dict[str, set[str]]:
+    unbroken = {"nothing": failed_by_our_clock()}
+    return unbroken | {name: failed_by_our_clock(change) for name, (change, _) in WRONG.items()}
+
+
+def test_a_wrong_line_fails_what_a_clock_decides() -> None:
+    expected = {"nothing": set()} | {name: claims for name, (_, claims) in WRONG.items()}
+    assert run(failed_by_each, 3) == [expected] * 3
