@@ -38,6 +38,7 @@ __all__ = ["Event", "Wire", "Wrong", "expect", "grade", "same"]
 __tracebackhide__ = True  # pytest shows the grader's lines, not these
 
 TELLS = "What the learner is told: "
+ASLEEP = "all that have not were asleep, and nothing moved between them for a second"
 
 # On every rank
 
@@ -118,8 +119,8 @@ def grade(
     tuples, dicts and sets of these, Events, and dataclasses that the grader defines.
 
     Raises Wrong, in words for the learner, if a rank raises, exits, dies, floods its output, hides
-    a call from the wire, returns what cannot leave it, or has not come back when `deadline` seconds
-    are over: then with who waits for whom, and where.
+    a call from the wire, or returns what cannot leave it; also if the ranks hang, or one uses
+    `deadline` seconds of CPU: then with who waits for whom, and where.
     """
     grader = sys.modules[task.__module__]
     cloudpickle.register_pickle_by_value(grader)  # ranks cannot import it
@@ -132,7 +133,6 @@ def grade(
         args,
         deadline=deadline,
         group=group,
-        stay=True,  # who waits for one that is done is told so, and not of a closed connection
         own=[answer.parent, Path(grader.__file__).parent],
         trusted=False,
     )
@@ -161,8 +161,12 @@ def _told(outcomes: list[Outcome], answer: Path) -> str:
         first = next(o for o in causes if _cause(o, answer) == said)  # always the same rank
         same_everywhere = said.startswith("not written yet")
         return (said if same_everywhere else f"rank {first.rank}: {said}") + _printed(first, said)
-    waited = max(o.waited for o in outcomes)  # the deadline, and what it was put off by
-    lines = [f"after {int(waited)} s not every rank has come back:"]
+    hung = [o for o in outcomes if o.kind == "hung"]
+    if all(o.asleep for o in hung):
+        why = f"not every rank has come back; {ASLEEP}"
+    else:
+        why = f"after {int(max(o.waited for o in hung))} s not every rank has come back"
+    lines = [f"{why}:"]
     for o in outcomes:
         last = re.findall(rf"{re.escape(WIRE)}(.*)", o.output)
         said = f"; its last call: {last[-1]}" if last and o.kind == "hung" else ""

@@ -123,7 +123,8 @@ def play(
 ) -> Played:
     """Run a lesson's `main` on so many ranks, with `argv` as its command line."""
     changed(path, *changes)  # a change that no longer applies fails here, not on a rank
-    outcomes = attempt(play_here, world_size, path, changes, argv, deadline=deadline, group=False)
+    patient = {"deadline": deadline, "quiet": deadline}  # lessons sleep on purpose, throttle links
+    outcomes = attempt(play_here, world_size, path, changes, argv, group=False, **patient)
     first = outcomes[0]
     if any(o.kind != "returned" for o in outcomes):
         return Played("\n".join(map(str, outcomes)), [], first.output)

@@ -11,17 +11,24 @@
 
 Ranks are forked from a server that has torch loaded and no threads running, so a run costs a tenth
 of a second where torchrun takes three to five. Every rank is a new process, has one thread, its own
-session and its own output file; the parent holds the store open on a port the kernel chose. When a
-deadline passes, every rank is asked for its stack, all are killed, and the error names who waits
-where. Files have no name and go with the processes that hold them. Tests and the exercises' graders
-share this file.
+session and its own output file; the parent holds the store open on a port the kernel chose. A rank
+that is done keeps its connections until all are: a rank that still waits for it hangs, and gets no
+error. Files have no name and go with the processes that hold them.
+
+A hang is a state: for a second, every rank that has not returned was asleep, with all that it
+started. An endless loop shows in the CPU time that it uses. So neither depends on what else the
+machine does. Then every rank is asked for its stack, all are killed, and the error names who waits
+where. Linux says how often each thread was scheduled; elsewhere CPU time alone tells a sleeping
+rank, which is untried. Tests and the exercises' graders share this file.
 """
 
 import contextlib
 import ctypes
 import faulthandler
 import importlib
+import itertools
 import math
+import operator
 import os
 import pickle
 import re
@@ -33,7 +40,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import connection, forkserver, get_context, reduction
@@ -51,12 +58,16 @@ from course.plain import read
 if os.name != "posix":
     sys.exit("Ranks are forked processes, which Windows has not: use WSL2, where all of this runs.")
 
-GRACE = 1.5  # seconds that the others get to end by themselves once one rank has failed
+QUIET = 1.0  # seconds of sleep on every rank that make a hang
+GRACE = 1.5  # seconds of CPU that the others may use once one rank has failed
 OUTPUT_LIMIT = 20_000_000  # bytes one rank may print
 WORD_LIMIT = 1_000_000_000  # bytes one rank may return
 STACK_WAIT = 3.0  # seconds that hung ranks get to write their stacks down
 STARTUP = 50.0  # seconds that the ranks get to start and to find each other
-PATIENCE = 6  # deadlines, or graces, for ranks that would compute and are kept from it by others
+LONGEST = 10  # deadlines, by the clock on the wall, that a run gets however busy the machine is
+LOOK = 0.2  # seconds from one look at the ranks' threads to the next
+POLLER = "gloo_tcp_loop"  # gloo's thread at the sockets: it wakes every 10 ms, whatever happens
+NOISE = 0.05  # of a core: what a rank may use asleep; each gloo group's poller uses 0.002
 PRELOAD = ["torch.distributed." + name for name in ("fsdp", "tensor.parallel", "pipelining")]
 PRELOAD += ["torch.distributed.checkpoint", "torch._dynamo", "cloudpickle", "course.grading"]
 PRELOAD += ["pytest"]  # it may be the main program, which every rank loads again
@@ -94,7 +105,8 @@ class Outcome:
     frames: list[Frame] = field(default_factory=list)  # those of the caller's own, innermost first
     output: str = ""  # what the rank printed
     when: float = 0  # of a raise or exit, on the clock all ranks share; 0 if killed
-    waited: float = 0  # seconds that a hung rank was given, from when all ranks had met
+    waited: float = 0  # seconds that a hung rank was given, since all had met or one had failed
+    asleep: bool = False  # whether a hung rank slept; else it worked
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.kind}: {self.text}"
@@ -116,17 +128,24 @@ class RanksFailed(AssertionError):
 
 
 def run(
-    function: Callable, world_size: int, *args: object, deadline: float = 30, group: bool = True
+    function: Callable,
+    world_size: int,
+    *args: object,
+    deadline: float = 30,
+    quiet: float = QUIET,
+    group: bool = True,
 ) -> list:
     """Call `function(*args)` on every rank; return what the ranks returned, in order.
 
-    `deadline` is in seconds, from when all ranks have met. It is put off, at most PATIENCE times
-    over, while a rank that would compute has not had so much of a core. With `group`, a gloo
-    process group is there; its own timeout lies far beyond the deadline. Raises RanksFailed if any
-    rank raises, exits, is killed, hangs, prints more than OUTPUT_LIMIT or returns more than
-    WORD_LIMIT bytes.
+    The ranks hang if all that have not returned are asleep for `quiet` seconds: choose more if they
+    sleep on purpose, or communicate over a throttled link. `deadline` is in seconds of CPU, of any
+    rank and what it started, from when all ranks have met; on the clock the run gets LONGEST times
+    that. With `group`, a gloo process group is there; its own timeout lies beyond both. Raises
+    RanksFailed if any rank raises, exits, is killed, hangs, prints more than OUTPUT_LIMIT or
+    returns more than WORD_LIMIT bytes.
     """
-    outcomes = attempt(function, world_size, *args, deadline=deadline, group=group)
+    how = {"deadline": deadline, "quiet": quiet, "group": group}
+    outcomes = attempt(function, world_size, *args, **how)
     if any(o.kind != "returned" for o in outcomes):
         raise RanksFailed(outcomes)
     return [o.value for o in outcomes]
@@ -137,18 +156,17 @@ def attempt(
     world_size: int,
     *args: object,
     deadline: float = 30,
+    quiet: float = QUIET,
     group: bool = True,
-    stay: bool = False,
     own: Iterable[Path] = (),
     trusted: bool = True,
 ) -> list[Outcome]:
     """Like `run`, but return every rank's Outcome and raise nothing.
 
-    With `stay`, a rank that is done keeps its connections until all are: who still waits for it
-    hangs, and gets no error. A hang is told by lines of files under the first of the folders `own`
-    that has any; if none is given, under that of the function's file or of the repository. What a
-    rank returns that is not `trusted` must be built-in types alone (course/plain.py); else it may
-    be whatever can be pickled, and unpickling may run code here. Threads take turns.
+    A hang is told by lines of files under the first of the folders `own` that has any; if none is
+    given, under that of the function's file or of the repository. What a rank returns that is not
+    `trusted` must be built-in types alone (course/plain.py); else it may be whatever can be
+    pickled, and unpickling may run code here. Threads take turns.
     """
     module = sys.modules[function.__module__]
     file = Path(getattr(module, "__file__", None) or __file__)
@@ -161,9 +179,8 @@ def attempt(
         ranks = [Rank(Outcome(rank), files) for rank in range(world_size)]
         try:
             for rank in ranks:
-                place = (rank.outcome.rank, world_size, store.port, deadline, group, stay)
-                rank.start(place, work)
-            _watch(ranks, deadline, trusted, own)
+                rank.start((rank.outcome.rank, world_size, store.port, deadline, group), work)
+            _watch(ranks, deadline, quiet, trusted, own)
         finally:
             _end(ranks)
         for rank in ranks:
@@ -238,11 +255,14 @@ class Rank:
         self.output: IO[bytes] = files.enter_context(tempfile.TemporaryFile())
         self.stack: IO[bytes] = files.enter_context(tempfile.TemporaryFile())
         self.word: IO[bytes] = files.enter_context(tempfile.TemporaryFile())  # what it returned
-        self.bell, self.rope = (
-            os.pipe()
-        )  # the rank rings as it begins, and once its word is written
+        self.bell, self.rope = os.pipe()  # it rings as it begins, and once its word is written
         self.began = False
-        self.used_before = 0.0  # seconds of a core, when another rank failed
+        self.switches: dict[Path, str] = {}  # how often each thread was put on a core
+        self.used = 0.0  # seconds of CPU, of what it started, too
+        self.used_before = 0.0  # when all had met, or one had failed
+        self.used_at_work = 0.0  # when it was last seen at work
+        self.worked = 0.0  # when that was
+        self.looked = 0.0  # when it was last looked at
         os.set_blocking(self.bell, False)
         files.callback(os.close, self.bell)
         files.callback(os.close, self.rope)
@@ -253,6 +273,25 @@ class Rank:
         handed = [Handed(descriptor) for descriptor in descriptors]
         self.process = server.Process(target=_be_rank, args=(place, work, handed), daemon=False)
         self.process.start()
+
+    def look(self) -> None:
+        """Find out whether the rank, or what it started, has worked since the last look."""
+        self.looked = time.monotonic()
+        switches = {}
+        states = set()
+        with contextlib.suppress(psutil.Error, OSError):  # one of them has just ended
+            process = psutil.Process(self.process.pid)
+            family = [process, *process.children(recursive=True)]
+            self.used = sum(sum(each.cpu_times()[:4]) for each in family)  # the dead included
+            for thread, state, count in itertools.chain(*[_threads(each.pid) for each in family]):
+                switches[thread] = count
+                states.add(state)
+        runs = states & {"R", "D"}  # on a core or waiting for one, or for the disk
+        allowed = NOISE * max(self.looked - self.worked, 0.5)
+        if runs or switches != self.switches or self.used - self.used_at_work > allowed:
+            self.worked = self.looked
+            self.used_at_work = self.used
+        self.switches = switches
 
     def hear(self, trusted: bool) -> bool:
         """Take down the rank's word, if it has rung for that; never waits for it."""
@@ -297,39 +336,29 @@ def _read_with_care(word: bytes) -> tuple | None:
     return kind, value, text, when
 
 
-class Stopwatch:
-    """When a run is over: at its deadline, or GRACE after a failure; later for a starved rank."""
-
-    def __init__(self, deadline: float) -> None:
-        self.deadline = deadline
-        self.began: float | None = None  # when all ranks had met
-        self.failed: float | None = None  # when the first of them had
-        self.stop = time.monotonic() + STARTUP
-
-    def is_over(self, ranks: list[Rank]) -> bool:
-        now = time.monotonic()
-        running = [rank for rank in ranks if rank.outcome.kind == "running"]
-        if self.began is None and all(rank.began for rank in ranks):
-            self.began = now
-            self.stop = now + (GRACE if self.failed else self.deadline)
-        kinds = {rank.outcome.kind for rank in ranks}
-        if self.failed is None and kinds - {"running", "returned"}:
-            self.failed = now
-            self.stop = min(self.stop, now + GRACE)
-            for rank in running:
-                rank.used_before = _used(rank)
-        since, seconds = (self.failed, GRACE) if self.failed else (self.began, self.deadline)
-        if since and self.stop < now < since + PATIENCE * seconds and _starved(running, seconds):
-            self.stop = now + seconds / 4
-        return now > self.stop
+def _threads(pid: int) -> Iterator[tuple[Path, str, str]]:
+    """Each thread's file, state, and how often it was put on a core; gloo's poller left out."""
+    for file in Path(f"/proc/{pid}/task").glob("*/status"):
+        told = dict(line.partition(":\t")[::2] for line in file.read_text().splitlines())
+        if told["Name"] != POLLER:
+            counts = [value for name, value in told.items() if name.endswith("ctxt_switches")]
+            yield file, told["State"][0], " ".join(counts)
 
 
-def _watch(ranks: list[Rank], deadline: float, trusted: bool, own: list[Path]) -> None:
-    """Fill in the outcomes as they come; give up when the time is over."""
-    watch = Stopwatch(deadline)
+def _watch(
+    ranks: list[Rank], deadline: float, quiet: float, trusted: bool, own: list[Path]
+) -> None:
+    """Fill in the outcomes as they come; give up once the others hang."""
+    limits = [  # seconds that all sleep, of CPU, and on the clock
+        (math.inf, math.inf, STARTUP),  # until all have met
+        (quiet, deadline, LONGEST * deadline),
+        (QUIET, GRACE, LONGEST * GRACE),  # once one has failed
+    ]
+    phase = 0
+    since = time.monotonic()
     while running := [rank for rank in ranks if rank.outcome.kind == "running"]:
         signs = [rank.bell for rank in running] + [rank.process.sentinel for rank in running]
-        connection.wait(signs, timeout=0.05)
+        silent = not connection.wait(signs, timeout=LOOK)
         for rank in running:
             o = rank.outcome
             ended = rank.process.exitcode is not None  # look first: its last words may still come
@@ -338,27 +367,23 @@ def _watch(ranks: list[Rank], deadline: float, trusted: bool, own: list[Path]) -
             elif os.fstat(rank.output.fileno()).st_size > OUTPUT_LIMIT:
                 o.kind = "flooded"
                 o.text = f"printed more than {OUTPUT_LIMIT:,} bytes"
-        if watch.is_over(ranks):
+            elif silent:
+                rank.look()
+        now = time.monotonic()
+        failed = {rank.outcome.kind for rank in ranks} - {"running", "returned"}
+        reached = 2 if failed else int(all(rank.began for rank in ranks))
+        if reached > phase:
+            phase = reached
+            since = now
+            for rank in ranks:
+                rank.used_before = rank.used
+        slept = min(rank.looked - max(since, rank.worked) for rank in running)
+        used = max(rank.used - rank.used_before for rank in running)
+        if any(map(operator.gt, (slept, used, now - since), limits[phase])):
             break
     for rank in running:
-        rank.outcome.waited = time.monotonic() - (watch.began or watch.stop)
-    _ask_for_stacks([rank for rank in ranks if rank.outcome.kind == "running"], trusted, own)
-
-
-def _starved(ranks: list[Rank], seconds: float) -> bool:
-    """Whether one of them would compute, and has had less of a core than these seconds are worth.
-
-    They count from the rank's start, or from when another rank failed.
-    """
-    return any(_used(rank) - rank.used_before < 0.7 * seconds for rank in _at_work(ranks))
-
-
-def _used(rank: Rank) -> float:
-    """Seconds of a core that the rank has used; without end if it is gone."""
-    with contextlib.suppress(psutil.Error):
-        used = psutil.Process(rank.process.pid).cpu_times()
-        return used.user + used.system
-    return math.inf
+        rank.outcome.waited = now - since
+    _ask_for_stacks([rank for rank in running if rank.outcome.kind == "running"], trusted, own)
 
 
 def _died(rank: Rank, own: list[Path]) -> None:
@@ -379,9 +404,6 @@ def _died(rank: Rank, own: list[Path]) -> None:
 
 def _ask_for_stacks(hung: list[Rank], trusted: bool, own: list[Path]) -> None:
     """Tell where each hung rank is: faulthandler answers, even from inside C++."""
-    if not hung:
-        return
-    working = _at_work(hung)
     for rank in hung:
         with contextlib.suppress(ProcessLookupError):  # it has ended just now
             os.kill(rank.process.pid, signal.SIGUSR1)
@@ -398,18 +420,8 @@ def _ask_for_stacks(hung: list[Rank], trusted: bool, own: list[Path]) -> None:
         o.stack = told
         frames = frames_of(told)
         o.frames = own_frames(frames, own)
-        o.text = where(frames, o.frames, rank in working)
-
-
-def _at_work(ranks: list[Rank]) -> list[Rank]:
-    """Those whose main thread is on a core or waits for one; the others wait for something else."""
-    seen = [0 for _ in ranks]
-    for _ in range(5):
-        for i, rank in enumerate(ranks):
-            with contextlib.suppress(psutil.Error):
-                seen[i] += psutil.Process(rank.process.pid).status() == psutil.STATUS_RUNNING
-        time.sleep(0.02)
-    return [rank for rank, times in zip(ranks, seen, strict=True) if times >= 3]
+        o.asleep = rank.worked < rank.looked
+        o.text = where(frames, o.frames, works=not o.asleep)
 
 
 def _end(ranks: list[Rank]) -> None:
@@ -536,8 +548,8 @@ def where(frames: list[Frame], own: list[Frame], works: bool = False) -> str:
 
 
 def _be_rank(place: tuple, work: bytes, handed: list[int]) -> None:
-    """Become one rank: own session, own output, one thread; send (kind, value, text); leave."""
-    rank, world_size, port, deadline, group, stay = place
+    """Become one rank: own session, own output, one thread; send (kind, value, text); stay."""
+    rank, world_size, port, deadline, group = place
     output, stack, word, rope = handed
     if sys.platform == "linux":  # PR_SET_PDEATHSIG: the server goes with the parent, we with it
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -562,13 +574,11 @@ def _be_rank(place: tuple, work: bytes, handed: list[int]) -> None:
     try:
         function, args = pickle.loads(work)
         if group:
-            patience = timedelta(seconds=STARTUP + PATIENCE * deadline + 60)
+            patience = timedelta(seconds=STARTUP + LONGEST * deadline + 60)
             dist.init_process_group("gloo", timeout=patience)
             _meet(world_size)
         os.write(rope, BEGUN)
         told = "returned", function(*args), ""
-        if dist.is_initialized() and not stay:
-            dist.destroy_process_group()
         said = pickle.dumps((*told, time.monotonic()))
     except SystemExit as error:
         said = pickle.dumps(("exited", None, f"called sys.exit({error.code!r})", time.monotonic()))
@@ -580,9 +590,8 @@ def _be_rank(place: tuple, work: bytes, handed: list[int]) -> None:
         file.write(said)
     os.write(rope, DONE)
     sys.stdout.flush()
-    while stay:
-        time.sleep(1)  # until the parent ends us
-    os._exit(0)  # no farewell: peers may be stuck, threads may run on
+    while True:
+        time.sleep(1000)  # until the parent ends all: who leaves closes connections that others use
 
 
 def _meet(world_size: int) -> None:

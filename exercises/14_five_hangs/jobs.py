@@ -2,7 +2,7 @@
 
     python exercises/14_five_hangs/jobs.py 1
 
-runs job 1 on 3 ranks and says after 3 s who waits where.
+runs job 1 on 3 ranks and, once all that have not come back are asleep, says who waits where.
 """
 
 import linecache
@@ -127,8 +127,8 @@ def main() -> None:
 
     job = int(sys.argv[1])
     broken = globals()[f"job_{job}"]
-    print(f"job {job} on 3 ranks; after 3 s:")
-    for o in attempt(on_a_rank, 3, broken, given(job, 3), deadline=3, stay=True):
+    print(f"job {job} on 3 ranks; a second after all that have not come back fell asleep:")
+    for o in attempt(on_a_rank, 3, broken, given(job, 3)):
         print(f"  rank {o.rank} {o.text.replace(__file__, 'jobs.py') or 'came back'}")
         if line := re.search(r"jobs\.py:(\d+)", o.text):
             print(f"         {linecache.getline(__file__, int(line[1])).strip()}")

@@ -31,7 +31,7 @@ class Bomb:
 def hello(shard):
 """
 DEADLINE = 4  # seconds, for answers that hang; of the command's own judge, 10
-LATE = " s not every rank has come back"  # how many, a machine that is busy decides
+LATE = "not every rank has come back"
 TYPE = "returned a value of type {}, which cannot leave the rank"
 LEFT = "exited with status 0, before the function returned"
 

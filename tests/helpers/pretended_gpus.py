@@ -174,7 +174,8 @@ def play_on_gpus(
 ) -> Played:
     """Run a lesson's `main` on so many ranks, each with a pretended GPU of its own."""
     changed(path, *changes)
-    outcomes = attempt(_play, world_size, path, changes, argv, deadline=deadline, group=False)
+    patient = {"deadline": deadline, "quiet": deadline}  # lessons sleep on purpose
+    outcomes = attempt(_play, world_size, path, changes, argv, group=False, **patient)
     first = outcomes[0]
     if any(o.kind != "returned" for o in outcomes):
         return Played("\n".join(map(str, outcomes)), [], first.output)

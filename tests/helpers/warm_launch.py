@@ -43,7 +43,8 @@ def run_warm(
     if not CAN_FORK:
         how = {"capture_output": True, "text": True, "timeout": timeout}
         return subprocess.run([sys.executable, *argv], cwd=cwd, env=env, **how)
-    ((code, output, errors),) = run(_start, 1, argv, cwd, env, deadline=timeout, group=False)
+    how = {"deadline": timeout, "quiet": timeout, "group": False}
+    ((code, output, errors),) = run(_start, 1, argv, cwd, env, **how)
     return subprocess.CompletedProcess(argv, code, output, errors)
 
 

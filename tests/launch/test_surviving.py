@@ -47,9 +47,8 @@ def start(
 ) -> list[Outcome]:
     folder.mkdir(exist_ok=True)
     argv = [f"--checkpoints={folder}/checkpoints", *argv]
-    return attempt(
-        chaos.run_with, ranks, fault, str(script), str(folder), argv, deadline=90, group=False
-    )
+    how = {"deadline": 90, "quiet": 90, "group": False}
+    return attempt(chaos.run_with, ranks, fault, str(script), str(folder), argv, **how)
 
 
 def finish(ranks: int, folder: Path, argv: list[str], script: Path = SCRIPT) -> str:
