@@ -399,7 +399,7 @@ def check_bubbles() -> None:
     for order, p, m in product((gpipe, one_f_one_b), range(1, 9), range(1, 9)):
         idle = idle_share(simulate([order(s, p, m) for s in range(p)]))
         wrong += idle != Fraction(p - 1, m + p - 1)
-    claim("128 simulated: not (p-1)/(m+p-1) idle", 0, wrong)
+    claim("128 simulated: not (p-1)/(m+p-1) idle", 0, wrong, kind="simulated")
 
 
 def check_rehearsals() -> None:
@@ -413,7 +413,7 @@ def check_rehearsals() -> None:
         elsewhere = 0
         for action in schedule[RANK]:
             elsewhere += simulated.get(action) != real.get(action)
-        claim(f"{name}: actions not in the slot simulated", 0, elsewhere)
+        claim(f"{name}: actions not in the slot simulated", 0, elsewhere, kind="simulated")
         links = (RANK > 0) + (RANK < WORLD_SIZE - 1)
         sent = len(counted.calls("send"))
         claim(f"{name}: messages handed to send", MICRO_BATCHES * links, sent)

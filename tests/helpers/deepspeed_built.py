@@ -1,4 +1,4 @@
-"""DeepSpeed's C++ for the CPU and the disk, compiled once per machine in a minute of one core."""
+"""DeepSpeed's C++ for the CPU and the disk, compiled once per machine in some minutes."""
 
 import fcntl
 import os
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from course.lessons import ROOT
 
+FOLDER = ROOT / "build/extensions_offload"
 # Nearly all of the time goes into reading torch's headers, so only those are read that the files
 # use, and nothing is optimised. The sources and the builders are DeepSpeed's own.
 HEADERS = """#pragma once
@@ -36,19 +37,21 @@ CPUAdamBuilder().load()
 
 
 def built() -> dict[str, str]:
-    """Return the variables with which DeepSpeed finds them; compile them if they are missing."""
-    folder = ROOT / "build/extensions_offload"
-    (folder / "torch").mkdir(parents=True, exist_ok=True)
+    """Return the variables with which DeepSpeed finds them; compile them if they are missing.
+
+    Only tests marked `deep` call this: when something that they test has changed, or at night.
+    """
+    (FOLDER / "torch").mkdir(parents=True, exist_ok=True)
     ninja = f"{os.environ['PATH']}:{Path(sys.executable).parent}"  # it may lie there only
-    variables = {"TORCH_EXTENSIONS_DIR": str(folder), "CXX": str(folder / "c++"), "PATH": ninja}
-    done = folder / "done"
-    with open(folder / "lock", "w") as lock:
+    variables = {"TORCH_EXTENSIONS_DIR": str(FOLDER), "CXX": str(FOLDER / "c++"), "PATH": ninja}
+    done = FOLDER / "done"
+    with open(FOLDER / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two workers of pytest, one compilation
         if not done.exists():
-            (folder / "torch/extension.h").write_text(HEADERS)
-            (folder / "c++").write_text(COMPILER)
-            (folder / "c++").chmod(0o755)
-            for left in folder.glob("*/lock"):
+            (FOLDER / "torch/extension.h").write_text(HEADERS)
+            (FOLDER / "c++").write_text(COMPILER)
+            (FOLDER / "c++").chmod(0o755)
+            for left in FOLDER.glob("*/lock"):
                 left.unlink()  # of a compilation that was killed; torch would wait for it
             environment = os.environ | variables | {"DS_ACCELERATOR": "cpu"}
             command = [sys.executable, "-c", BUILD]

@@ -18,11 +18,13 @@ from course.playing import Played, load, play
 from course.ranks import attempt, run
 from tests.helpers.leftovers import MARKED, gone, machine
 from tests.helpers.virtual_cluster import once_there, play_as_nobody
+from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
 
 LESSON = "communication/07_hierarchical_collectives.py"
 QUICK = ('"default": 20.0', '"default": 400.0')
 ONE_ROUND = ("    repeats = 3\n", "    repeats = 1\n")
 NO_TIMES = ("    check_times(rounds, mbit)\n", "")
+NO_DEVICE = {"watched": "virtual nodes have no GPUs"}
 
 
 def once(*changes: tuple[str, str], argv: tuple[str, ...] = ()) -> Played:
@@ -67,6 +69,7 @@ def test_other_nodes(local: int) -> None:
     assert len(played.ledger) == 11
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("argv", [("--ranks-per-node", "9"), ("--mbit", "0"), ("--mbit", "nan")])
 def test_bad_flags_are_refused_before_any_rank(argv: tuple[str, str]) -> None:
     ran = subprocess.run([sys.executable, ROOT / LESSON, *argv], capture_output=True, text=True)
@@ -83,7 +86,7 @@ FLAT = (
     '"hierarchy": Way(hierarchical,',
     '"hierarchy": Way(lambda x: ring_all_reduce(x, node_by_node),',
 )
-BREAKS = {
+LINES = {
     "a flat ring in place of the hierarchy": (FLAT, {"hierarchy" + LINK}),
     "a counter that misses one direction": (
         ("int(row[1]) + int(row[9])", "int(row[1])"),
@@ -115,21 +118,25 @@ BREAKS = {
 }
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("what", BREAKS)
-def test_a_broken_line_fails_the_claims_that_guard_it(what: str) -> None:
-    change, claims = BREAKS[what]
-    played = once(change)
-    played.expect(claims)
+BREAKS = Breaks(LINES, ranks=1, changes=[QUICK, ONE_ROUND, NO_TIMES], deadline=200)
 
 
-@pytest.mark.deep
-@pytest.mark.clock
-def test_times_fail_if_the_hierarchy_is_a_ring() -> None:
-    played = play(LESSON, 1, ONE_ROUND, FLAT, argv=("--mbit", "40"))
-    played.expect({"hierarchy" + LINK})
-    times = {f"time: {name} / hierarchy" for name in WAYS[:2]}
-    assert times & played.failed_by_clock, played.output
+def verdicts_on(seconds: dict[str, float]) -> list[str]:
+    """What the lesson says of the flat rings' times beside the hierarchy's."""
+    lesson = load(LESSON)
+    lesson.check_times([{name: lesson.Seen(seconds[name], 0, 0) for name in WAYS}], 20.0)
+    return [row["verdict"] for row in lesson.ledger]
+
+
+def test_times_are_judged_by_the_bytes_on_the_cable() -> None:
+    lesson = load(LESSON)
+    foretold = {name: lesson.predicted_seconds(name, 20.0) for name in WAYS}
+    assert verdicts_on(foretold) == ["PASS"] * 2
+    assert verdicts_on(foretold | {"hierarchy": 1.15 * foretold["hierarchy"]}) == ["PASS"] * 2
+    as_a_ring = foretold | {"hierarchy": foretold["ring, node by node"]}
+    assert "FAIL" in verdicts_on(as_a_ring)
+    as_it_should_not = foretold | {"hierarchy": foretold["ring, to and fro"]}
+    assert verdicts_on(as_it_should_not) == ["FAIL"] * 2
 
 
 def on_two_nodes(script: Path, local: int, mbit: float) -> tuple[list, list[str], dict]:
@@ -158,6 +165,17 @@ def on_two_nodes(script: Path, local: int, mbit: float) -> tuple[list, list[str]
 
 
 SENT = ": S sent by a node"
+ON_GPUS = OnGpus(  # run as torchrun would on two real nodes: plain python starts ranks of its own
+    changes=[
+        (
+            'local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))',
+            "local_ranks = WORLD_SIZE // 2",
+        ),
+        ("64 * ELEMENTS if", "ELEMENTS if"),
+    ],
+    hardware={name + SENT: "a network card counts its bytes" for name in WAYS[:3]},
+    ranks=(2, 4),
+)
 
 
 @pytest.mark.deep
@@ -176,14 +194,6 @@ def test_a_flat_ring_on_real_nodes_sends_more(tmp_path: Path) -> None:
     assert codes == [1] * 4, errors
     failed = [row["claim"] for row in told["ledger"] if row["verdict"] == "FAIL"]
     assert failed == ["hierarchy" + SENT]
-
-
-def test_ranks_that_are_all_here_are_refused() -> None:
-    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    how = {"env": environment, "capture_output": True, "text": True}
-    ran = subprocess.run([sys.executable, ROOT / LESSON], **how)
-    assert ran.returncode == 1
-    assert "needs several equal nodes, got 2 ranks, 2 of them here" in ran.stderr
 
 
 # Who may make nodes

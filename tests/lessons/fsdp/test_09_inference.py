@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from course.playing import load, play
+from course.playing import load
+from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
 
 LESSON = "fsdp/09_inference.py"
 NO_DEEPSPEED = ("    deepspeed = import_deepspeed(prompt_BT.device)\n", "    deepspeed = None\n")
@@ -15,11 +16,7 @@ SIZE = "cut in 2: elements summed per token, 2 L D"
 SHARE = "cut in 2: cache per token, 2 L D x 4 / n"
 ENTROPY = "loss in nats per byte, below the bytes' entropy"
 
-BREAKS = {
-    "the newest token sees only the first (Try)": (
-        [("device).tril(total - new)", "device).tril()")],
-        {CACHED, CUT},
-    ),
+LINES = {
     "the bias is added by every rank (Try)": (
         [
             (
@@ -42,6 +39,10 @@ BREAKS = {
         [("text_BT[:, caches[0].length :], caches", "text_BT, empty_caches(model, REQUESTS)")],
         {"KV cache: tokens through a block per request", SIZE},
     ),
+    "the newest token sees only the first (Try)": (
+        [("device).tril(total - new)", "device).tril()")],
+        {CACHED, CUT},
+    ),
     "positions start anew": (
         [("    start = caches[0].length\n", "    start = 0\n")],
         {CACHED, CUT},
@@ -59,6 +60,8 @@ BREAKS = {
         [("2 * L * D * 4 / n, held", "2 * L * D * 4, held")],
         {SHARE},
     ),
+}
+UNLEARNED = {
     "nothing is learned; the cache reserves twice the context": (
         [
             ("lr=3e-3", "lr=0.0"),
@@ -67,42 +70,46 @@ BREAKS = {
         {ENTROPY, "KV cache: bytes per token, 2 L D x 4", SHARE},
     ),
 }
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("name", BREAKS)
-def test_a_break_makes_its_claim_fail(name: str) -> None:
-    changes, expected = BREAKS[name]
-    steps = "30" if ENTROPY in expected else "5"
-    played = play(LESSON, 2, NO_DEEPSPEED, NO_STEPS, *changes, argv=("--steps", steps))
-    assert played.failed - {ENTROPY} == expected - {ENTROPY}, played.output
-    if ENTROPY in expected:
-        assert ENTROPY in played.failed
-
-
-@pytest.mark.deep
-def test_what_deepspeed_cuts_is_seen() -> None:
-    """Were the fused rows in order, none would differ; an uncut model needs no all-reduces."""
-    ordered = (
+OF_DEEPSPEED = {
+    "fused rows that are in order": (
         "n, reorder=False)\n    ours_BG, _ = generate(whole",
         "n, reorder=True)\n    ours_BG, _ = generate(whole",
-    )
-    uncut = (
+        {"DeepSpeed, qkv as it is: tokens that differ"},
+    ),
+    "an uncut model needs no all-reduces": (
         "ordered = serve(deepspeed, copy.deepcopy(model), n, reorder=True)",
         "ordered = serve(deepspeed, copy.deepcopy(model), 1, reorder=True)",
-    )
-    played = play(LESSON, 2, NO_STEPS, ordered, uncut, argv=("--steps", "5"))
-    assert played.failed - {ENTROPY} == {
-        "DeepSpeed, qkv as it is: tokens that differ",
-        "DeepSpeed: all-reduces per step, 2 L",
-    }
+        {"DeepSpeed: all-reduces per step, 2 L"},
+    ),
+}
+ON_ONE_RANK = {
+    "DeepSpeed with half of the heads": (
+        "block.heads //= n\n    return engine",
+        "block.heads //= 2\n    return engine",
+        {"DeepSpeed: tokens that differ"},
+    ),
+}
 
 
-@pytest.mark.deep
-def test_deepspeed_on_one_rank_with_half_of_the_heads() -> None:
-    change = ("block.heads //= n\n    return engine", "block.heads //= 2\n    return engine")
-    played = play(LESSON, 1, NO_STEPS, change, argv=("--steps", "5"))
-    assert played.failed - {ENTROPY} == {"DeepSpeed: tokens that differ"}
+ANY_LOSS = ("bytes' entropy\", entropy, final", "bytes' entropy\", 9.0, final")  # for five steps
+FIVE = ("--steps", "5")
+BREAKS = [
+    Breaks(LINES, changes=[NO_DEEPSPEED, NO_STEPS, ANY_LOSS], argv=FIVE),
+    Breaks(UNLEARNED, changes=[NO_DEEPSPEED, NO_STEPS]),
+    Breaks(OF_DEEPSPEED, changes=[NO_STEPS, ANY_LOSS], argv=FIVE),
+    Breaks(ON_ONE_RANK, ranks=1, changes=[NO_STEPS, ANY_LOSS], argv=FIVE),
+]
+ON_GPUS = OnGpus(
+    [
+        ("max(1, 16 // WORLD_SIZE)", "max(1, 4 // WORLD_SIZE)"),
+        NO_DEEPSPEED,  # its layers are its own, and take seconds to load
+        ('BIG = {"L": 16,', 'BIG = {"L": 2,'),
+        ("repeats: int = 20", "repeats: int = 1"),
+        ("repeats: int = 30", "repeats: int = 1"),
+    ],
+    argv=FIVE,
+    ranks=(1, 2),
+)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from course.playing import load, play
+from course.playing import Played, load, play
 from course.ranks import run
+from tests.lessons.every import Breaks, test_lesson  # noqa: F401
 
 LESSON = "parallelism/07_pipeline_schedules.py"
 SIMULATOR = "parallelism/08_pipeline_deadlocks.py"
@@ -131,21 +132,48 @@ def test_the_lesson_holds_where_layers_do_not_divide() -> None:
     play(LESSON, 5, QUICK).expect(set())
 
 
-@pytest.mark.deep
-def test_the_run_is_drawn_as_a_grid_and_as_a_figure(tmp_path) -> None:
-    path = tmp_path / "gantt.png"
-    played = play(LESSON, 2, ("SLOT = 0.03", "SLOT = 0.001"), argv=("--figure", str(path)))
-    assert path.read_bytes().startswith(b"\x89PNG"), played.output
-    rows = [line.strip() for line in played.output.splitlines()]
-    assert "stage 0  F0F1 . .B0B0F2B1B1F3" in "\n".join(rows)  # 1F1B
-    assert f"stage 1   .{''.join(f'F{k}' for k in range(8))}B0B0" in "\n".join(rows)  # GPipe
+def PLAIN(played: Played) -> None:
+    """The runs are drawn as grids, one row a stage."""
+    assert "stage 0  F0F1F2F3 . . . . . .B0B0F4B1B1F5B2B2F6" in played.output  # 1F1B
+    forward = "".join(f"F{k}" for k in range(8))
+    assert f"stage 3   . . .{forward}B0B0B1B1" in played.output  # GPipe
+
+
+def in_seconds(name: str, p: int, m: int) -> list[list]:
+    """A run that takes the lesson's seconds per slot to the bit, as the clock would log it."""
+    logs = []
+    for starts in simulator().simulate(lists_of(name, p, m)):
+        seconds = [(d, at * lesson().SLOT, lesson().SLOTS[d]) for (d, _), at in starts.items()]
+        logs.append([(d, at, at + slots * lesson().SLOT) for d, at, slots in seconds])
+    return logs
+
+
+@settings(deadline=None)
+@given(*sizes)
+def test_seconds_made_up_from_the_slots_give_the_formula(p: int, m: int) -> None:
+    for name in "gpipe", "one_f_one_b":
+        idle = lesson().idle_on_the_clock(in_seconds(name, p, m))
+        assert idle == pytest.approx((p - 1) / (m + p - 1), abs=1e-9)
+
+
+def test_seconds_of_other_runs_are_further_from_it_than_is_allowed() -> None:
+    """The lesson allows 0.1."""
+    expected = 3 / 11
+    half = lesson().idle_on_the_clock(in_seconds("one_f_one_b", 4, 4))
+    assert abs(half - expected) > 0.1
+    waiting_is_work = []
+    for log in in_seconds("one_f_one_b", 4, 8):
+        starts = [log[0][1], *(end for _, _, end in log[:-1])]
+        moved = zip(log, starts, strict=True)
+        waiting_is_work.append([(d, start, end) for (d, _, end), start in moved])
+    assert abs(lesson().idle_on_the_clock(waiting_is_work) - expected) > 0.1
 
 
 N, G, O1 = "one batch: ", "GPipe: ", "1F1B: "
 GRAD, IDLE = "error of the gradients", "share of slots idle"
 HELD, CLOCK = "micro-batches held at most", "share of time idle"
 WARMUP = "num_warmup = min(p - 1 - stage, m)"
-BREAKS = {
+LINES = {
     "the loss is not divided by m": (
         ("self.loss_of(y, k) / self.micro_batches", "self.loss_of(y, k)"),
         {G + GRAD, O1 + GRAD},
@@ -171,16 +199,7 @@ BREAKS = {
     ),
 }
 
-
-@pytest.mark.deep
-@pytest.mark.parametrize("what", BREAKS)
-def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(what: str) -> None:
-    change, claims = BREAKS[what]
-    played = play(LESSON, 2, QUICK, change)
-    played.expect(claims)
-
-
-CLOCK_BREAKS = {
+CLOCK_LINES = {
     "work that takes no time": (
         ("        time.sleep(SLOTS[action[0]] * SLOT)\n", ""),
         {N + CLOCK, G + CLOCK, O1 + CLOCK},
@@ -199,12 +218,6 @@ CLOCK_BREAKS = {
     ),
 }  # fmt: skip
 
+BREAKS = [Breaks(LINES, changes=[QUICK]), Breaks(CLOCK_LINES, ranks=4, clock=True)]
 
-@pytest.mark.deep
-@pytest.mark.clock
-@pytest.mark.parametrize("what", CLOCK_BREAKS)
-def test_another_schedule_than_the_one_predicted_fails_on_the_clock(what: str) -> None:
-    change, claims = CLOCK_BREAKS[what]
-    played = play(LESSON, 4, change)
-    played.expect(set())
-    assert played.failed_by_clock == claims, played.output
+NO_DEVICE = {"act": "a sleep stands for the work"}

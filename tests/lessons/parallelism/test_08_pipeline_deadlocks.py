@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from course.playing import load, play
-from tests.helpers.together import merged, together
+from tests.lessons.every import Breaks, test_lesson  # noqa: F401
 
 LESSON = "parallelism/08_pipeline_deadlocks.py"
 sizes = st.integers(1, 8), st.integers(1, 24)
@@ -108,7 +108,7 @@ FINISH = "sends first: stages that finish"
 WARMUP = "num_warmup = min(p - 1 - stage, m)"
 UNLIKE = "actions unlike our list's"
 TORCHS = ("torch's GPipe: ", "torch's 1F1B: ", "torch's Interleaved1F1B: ")
-BREAKS = {
+LINES = {
     "1F1B is GPipe in disguise": (
         (WARMUP, "num_warmup = m"),
         {
@@ -151,43 +151,25 @@ BREAKS = {
     ),
 }  # fmt: skip
 
-
-@pytest.mark.deep
-def test_it_holds_on_16_ranks_which_need_more_micro_batches() -> None:
-    play(LESSON, 16, deadline=200).expect(set())
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("names", together(LESSON, BREAKS), ids="; ".join)
-def test_a_broken_line_fails_the_claims_that_guard_it_and_no_others(names: tuple[str, ...]) -> None:
-    changes, claims = merged(BREAKS, names)
-    played = play(LESSON, 2, *changes)
-    played.expect(claims)
-
-
-POSTED = {  # what is broken, and the claims to FAIL besides the one on the actions done
+POSTED = {  # a clock decides how many actions are done before patience ends
     "the simulator always posts together": (
         (
             "    p = len(schedule)\n    starts: list",
             "    together = True\n    p = len(schedule)\n    starts: list",
         ),
-        set(),
+        {f"1F1B, sends first: {DONE}"},
     ),
     "the run always posts together": (
         ("batches = [ops] if together else [[op] for op in ops]", "batches = [ops]"),
-        {f"1F1B, {FINISH}"},
+        {f"1F1B, sends first: {DONE}", f"1F1B, {FINISH}"},
     ),
 }
+BREAKS = [Breaks(LINES), Breaks(POSTED, clock=True)]
 
 
 @pytest.mark.deep
-@pytest.mark.clock
-@pytest.mark.parametrize("what", POSTED)
-def test_what_is_posted_together_decides_which_actions_are_done(what: str) -> None:
-    change, claims = POSTED[what]
-    played = play(LESSON, 2, change)
-    played.expect(claims)
-    assert played.failed_by_clock == {f"1F1B, sends first: {DONE}"}, played.output
+def test_it_holds_where_more_stages_need_more_micro_batches() -> None:
+    play(LESSON, 6, ("max(8, WORLD_SIZE)", "max(4, WORLD_SIZE)"), deadline=200).expect(set())
 
 
 @pytest.mark.deep
