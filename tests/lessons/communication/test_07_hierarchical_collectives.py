@@ -155,8 +155,8 @@ def on_two_nodes(script: Path, local: int, mbit: float) -> tuple[list, list[str]
         place |= {"LOCAL_WORLD_SIZE": local, "MASTER_PORT": 29500, "LESSON_JSON": ledger}
         place["MASTER_ADDR"] = "10.0.0.1" if node else "127.0.0.1"
         variables = os.environ | {name: str(value) for name, value in place.items()}
-        for name in ("GLOO_SOCKET_IFNAME", "TORCHELASTIC_USE_AGENT_STORE"):
-            variables.pop(name, "")
+        variables["GLOO_SOCKET_IFNAME"] = "slow"
+        variables.pop("TORCHELASTIC_USE_AGENT_STORE", "")
         pipe = subprocess.PIPE
         ranks.append(subprocess.Popen([sys.executable, script], env=variables, stderr=pipe))
     errors = [rank.communicate(timeout=150)[1].decode() for rank in ranks]
@@ -174,7 +174,7 @@ ON_GPUS = OnGpus(  # run as torchrun would on two real nodes: plain python start
         ("64 * ELEMENTS if", "ELEMENTS if"),
     ],
     hardware={name + SENT: "a network card counts its bytes" for name in WAYS[:3]},
-    ranks=(2, 4),
+    ranks=(4,),
 )
 
 
