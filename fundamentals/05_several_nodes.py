@@ -676,6 +676,8 @@ def report_to_the_lesson(device: torch.device) -> None:
 
 def listen_towards_the_others() -> None:
     """Say on which network gloo listens: it would ask for the host's name, often 127.0.1.1."""
+    if torch.cuda.device_count() > 0:
+        return  # NCCL finds its networks itself
     here = address_towards(os.environ["MASTER_ADDR"])
     for network, addresses in psutil.net_if_addrs().items():
         if here in [one.address for one in addresses]:

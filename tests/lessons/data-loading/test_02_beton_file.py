@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from course.playing import Lazily, play
-from tests.helpers.spared import NO_JIT
 from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
 
+# FFCV's pipelines in plain Python: the same values, without seconds of compiling on every rank.
+NO_JIT = ('os.environ["NUMBA_OPT"] = "0"', 'os.environ["NUMBA_DISABLE_JIT"] = "1"')
 LESSON = "data-loading/02_beton_file.py"
 pytestmark = pytest.mark.skipif(find_spec("ffcv") is None, reason="FFCV is not installed")
 lesson = Lazily(LESSON)

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from course.playing import Lazily, load
 from course.ranks import run
-from tests.helpers.spared import NO_JIT
 from tests.lessons.every import Breaks, OnGpus, Without, test_lesson  # noqa: F401
 
+# FFCV's pipelines in plain Python: the same values, without seconds of compiling on every rank.
+NO_JIT = ('os.environ["NUMBA_OPT"] = "0"', 'os.environ["NUMBA_DISABLE_JIT"] = "1"')
 LESSON = "data-loading/03_orders_pages_memory.py"
 pytestmark = pytest.mark.skipif(find_spec("ffcv") is None, reason="FFCV is not installed")
 lesson = Lazily(LESSON)
