@@ -28,6 +28,7 @@ SHARED = "what all lessons share"
 PLUMBING = "course/plumbing.py"
 PLAYING = [PLUMBING, "course/playing.py", "course/ranks.py", "course/rank_server.py"]
 PLAYING += ["tests/lessons/every.py", "tests/helpers/together.py"]
+PLAYING += ["tests/conftest.py", "tests/lessons/conftest.py"]
 PRETENDED = ["pretended_gpus", "gpu_clock", "gpu_kernels", "gpu_nccl", "gpu_nccl_log", "gpu_places"]
 SHARED_FILES = {*PLAYING, *(f"tests/helpers/{name}.py" for name in PRETENDED)}
 ALWAYS = ("torch", "numpy")  # whose versions every group depends on
