@@ -31,14 +31,13 @@ import torch
 from torch.testing import assert_close
 
 from course.plain import NotPlain, flatten, rebuild
-from course.ranks import Outcome, attempt
+from course.ranks import QUIET, Outcome, attempt
 from course.wire import WIRE, Event, Wire, Wrong, at_the_store, forbidden, in_threads
 
 __all__ = ["Event", "Wire", "Wrong", "expect", "grade", "same"]
 __tracebackhide__ = True  # pytest shows the grader's lines, not these
 
 TELLS = "What the learner is told: "
-ASLEEP = "all that have not were asleep, and nothing moved between them for a second"
 
 # On every rank
 
@@ -109,6 +108,7 @@ def grade(
     world_size: int,
     *args: object,
     deadline: float = 10,
+    quiet: float = QUIET,
     group: bool = True,
     forbid: tuple[str, ...] = (),
 ) -> list:
@@ -119,8 +119,9 @@ def grade(
     tuples, dicts and sets of these, Events, and dataclasses that the grader defines.
 
     Raises Wrong, in words for the learner, if a rank raises, exits, dies, floods its output, hides
-    a call from the wire, or returns what cannot leave it; also if the ranks hang, or one uses
-    `deadline` seconds of CPU: then with who waits for whom, and where.
+    a call from the wire, or returns what cannot leave it; also if all that have not returned sleep
+    for `quiet` seconds, or one uses `deadline` seconds of CPU: then with who waits for whom, and
+    where.
     """
     grader = sys.modules[task.__module__]
     cloudpickle.register_pickle_by_value(grader)  # ranks cannot import it
@@ -132,6 +133,7 @@ def grade(
         forbid,
         args,
         deadline=deadline,
+        quiet=quiet,
         group=group,
         own=[answer.parent, Path(grader.__file__).parent],
         trusted=False,
@@ -163,7 +165,8 @@ def _told(outcomes: list[Outcome], answer: Path) -> str:
         return (said if same_everywhere else f"rank {first.rank}: {said}") + _printed(first, said)
     hung = [o for o in outcomes if o.kind == "hung"]
     if all(o.asleep for o in hung):
-        why = f"not every rank has come back; {ASLEEP}"
+        why = "not every rank has come back; all that have not were asleep, and nothing moved"
+        why += " between them for a second"
     else:
         why = f"after {int(max(o.waited for o in hung))} s not every rank has come back"
     lines = [f"{why}:"]
