@@ -30,7 +30,7 @@ class Bomb:
         return os.mkdir, (os.environ["PROOF"],)
 def hello(shard):
 """
-DEADLINE = 4  # seconds, for answers that hang; of the command's own judge, 10
+DEADLINE = 4  # seconds of CPU, for answers that loop; of the command's own judge, 10
 LATE = "not every rank has come back"
 TYPE = "returned a value of type {}, which cannot leave the rank"
 LEFT = "exited with status 0, before the function returned"

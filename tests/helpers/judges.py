@@ -62,7 +62,7 @@ def serve() -> None:
 def be_judge(
     arguments: list[str], environment: dict[str, str], files: list[str], deadline: int
 ) -> None:
-    """Do what `python -m course.judge` does; ranks get `deadline` seconds by default."""
+    """Do what `python -m course.judge` does; ranks get `deadline` seconds of CPU."""
     for descriptor, path in enumerate(files, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
