@@ -175,7 +175,7 @@ def test_gloo_listens_where_it_is_foretold(interface: str) -> None:
 
 
 def run_alone(function, *args: object) -> object:
-    return run(function, 1, *args, group=False)[0]
+    return run(function, 1, *args, quiet=60, group=False)[0]
 
 
 @pytest.mark.skipif(doctor.nccl_library() is None, reason="needs NCCL")
