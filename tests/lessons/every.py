@@ -252,6 +252,8 @@ def refusal_cases(module: ModuleType) -> Iterator[Case]:
     refused = [n for n in (1, 2, 3, 4, 8) if n not in world_sizes_of(module.LESSON)]
     if refused:
         yield Case("refuses other world sizes", partial(refuses, module.LESSON, refused))
+    if re.search(r"^    launch\(.+\)", (ROOT / module.LESSON).read_text(), re.M):
+        yield Case("starts only what it takes", partial(starts_what_it_takes, module.LESSON))
 
 
 def refuses(lesson: str, sizes: Sequence[int], folder: Path) -> None:
@@ -275,9 +277,6 @@ def refusal(lesson: str) -> str:
     except SystemExit as end:
         return end.code
     return ""
-
-    if re.search(r"^    launch\(.+\)", (ROOT / module.LESSON).read_text(), re.M):
-        yield Case("starts only what it takes", partial(starts_what_it_takes, module.LESSON))
 
 
 def starts_what_it_takes(lesson: str, folder: Path) -> None:
