@@ -295,6 +295,7 @@ def a_peer_leaves(*changes: tuple[str, str]) -> str:
     dist.all_gather_object(pids, os.getpid())
     if dist.get_rank() == 1:
         dist.barrier()
+        dist.destroy_process_group()  # closes its connections
         return "left"
     tracer = lesson.attach(lesson.program(pids, nccl=False))
     dist.barrier()
