@@ -118,7 +118,8 @@ DEADLOCKS = {both_receive: ["recv", "recv"], call_different_collectives: ["all_r
 @contextlib.contextmanager
 def busy_machine() -> Iterator[None]:
     """As many loops as there are cores, and two more; they give way to the other tests' ranks."""
-    loop = [sys.executable, "-c", "import os; os.nice(3)\nwhile True: pass"]
+    busy = "import os, time; os.nice(3); end = time.time() + 60\nwhile time.time() < end: pass"
+    loop = [sys.executable, "-c", busy]  # it ends by itself, should this process be killed
     loops = [subprocess.Popen(loop) for _ in range(os.cpu_count() + 2)]
     try:
         yield
