@@ -69,6 +69,16 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
+def first_job() -> int:
+    """A job's number such that the port at which its ranks meet is free, and those of nine more."""
+    while True:
+        job = random.SystemRandom().randrange(1, 9_990)
+        with contextlib.suppress(OSError), contextlib.ExitStack() as taken:
+            for port in range(20_000 + job, 20_010 + job):  # as in launch/slurm.sbatch
+                taken.enter_context(socket.create_server(("127.0.0.1", port)))
+            return job
+
+
 @dataclass
 class Cluster:
     """A running Slurm. Each method is a command of it."""
@@ -138,7 +148,7 @@ def running(cluster: Cluster) -> Iterator[Cluster]:
     user = psutil.Process().username()
     host = socket.gethostname().partition(".")[0]
     facts = {"folder": folder, "user": user, "host": host, "ports": free_ports(3)}
-    facts["first_job"] = 10 * os.getpid()  # ranks meet at a port that depends on it
+    facts["first_job"] = first_job()
     (folder / "slurm.conf").write_text(CONFIGURATION.format(**facts))
     files = {"socket": "socket", "key-file": "key", "pid-file": "pid"}
     files |= {"log-file": "log", "seed-file": "seed"}
