@@ -3,7 +3,9 @@
 import ctypes
 import os
 import subprocess
+import sys
 import time
+from pathlib import Path
 
 import psutil
 from sklearn.datasets import load_digits
@@ -13,7 +15,12 @@ from tests.helpers.leftovers import networks
 
 
 def play_as_nobody(path: str, *changes: tuple[str, str]) -> tuple[int, list[dict]]:
-    """Play a lesson as a user who can make a network only inside a user namespace."""
+    """Play a lesson as a user who can make a network only inside a user namespace.
+
+    Root's clone has to lie where everybody may read it: in /opt, say, and not in root's home.
+    """
+    shut = [folder for folder in Path(sys.executable).parents if not folder.stat().st_mode & 0o001]
+    assert not shut, f"nobody may enter {shut[-1]}: clone the repository elsewhere, into /opt, say"
     load_digits()  # what it imports and reads late, nobody may not be able to
     if os.geteuid() == 0:
         os.setgroups([])
