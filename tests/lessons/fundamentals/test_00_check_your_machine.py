@@ -260,14 +260,14 @@ def unused_parameter() -> str:
 
 
 def gradient_twice() -> str:
-    """Two reentrant checkpoints of one layer."""
+    """Two reentrant checkpoints of one layer, before another one's gradient is there."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    layer = torch.nn.Linear(2, 2)
-    inner = torch.nn.ModuleList([layer])
+    first, layer = (torch.nn.Linear(2, 2) for _ in "ab")
+    inner = torch.nn.ModuleList([first, layer])
     again = partial(checkpoint, layer, use_reentrant=True)
-    inner.forward = lambda x: again(again(x))
+    inner.forward = lambda x: again(again(first(x)))
     model = DistributedDataParallel(inner)
-    return words_of(lambda: model(torch.ones(1, 2, requires_grad=True)).sum().backward())
+    return words_of(lambda: model(torch.ones(1, 2)).sum().backward())
 
 
 def no_gpu() -> str:
