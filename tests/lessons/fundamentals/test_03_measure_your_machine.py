@@ -272,9 +272,12 @@ def test_gpus_below_one_switch_share_its_uplink(way: int, sharing: int) -> None:
     ("together", "sharing", "verdict"),
     [(1, 1, "PASS"), (2, 1, "FAIL"), (2, 2, "PASS"), (4, 2, "FAIL"), (4, 4, "PASS")],
 )
-def test_what_each_keeps_of_a_shared_uplink_is_judged(together, sharing, verdict) -> None:
+def test_what_each_keeps_of_a_shared_uplink_is_judged(
+    together, sharing, verdict, monkeypatch
+) -> None:
     """`together`: how many times as long a copy takes when all copy."""
     lesson = load(LESSON)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     lesson.below_one_switch = lambda gpus: sharing
     lesson.check_shared_uplinks(1.0, [1.0, together])
     assert [row["verdict"] for row in lesson.ledger] == [verdict]

@@ -193,9 +193,9 @@ OF_THEMSELVES = Breaks(  # sections that need nothing of the first
             "    scaler.unscale_(optimizer)\n    optimizer.step()  # n",
             {STILL, MOVED},
         ),
-        "a scale that falls to a quarter": (
+        "a scale that falls to a sixteenth": (
             "init_scale=2.0**15)",
-            "init_scale=2.0**15, backoff_factor=0.25)",
+            "init_scale=2.0**15, backoff_factor=1 / 16)",
             {SKIPPED, SCALE},
         ),
         "an overflow that nobody is told of": (
@@ -331,7 +331,10 @@ def _steps_taken() -> tuple[list[int], int, int, list[float]]:
     lesson = load(
         LESSON,
         (", lr=0.1, momentum=0.9)", ", lr=0.1)"),
-        ("parameters(), 1.0)", "parameters(), 1e-3)"),  # every gradient is longer
+        (
+            "training.ddp.parameters(), 1.0)",
+            "training.ddp.parameters(), 0.1)",
+        ),  # every gradient is longer
     )
     training = lesson.Training(torch.device("cpu"))
     skipped, norms = 0, []
@@ -350,7 +353,7 @@ def test_a_step_clips_what_is_unscaled_skips_the_scheduler_too_and_epochs_differ
     for seen, skipped, scheduled, norms in run(_steps_taken, 2):
         assert skipped > 0
         assert scheduled == here.STEPS - skipped
-        assert norms == pytest.approx([1e-3] * (here.STEPS - skipped), rel=0.01)
+        assert norms == pytest.approx([0.1] * (here.STEPS - skipped), rel=0.01)
         second = here.STEPS - here.EPOCH  # steps of the second epoch
         assert seen[: second * here.BATCH] != seen[here.EPOCH * here.BATCH :]
 
