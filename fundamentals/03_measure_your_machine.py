@@ -158,8 +158,9 @@ def below_one_switch(gpus: range) -> int:
 # %% [markdown]
 # ## 3. The roofline of this machine
 #
-# fundamentals/01 counted FLOPs and bytes. Here the clock decides. Three kernels, each far larger
-# than a cache, in float32 on a CPU core and bf16 on a GPU:
+# fundamentals/01 counted FLOPs and bytes. Here the clock decides. Three kernels, in float32 on a
+# CPU core and bf16 on a GPU; the operands of the first two are larger than the cache that one core
+# can fill, 96 MB on the largest EPYCs:
 #
 #     kernel               FLOPs        bytes of operands and result     FLOPs per byte, float32
 #     A + B                n^2          3 n^2 elements                   1/12

@@ -162,6 +162,13 @@ def test_only_addresses_of_this_machine_count() -> None:
         doctor.own_addresses("nowhere-" * 9)
 
 
+def test_of_a_name_with_two_addresses_only_this_machine_s_counts(monkeypatch) -> None:
+    kind = (socket.AF_INET, socket.SOCK_STREAM, 6, "")
+    places = [(*kind, ("203.0.113.7", 0)), (*kind, ("127.0.0.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: places)
+    assert doctor.own_addresses("planted") == ["127.0.0.1"]
+
+
 def foretold_and_found(interface: str) -> tuple[set[str], set[str]]:
     if interface:
         os.environ["GLOO_SOCKET_IFNAME"] = interface

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from course.playing import Played, load
 from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
@@ -105,6 +106,16 @@ def test_a_machine_like_ours_keeps_what_is_foretold_of_caches_and_rooflines() ->
 def test_a_wrong_line_fails_what_the_clock_decides(name: str) -> None:
     change, claims = WRONG[name]
     assert failed_by_made_up_seconds(change) == claims
+
+
+def test_kernels_are_told_the_bytes_of_their_operands_and_result() -> None:
+    lesson = load(LESSON, ("n, m = 4096, 1024", "n, m = 48, 32"))
+    lesson.alternate = lambda operations, device: dict.fromkeys(operations, 1.0)
+    ran = lesson.run_kernels(torch.device("cpu"))
+    square, vector, small = (torch.empty(n, k).nbytes for n, k in ((48, 48), (48, 1), (32, 32)))
+    expected = {"add": (48**2, 3 * square), "matmul": (2 * 32**3, 3 * small)}
+    expected["matrix x vector"] = (2 * 48**2, square + 2 * vector)
+    assert {name: (one.flops, one.nbytes) for name, one in ran.items()} == expected
 
 
 # No GPU here: NVML is a stand-in, so that the predictions for known machines can be checked.

@@ -236,6 +236,26 @@ NONE = [
 ]
 
 
+def speeds_at_both_ends() -> list[str]:
+    """What tc tells of both ends of the cable, after its speed was changed by the nodes' ranks."""
+    lesson = load(LESSON)
+    os.environ["LOCAL_RANK"] = "0"
+    told = []
+    for node, network in enumerate(lesson.two_nodes(400)):
+        lesson.enter(network)
+        lesson.RANK = 2 * node
+        lesson.change_speed(20)
+        show = ["tc", "qdisc", "show", "dev", "slow"]
+        told.append(subprocess.run(show, capture_output=True, text=True, check=True).stdout)
+    return told
+
+
+@pytest.mark.deep
+def test_both_ends_of_the_cable_become_slow() -> None:
+    (told,) = run(speeds_at_both_ends, 1)
+    assert ["rate 20Mbit" in line for line in told] == [True, True], told
+
+
 @pytest.mark.deep
 def test_without_nodes_it_is_blocked_and_says_why() -> None:
     played = play(LESSON, 2, *NONE)
