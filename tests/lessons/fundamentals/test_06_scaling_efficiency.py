@@ -144,6 +144,16 @@ def test_the_work_of_all_on_one_gpu_is_the_same_gradient_in_pieces() -> None:
     assert work.gradient == pytest.approx(whole.numpy(), abs=1e-15)
 
 
+@pytest.mark.parametrize(
+    ("speed_up", "verdicts"),
+    [(2.0, ["PASS", "PASS"]), (1.0, ["PASS", "FAIL"]), (4.0, ["FAIL", "PASS"])],
+)
+def test_two_cores_are_neither_one_nor_four(speed_up: float, verdicts: list[str]) -> None:
+    lesson = load(LESSON)
+    lesson.judge_cores(2, speed_up)
+    assert [row["verdict"] for row in lesson.ledger] == verdicts
+
+
 def test_warm_up_begins_at_its_share_of_the_rate() -> None:
     """Eight steps per epoch, two epochs of warm-up: a sixteenth, two sixteenths, then all of it."""
     lesson = load(LESSON, ("EPOCHS, SAMPLES = 8, 1280", "EPOCHS, SAMPLES = 3, 1280"))
