@@ -681,8 +681,8 @@ def read_published() -> None:
 #    Here it is 40 MB, which four ranks push through two cores beside a step of 200 ms. DDP starts
 #    the all-reduce during backward, to hide most of it (communication/06_overlap.py).
 # 4. Nearly the number of cores, and no more. There is the reason why this lesson sleeps: on two
-# cores, real arithmetic would show the
-#    number of cores, whatever the law. Hyper-threads are half a core each, or less.
+#    cores, real arithmetic would show the number of cores, whatever the law. Hyper-threads are half
+#    a core each, or less; and other jobs on the machine take their share of it.
 # 5. Rounding errors, some 3e-17. So the effective batch is what you report, and a recipe for 64
 #    GPUs can be run on 8 with accumulation of 8.
 # 6. With 0.01 the loss stays some twenty times higher: an eighth of the steps, each as small as
