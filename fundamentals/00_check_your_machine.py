@@ -363,6 +363,14 @@ another Xid: \bXid\b
   hardware, driver or program: the number after "Xid (PCI:...):" tells which
   dmesg -T | grep -i xid; docs.nvidia.com/deploy/xid-errors
   as that page says for this number
+"""
+
+# %% [markdown]
+# So far the machine, the launch and the GPUs. Now memory, disks, the scheduler and the program; and
+# last what is mostly a consequence.
+
+# %%
+TABLE += r"""
 GPU memory full: CUDA out of memory|torch\.OutOfMemoryError|CUDA error: out of memory
   weights, gradients, optimizer and activations need more than the GPU has, or another job has it
   torch.cuda.memory_summary(); nvidia-smi for other programs

@@ -285,11 +285,13 @@ def pcie_in_use(gpu: int) -> tuple[int, int, int, int] | None:
         near.copy_(pinned, non_blocking=True)
     found = None
     with contextlib.suppress(pynvml.NVMLError):
-        asked = ("CurrPcieLinkWidth", "MaxPcieLinkWidth", "CurrPcieLinkGeneration")
-        asked += ("MaxPcieLinkGeneration",)
         card = nvml_handle(gpu)
         time.sleep(0.05)
-        found = tuple(getattr(pynvml, f"nvmlDeviceGet{name}")(card) for name in asked)
+        lanes = pynvml.nvmlDeviceGetCurrPcieLinkWidth(card)
+        generation = pynvml.nvmlDeviceGetCurrPcieLinkGeneration(card)
+        most_lanes = pynvml.nvmlDeviceGetMaxPcieLinkWidth(card)
+        newest = pynvml.nvmlDeviceGetMaxPcieLinkGeneration(card)
+        found = lanes, most_lanes, generation, newest
     torch.cuda.synchronize(gpu)
     return found
 
