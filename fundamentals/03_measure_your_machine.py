@@ -159,8 +159,8 @@ def below_one_switch(gpus: range) -> int:
 # ## 3. The roofline of this machine
 #
 # fundamentals/01 counted FLOPs and bytes. Here the clock decides. Three kernels, in float32 on a
-# CPU core and bf16 on a GPU; the operands of the first two are larger than the cache that one core
-# can fill, 96 MB on the largest EPYCs:
+# CPU core and bf16 on a GPU (float16 before Ampere); the operands of the first two are larger than
+# the cache that one core can fill, 96 MB on the largest EPYCs:
 #
 #     kernel               FLOPs        bytes of operands and result     FLOPs per byte, float32
 #     A + B                n^2          3 n^2 elements                   1/12
@@ -196,7 +196,8 @@ def run_kernels(device: torch.device) -> dict[str, Ran]:
     """Time the three kernels on one core, or one GPU."""
     if device.type == "cuda":
         n, m = 16384, 8192
-        dtype = torch.bfloat16
+        fast = torch.cuda.is_bf16_supported(False)  # V100 and T4 have it by emulation only
+        dtype = torch.bfloat16 if fast else torch.float16
     else:
         n, m = 4096, 1024
         dtype = torch.float32
