@@ -5,8 +5,8 @@
 
 **Predict**, and write it down before you run:
 
-1. Through which network interface will two ranks of this machine talk, with gloo and with NCCL, and
-   what decides it?
+1. On which network interface will two ranks of this machine meet, with gloo and with NCCL, and what
+   decides it?
 2. A program asks for 128 MiB of shared memory. How many bytes of it does this machine really have?
 3. A job dies with `The client socket has timed out`. Name two different causes. Can a table tell
    them apart?
@@ -195,8 +195,10 @@ def ailing(ask: Callable, card: object) -> str:
     others = ask("ComputeRunningProcesses", card)
     if others:
         found += f", {len(others)} programs on it"
-    if ask("ComputeMode", card) in (1, 2, 3):
-        found += ", compute mode NOT default: nvidia-smi -c 0"
+    if ask("ComputeMode", card) == 2:
+        found += ", PROHIBITED to compute: nvidia-smi -c 0"
+    if ask("ComputeMode", card) in (1, 3):
+        found += ", one process at a time: enough for a rank per GPU"
     reasons = ask("CurrentClocksThrottleReasons", card) or 0
     found += "".join(f", SLOWED by {why}" for bit, why in SLOWED.items() if reasons & bit)
     if ask("TotalEccErrors", card, 1, 0):  # uncorrected, since the driver was loaded
@@ -303,12 +305,16 @@ def rdma_ports(root: Path) -> str:
 # consequences last, for one failure speaks in many voices: when a rank runs out of memory, its
 # peers say "connection closed", and the watchdog of a third node says "timeout" half an hour later.
 #
-# Six are provoked below: here they take seconds, when you first meet one an evening. Two die with
-# the same words, `client socket has timed out`. There the host that was called is looked up: no
-# such name, or nobody at home?
+# Six are provoked below: here each takes seconds; the first time that you meet one, it takes an
+# evening. Two die with the same words, `client socket has timed out`. There the host that was
+# called is looked up: no such name, or nobody at home?
 
 # %%
 TABLE = r"""
+no way out: Max retries exceeded|HTTPSConnectionPool|URLError|LocalEntryNotFoundError
+  this node does not reach the internet, and the program downloads weights or data
+  curl -sI https://huggingface.co on that node
+  download where there is a way out, to a shared folder, then HF_HUB_OFFLINE=1; or set https_proxy
 port taken: EADDRINUSE|[Aa]ddress already in use
   another job, or an orphan of your last one, listens on MASTER_PORT
   ss -ltnp | grep :29500
@@ -329,6 +335,10 @@ two ranks on a GPU: Duplicate GPU detected|Multiple Ranks are using the same GPU
   more ranks than GPUs, or no torch.cuda.set_device (NCCL before 2.30 says "Duplicate GPU detected")
   nvidia-smi shows two ranks on one GPU; print LOCAL_RANK and torch.cuda.current_device()
   torch.cuda.set_device(LOCAL_RANK) first of all; --nproc-per-node no more than the GPUs
+wrong GPU: ProcessGroupNCCL is bound to device
+  tensors on one GPU, the group on another: device_id's, else LOCAL_RANK's, else rank % GPUs
+  the message names both; print LOCAL_RANK and torch.cuda.current_device()
+  torch.cuda.set_device(LOCAL_RANK) before the first tensor; the same GPU as device_id
 versions differ: [Mm]ismatched NCCL version|NCCL version mismatch
   nodes run different builds of torch or NCCL
   python -c 'import torch; print(torch.cuda.nccl.version())' on every node
@@ -337,10 +347,30 @@ fabric manager: system not yet initialized|CUDA error 802|Error 802
   the NVSwitches have not been set up, so CUDA refuses to start
   systemctl status nvidia-fabricmanager
   start it, in the driver's own version; after an update, restart the node
-broken GPU: \bXid\b|uncorrectable ECC|ECC error|fallen off the bus
-  the hardware, or its driver, has given up
+broken GPU: Xid(?: \(.*?\):)? (48|6[34]|74|79|9[245]|119|120|14[4-9]|150)\b|ECC error|off the bus
+  memory, a link or the card itself has given up; of Xids these numbers are the machine's
   dmesg -T | grep -i xid; nvidia-smi -q -d ECC; dcgmi diag -r 3
-  drain the node, restart from the last checkpoint without it, call who owns it
+  drain the node, restart from the last checkpoint without it, call its owner
+index out of range: device-side assert|cudaErrorAssert
+  a kernel met a number that it refuses: mostly a label or token beyond the layer's size
+  the lines "Assertion ... failed" above; one step on the CPU, or with CUDA_LAUNCH_BLOCKING=1
+  labels.max() < number of classes, token numbers < vocabulary, on every rank's data
+wild kernel: illegal memory access|misaligned address|Xid(?: \(.*?\):)? (13|31|43|45)\b
+  a kernel read or wrote where it may not: first of all the program's fault, not the card's
+  CUDA_LAUNCH_BLOCKING=1, then compute-sanitizer python train.py
+  the kernel or index that these name; if it follows one card through other jobs, drain that card
+another Xid: \bXid\b
+  hardware, driver or program: the number after "Xid (PCI:...):" tells which
+  dmesg -T | grep -i xid; docs.nvidia.com/deploy/xid-errors
+  as that page says for this number
+"""
+
+# %% [markdown]
+# So far the machine, the launch and the GPUs. Now memory, disks, the scheduler and the program; and
+# last what is mostly a consequence.
+
+# %%
+TABLE += r"""
 GPU memory full: CUDA out of memory|torch\.OutOfMemoryError|CUDA error: out of memory
   weights, gradients, optimizer and activations need more than the GPU has, or another job has it
   torch.cuda.memory_summary(); nvidia-smi for other programs
@@ -353,23 +383,51 @@ too little shared memory: /dev/shm|shared memory|</torch_\d+|Bus error|SIGBUS
   a container has 64 MB unless told otherwise; NCCL and DataLoader workers want more
   df -h /dev/shm
   docker run --shm-size=1g, or --ipc=host; Kubernetes: an emptyDir of medium Memory
-killed for memory: exitcode *: -9|SIGKILL|[Oo]ut of memory: Killed|oom-kill
+disk full: No space left on device|Disk quota exceeded
+  a disk is full, mostly of checkpoints, logs or caches; or its owner's quota is
+  df -h and df -i of the folder in the message, and of /tmp; quota -s
+  keep fewer checkpoints, write elsewhere, TMPDIR and HF_HOME on a larger disk
+time is up: DUE TO TIME LIMIT|DUE TO PREEMPTION
+  Slurm ended the job: its --time was over, or another job wanted the nodes
+  sacct -j JOB -o State,Elapsed,Timelimit
+  sbatch --signal=B:USR1@300 and save then; --requeue and load the checkpoint; more --time
+killed for memory: exitcode *: -9|SIGKILL|[Oo]ut of memory: Killed|oom-kill|killed by signal: Killed
   the kernel, Slurm or Kubernetes killed a rank, mostly for the host's memory
   dmesg -T | grep -i 'out of memory'; sacct -o MaxRSS; memory.events of its cgroup
   fewer DataLoader workers, load weights on one rank or on meta, ask for more memory
+package missing: ModuleNotFoundError|No module named
+  this node's Python is another one, or its image lacks a package
+  python -c 'import sys; print(sys.executable)' and pip list on every node
+  one image or environment for all nodes; the same activation in the job script as in your shell
+unused parameter: Expected to have finished reduction in the prior iteration
+  DDP waits for the gradient of a parameter that the loss does not depend on
+  TORCH_DISTRIBUTED_DEBUG=DETAIL names it; or print which p.grad is None after backward()
+  use or freeze it; all outputs into the loss; else find_unused_parameters=True
+gradient twice: marked as ready twice|mark a variable ready only once
+  DDP got one parameter's gradient twice in a backward pass, as from reentrant checkpointing
+  the message names the parameter
+  checkpoint(..., use_reentrant=False), one forward pass per backward pass; else static_graph=True
 calls differ: Detected mismatch between collectives|Received data size doesn't match expected size
   ranks made different calls of one group: another collective, order, shape or dtype
   TORCH_DISTRIBUTED_DEBUG=DETAIL names the rank; profiling/04_debugging_hangs.py, the line, too
   the same calls in the same order with the same shapes and dtypes on all ranks
+RDMA gave up: NET/IB.*completion.*status=12|IBV_WC_RETRY_EXC_ERR
+  the other end did not answer: a flapping link, a wrong RoCE address, or its process has died
+  ibstat and ports' error counters; ib_write_bw between the two; one card in all reports?
+  the cable, card or node; on RoCE NCCL_IB_GID_INDEX and flow control
 hang in training: Watchdog caught|operation timeout|Timed out waiting \d+ms for|watchdog got stuck
   one rank did not call what the others called: it died, took another branch, or had no data left
   the first error of any rank; py-spy dump --pid PID; torchfrtrace on the flight recorder's files
-  mend that rank; if it was only slow (a checkpoint, a download), a longer timeout
+  fix that rank; if it was only slow (a checkpoint, a download), a longer timeout
+node missing: RendezvousTimeoutError
+  torchrun waited for another node's torchrun: 10 minutes in the c10d form
+  on every node: is torchrun there? with the same --nnodes, --rdzv-id and --rdzv-endpoint?
+  start it on all nodes; nc -vz FIRST_NODE 29500 from each; --rdzv-conf=join_timeout=1800
 hang at init: clients joined|wait timeout after|store based barrier|monitoredBarrier|gave no answer
   a rank is missing: not started, dead before init, or waiting in another call
   pgrep -af python counts them; py-spy dump --pid PID says where one waits
-  start all that WORLD_SIZE promises; mend the first error of the first that died
-nobody listens: client socket has (timed out|failed)|Connection refused
+  start all that WORLD_SIZE promises; fix the first error of the first that died
+nobody listens: socket has (timed out|failed)|C10d store has failed|(?<!\d\] )Connection refused
   rank 0 is not there, or its port is another, or a firewall stands before it
   nc -vz $MASTER_ADDR $MASTER_PORT
   the same MASTER_ADDR and MASTER_PORT on all nodes; open the ports between them
@@ -377,6 +435,10 @@ a peer died: Connection (closed|reset) by peer|ncclRemoteError|remote process ex
   another rank ended first, and this one only noticed
   the first error, by time, in the logs of all ranks: torchrun --log-dir D -r 3 keeps them apart
   run this tool on that rank's log
+NCCL stopped: unhandled (system|cuda|internal) error|nccl(System|UnhandledCuda|Internal)Error
+  a call of NCCL's to the system or to CUDA failed, and it says no more without being asked
+  run again with NCCL_DEBUG=WARN: the line "NCCL WARN" above names the call
+  run this tool on that log
 """
 AILMENTS = re.findall(r"^(\w.*?): (.+)\n  (.+)\n  (.+)\n  (.+)", TABLE, re.M)
 
@@ -399,7 +461,7 @@ def diagnose(words: str) -> tuple[str, ...]:
             before = words[: found.start()].rpartition("\n")[2]
             return ("…" if before else "") + found[0], *row
     last = words if len(words) <= 300 else "…" + words[-299:]
-    return last, "in no table", "", "?", "?", "mend the first error of the first rank"
+    return last, "in no table", "", "?", "?", "fix the first error of the first rank"
 
 
 def prescribe(words: object) -> None:
@@ -448,14 +510,37 @@ FAILURES = {
 }
 
 
+# %% [markdown]
+# A table names the failures that its writer had before him. Is it of use for others? These lines
+# are from public reports of other people's jobs, shortened.
+
+# %%
+REPORTED = {
+    "error: device-side assert triggered\nCUDA kernel errors might be": "index out of range",
+    "thread terminated with exception: CUDA error: an illegal memory access": "wild kernel",
+    "NVRM: Xid (PCI:0000:cb:00): 13, pid='<unknown>', Graphics SM Warp Exception": "wild kernel",
+    "NET/IBP:Got completion from peer 7.6.13.83<36315> with status=12 opcode": "RDMA gave up",
+    "STEP 494583.0 ON n CANCELLED AT 2024-04-20T09:09:37 DUE TO TIME LIMIT ***": "time is up",
+    "RuntimeError: DataLoader worker (pid 13904) is killed by signal: Killed.": "killed for memory",
+    "OSError: [Errno 28] No space left on device": "disk full",
+    '"message": "RendezvousTimeoutError: ",': "node missing",
+    "RendezvousConnectionError: The connection to the C10d store has failed.": "nobody listens",
+    "HTTPSConnectionPool(host='h', port=443): ... [Errno 111] Connection refused": "no way out",
+    "Expected to have finished reduction in the prior iteration before": "unused parameter",
+    "Expected to mark a variable ready only once. This error is caused by": "gradient twice",
+}
+
+
 def failures_are_recognised() -> None:
+    named = sum(diagnose(words)[1] == name for words, name in REPORTED.items())
+    claim("failures of strangers that the table names rightly", len(REPORTED), named)
     right = 0
     answers = {name: look(failure) for name, failure in FAILURES.items()}  # they wait together
     for name, answer in answers.items():
         said, found, _, _, _, remedy = diagnose(str(answer(60)))
         right += found == name
         show(found, f'"{shortened(said, 76)}"\n{remedy}')
-    claim("failures that the table names rightly", len(FAILURES), right, question=3)
+    claim("failures provoked here and named rightly", len(FAILURES), right, question=3)
 
 
 # %% [markdown]
@@ -700,21 +785,25 @@ def what_runs_here() -> None:
         print0("  This file was copied out of the course; there it lists them.")
     step = "course" if course else "any lesson of the course"
     failed = any(row["verdict"] == "FAIL" for row in ledger)
-    print0("\nMend the first FAIL, then run this again." if failed else f"\nAll well. Next: {step}")
+    print0("\nFix the first FAIL, then run this again." if failed else f"\nAll well. Next: {step}")
 
 
 # %% [markdown]
 # ## What you should have seen
 #
 # 1. gloo listens where the *host name* points (or GLOO_SOCKET_IFNAME), NCCL on the first interface
-#    that is neither loopback nor docker. On a laptop these are often two different networks, and on
-#    a cluster both may be the slow one: NCCL's data then take InfiniBand all the same, gloo's never
-#    do. The claims compare what was foretold with the sockets that were really open.
+#    whose name begins with `ib`, else on the first that is neither loopback nor docker. On a laptop
+#    these are often two different networks, and on a cluster both may be the slow one: NCCL's data
+#    then take InfiniBand all the same; gloo's do only as TCP, over an `ib` interface's address. On
+#    one machine NCCL only meets there: data go by NVLink, PCIe or shared memory. The claims compare
+#    what was foretold with the sockets that were really open.
 # 2. All 128 MiB, unless this is a container: Docker gives 64 MB, and then the claim shows how many
 #    there are, and the row of the table what to do. A program that only asks how long its file is
 #    would have been told 128 MiB.
 # 3. An unknown host name, and a host where nobody listens: both die with the same words. Only
-#    looking up the name tells which. All six provoked failures are named rightly.
+#    looking up the name tells which. All six provoked failures are named rightly, and so are
+#    lines from reports of strangers. Such a table is never complete: "in no table" means that the
+#    first error of the first rank has to be read.
 #
 # **Try.** `rank + 2.0` sums to 5 for 3: a wrong sum is a FAIL, as a hang or a crash would be. With
 # `lo` first, NCCL is foretold on the loopback, and NCCL itself says otherwise.

@@ -145,7 +145,7 @@ def show_links() -> None:
 
 
 # %% [markdown]
-# The table that the first cell prints spans a factor of 700: from 1.25 GB/s of a 10 GbE port to
+# The table that the cell above prints spans a factor of 700: from 1.25 GB/s of a 10 GbE port to
 # 900 GB/s of a B200's NVLink. A gradient of 14 GB (7B parameters in bf16) crosses the second in 16
 # ms and the first in 11 s. That one sentence decides most of this course's questions.
 
@@ -310,8 +310,10 @@ def check_crossbar() -> None:
 #     a core is busy     no                  no                         yes, per 3 to 5 GB/s
 #     nothing lost by    credits per link    pause frames (PFC), ECN,   resending
 #                                            set up by hand
-#     many paths         adaptive routing    hashing per flow (ECMP)    hashing per flow
-#     adds up in switch  SHARP               no                         no
+#     many paths         adaptive routing    classically hashing per    hashing per flow
+#                                            flow (ECMP); today often
+#                                            packets sprayed over all
+#     adds up in switch  SHARP               classically no             no
 #     NCCL calls it      NET/IB              NET/IB                     NET/Socket
 #     run by             a subnet manager    the network team           the network team
 #
@@ -477,6 +479,10 @@ def check_roofline() -> None:
 
 # %% [markdown]
 # ## 7. How it is measured
+#
+# Rows marked `s` say what a *simulated* machine does, the one in the text, also where yours has
+# GPUs; that its switches themselves never limit is assumed. fundamentals/03_measure_your_machine.py
+# asks your own links.
 #
 # The **oracle** of fair sharing is a simulation that knows nothing of rates: packets of 4 MB queue
 # at each link, which serves the flows that wait in turns. Each flow may have WINDOW packets under

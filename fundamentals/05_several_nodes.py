@@ -14,10 +14,10 @@ node, ranks 2 and 3 the other.
 3. And a link of 5 Mbit/s?
 4. One layer is split over two ranks by tensor parallelism, but one of them is in the other node,
    across the link of 20 Mbit/s. Is the layer faster or slower than one rank alone computes it?
-5. Section 6 makes six mistakes on purpose: the port is taken, one node is missing, two nodes have
-   the same number, two ranks believe in different world sizes, gloo takes the wrong interface, two
-   ranks call different collectives. Which of them are noticed at once, and how many have to wait
-   for a timeout?
+5. Section 6 makes seven mistakes on purpose: the port is taken, one node is missing (in two forms
+   of launch), two nodes have the same number, two ranks believe in different world sizes, gloo
+   takes the wrong interface, two ranks call different collectives. How many of the seven are
+   noticed before any timeout?
 
 **Run.** Rank 0 makes two virtual nodes on this machine and starts a torchrun in each. On real nodes
 the same file measures the network that is there.
@@ -233,7 +233,7 @@ def time_steps(device: torch.device, mbit: float, compute: float) -> dict:
     model = DistributedDataParallel(build_model(device, width))
     image = torch.zeros(BATCH, 64, device=device)
     label = torch.zeros(BATCH, dtype=torch.long, device=device)
-    row = {"mbit": mbit}
+    row = {"mbit": mbit, "width": width}
     for name, context in {"alone": model.no_sync, "whole": nullcontext}.items():
         with context():
             work = partial(one_step, model, image, label, compute)
@@ -342,6 +342,10 @@ def check_tensor_parallel(layer: dict[str, dict], mbit: float) -> None:
 # Two more flags make a launch independent of the machines' names. In clouds and containers these
 # often mean nothing, or 127.0.0.1: `--local-addr` is this node's own address, and `is_host` says
 # who serves the store at the endpoint. `launch/launch_ddp.sh` finds out both for you.
+#
+# Process groups and their store listen without authentication: anyone who reaches their ports can
+# join, read and write, and some of what ranks send is unpickled. On a shared network, launch behind
+# a firewall only.
 
 
 # %%
@@ -369,7 +373,8 @@ def static_form(node: int, port: int = 29501, patience: float = 60) -> list[str]
 #
 # - **The port is taken.** *Seen:* EADDRINUSE, at once. *Why:* another job listens there, or one
 #   that was left. *Do:* take another `--master-port`, and derive it from the job's number.
-# - **A node is missing.** *Seen:* "1/2 clients joined", after the timeout. *Why:* its launcher
+# - **A node is missing.** *Seen:* after the timeout "1/2 clients joined" in the static form, and
+#   `RendezvousTimeoutError`, without another word, in the c10d form. *Why:* its launcher
 #   never started, or cannot reach the first node. *Do:* from there, try `nc -zv FIRST_NODE 29500`.
 # - **Two nodes have one number.** *Seen:* a timeout that waits for a `role_info`. *Why:* somebody
 #   typed `--node-rank=0` on both. *Do:* use c10d, which needs no numbers.
@@ -383,12 +388,14 @@ def static_form(node: int, port: int = 29501, patience: float = 60) -> list[str]
 #   between collectives", at once. *Why:* a branch on the rank around a collective. *Do:* run once
 #   with DETAIL, which compares all calls before they run.
 # - **Two ranks on one GPU.** *Seen:* "same GPU" or "Duplicate GPU". *Why:* LOCAL_RANK was not used.
-#   *Do:* call `torch.cuda.set_device(LOCAL_RANK)` before all else.
+#   *Do:* call `torch.cuda.set_device(LOCAL_RANK)` before all else. torch 2.15 binds each NCCL group
+#   to a GPU: `device_id`, else LOCAL_RANK's, else the rank modulo the GPUs. Tensors on another one
+#   are refused there: "ProcessGroupNCCL is bound to device cuda:1".
 #
 # torchrun itself prevents some of them: it computes RANK and WORLD_SIZE, so no two ranks of its own
-# have one number, or different world sizes. Who writes a launcher by hand (`srun`, `mpirun`, a loop
-# with ssh) can have both. Without DETAIL a mismatch is worse than an error: mostly a wait for the
-# timeout, which is 30 minutes on gloo and 10 on NCCL; and if shapes agree, wrong numbers.
+# have one number, or different world sizes. Anyone who writes a launcher by hand (`srun`, `mpirun`,
+# a loop with ssh) can have both. Without DETAIL a mismatch is worse than an error: mostly a wait
+# for the timeout, which is 30 minutes on gloo and 10 on NCCL; and if shapes agree, wrong numbers.
 
 # %%
 PATIENCE = 4  # seconds, in place of minutes: every wait below ends after about that
@@ -424,11 +431,13 @@ def join_by_hand(
 
 
 def take_the_first_gpu(rank: int) -> None:
-    """Join through NCCL as one of two ranks that both forgot to take a GPU of their own."""
+    """Join through NCCL as one of two ranks that both take GPU 0."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "NCCL_SOCKET_IFNAME": "slow"}
     os.environ |= {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29509"}
-    dist.init_process_group("nccl", timeout=timedelta(seconds=60))
-    dist.all_reduce(torch.ones(4, device="cuda"))
+    first = torch.device("cuda", 0)  # not said, torch 2.15 would take LOCAL_RANK or the rank itself
+    torch.cuda.set_device(first)
+    dist.init_process_group("nccl", timeout=timedelta(seconds=60), device_id=first)
+    dist.all_reduce(torch.ones(4, device=first))
     torch.cuda.synchronize()
 
 
@@ -443,6 +452,16 @@ class Mistake(NamedTuple):
     on_node_1: Callable[[], None] | None  # None: nobody starts anything there
 
 
+def wait_for_a_node() -> None:
+    flags = c10d_form(0)
+    at = flags.index("--rdzv-endpoint=10.0.0.1:29500")
+    flags[at:] = [
+        "--rdzv-endpoint=10.0.0.1:29508",
+        f"--rdzv-conf=is_host=1,join_timeout={PATIENCE}",
+    ]
+    launch_nothing(flags)
+
+
 def by_flags(node: int, port: int) -> Callable[[], None]:
     return partial(launch_nothing, static_form(node, port, PATIENCE))
 
@@ -454,6 +473,7 @@ MISTAKES = {
         by_flags(1, 29502),
     ),
     "node missing": Mistake("1/2 clients joined", by_flags(0, 29503), None),
+    "node missing, c10d form": Mistake("RendezvousTimeoutError", wait_for_a_node, None),
     "two nodes with one number": Mistake("role_info", by_flags(0, 29504), by_flags(0, 29504)),
     "unequal WORLD_SIZE": Mistake(
         "wait timeout",
@@ -686,6 +706,13 @@ def listen_towards_the_others() -> None:
         refuse(f"needs MASTER_ADDR as others know it, got {here} for it here; set an address")
 
 
+def rate_of(step: dict) -> float:
+    """busbw in GB/s, at most: what DDP hides behind the backward pass is not in the difference."""
+    nbytes = 4 * ((64 + 1) * step["width"] + (step["width"] + 1) * 10)  # as PARAMETERS, this width
+    seconds = max(step["whole"] - step["alone"], 1e-9)
+    return 2 * (WORLD_SIZE - 1) / WORLD_SIZE * nbytes / seconds / 1e9
+
+
 def check_real_nodes(device: torch.device) -> None:
     seen = on_several_nodes(device, [0])
     print_places(seen["places"])
@@ -695,7 +722,8 @@ def check_real_nodes(device: torch.device) -> None:
     claim("tensor parallel: relative error", 0, max(errors), atol=1e-5)
     (step,) = seen["steps"]
     share = 1 - step["alone"] / step["whole"]
-    print0(f"{'':13}a step: {step['whole'] * 1e3:.2f} ms, of which the all-reduce adds {share:.0%}")
+    print0(f"{'':13}a step, almost without compute: {step['whole'] * 1e3:.2f} ms")
+    print0(f"{'':13}the all-reduce adds {share:.0%} of it: {rate_of(step):.2f} GB/s (busbw)")
     for name, row in seen["layer"].items():
         print0(f"{'':13}the layer, {name}: {row['seconds'] * 1e3:.2f} ms")
     print0(f"{'':13}Plain python makes virtual nodes, a link that shrinks, and the mistakes.")
@@ -771,7 +799,7 @@ def lines_of(descriptor: int) -> list[str]:
 
 # %% [markdown]
 # A mistake's processes are silent; the first error of theirs is what counts. All begin together:
-# who comes late is missing, too, and would be named for that.
+# one that comes late is missing, too, and would be named for that.
 
 
 # %%
@@ -928,9 +956,9 @@ def weights_of(seen: dict) -> torch.Tensor:
 #    a node, and data parallelism goes across: its bytes do not grow with the batch, they are sent
 #    once per step, and DDP hides them behind the backward pass (communication/06_overlap.py).
 # 5. Three at once: a taken port, an interface on which nobody else is, and different collectives
-#    under DETAIL. The other three are only seen as somebody's absence, so they take a timeout, here
+#    under DETAIL. The other four are only seen as somebody's absence, so they take a timeout, here
 #    4 s. torchrun waits 15 minutes for a node in the static form, and 10 in c10d. A launch that
-#    hangs for minutes is most often one of those three.
+#    hangs for minutes is most often one of those four.
 #
 # **Try.** If every rank takes the whole batch, the gradient is n times too large: only the claims
 # that compare with one process see it, for four ranks here and four in two nodes are wrong alike.

@@ -14,7 +14,7 @@ the rest, and can you tell from a few ranks how fast many will be?
 3. The ranks also add up their gradients, and nothing overlaps. If an all-reduce by itself takes
    100 ms, and a step without it too, what share of a step is lost?
 4. The ranks multiply real matrices on the cores of this machine, and there are more ranks than
-   cores. Can their speed-up exceed the number of cores?
+   cores. How large is their speed-up: nearly the number of cores, or of ranks?
 5. A step may use the same samples in micro-batches of 24 once, of 12 twice, or of 6 four times per
    rank. How far apart are the weights in the end: nothing, rounding errors, or more?
 6. A network learns well from batches of 20 samples with learning rate 0.01. It now gets batches of
@@ -241,6 +241,14 @@ def train_in_pieces(
 # **warm-up**. And when the steps get so large that the gradients do change on the way, the rule
 # breaks, with or without a warm-up. Where that happens depends on the model and the data. Goyal et
 # al. reached batches of 8,192 images with ResNet-50, from 256, before it did.
+#
+# How large a batch is worth its samples can be estimated before: the **critical batch size** is
+# about the noise of the gradient over its square, tr(covariance of one sample's gradient) / |mean
+# gradient|^2 (McCandlish et al., 2018). Well below it twice the batch saves half of the steps; well
+# above it, hardly any. It grows as the loss falls, which is why language models raise the batch
+# during training. With Adam, which divides by the gradient's size, the learning rate is mostly
+# scaled by the square root of k instead of k. So ranks are worth their price in data parallelism as
+# long as the effective batch stays below the critical one.
 
 
 # %%
@@ -270,17 +278,17 @@ def train_on_digits(
 # ## 7. GPU utilization, and why it misleads
 #
 # `nvidia-smi` and most dashboards show a **utilization** in percent. It is the share of time in
-# which *at least one* kernel ran, however small: one block of threads on one of 132 multiprocessors
-# counts as much as a matrix product that fills them all. A GPU that waits in an NCCL all-reduce for
-# a slower rank is at 100%, since that wait is a kernel that spins. So a job that scales badly looks
-# busy. What tells you more: samples per second against one GPU (this lesson), FLOP/s against the
-# peak (MFU), or DCGM's `SM_ACTIVE` and `DRAM_ACTIVE`.
+# which *at least one* kernel ran, however small: one thread that spins on one of 132
+# multiprocessors counts as much as a matrix product that fills them all. A GPU that waits in an
+# NCCL all-reduce for a slower rank is at 100%, since that wait is a kernel that spins. So a job
+# that scales badly looks busy. What tells you more: samples per second against one GPU (this
+# lesson), FLOP/s against the peak (MFU), or DCGM's `SM_ACTIVE` and `DRAM_ACTIVE`.
 
 
 # %%
-def check_utilization(device: torch.device) -> None:
-    """Keep a GPU at 100% with almost no arithmetic."""
-    text = "utilization in percent, by kernels of one element"
+def check_utilization(work: "StandIn | RealModel", device: torch.device) -> None:
+    """Keep a GPU at 100% without any arithmetic."""
+    text = "utilization in percent, by one thread that spins"
     if device.type == "cpu":
         blocked(text, needs="1 GPU")
         return
@@ -289,14 +297,30 @@ def check_utilization(device: torch.device) -> None:
     except (ImportError, RuntimeError) as error:
         blocked(text, needs=f"1 GPU that NVML can see, and nvidia-ml-py ({error})")
         return
-    tiny = torch.zeros(1, device=device)
+    show_utilization(work, device)
     shown = []
-    for _ in range(20):  # some seconds: NVML looks a few times per second
-        for _ in range(20_000):
-            tiny += 1
-        torch.cuda.synchronize()
+    for _ in range(10):
+        torch.cuda._sleep(10**9)  # cycles of one thread: about half a second
+        time.sleep(0.4)  # NVML looks a few times per second, and tells of the last look
         shown.append(torch.cuda.utilization(device))
-    claim(text, 80, statistics.median(shown), ">=", timed=True)
+        torch.cuda.synchronize()
+    claim(text, 90, statistics.median(shown[2:]), ">=", timed=True)
+
+
+def show_utilization(work: "RealModel", device: torch.device) -> None:
+    """Print what NVML says while all ranks train, next to the samples per second."""
+    shown = []
+    steps = 20
+    dist.barrier()
+    wait_for(device)
+    start = time.perf_counter()
+    for _ in range(steps):
+        train_step(work, work.batch, dist.group.WORLD)
+        shown.append(torch.cuda.utilization(device))
+    wait_for(device)
+    rate = steps * WORLD_SIZE * work.batch / (time.perf_counter() - start)
+    median = statistics.median(shown)
+    print0(f"{'':13}while training: {median:.0f}% utilization, {rate:,.0f} samples/s")
 
 
 # %% [markdown]
@@ -350,10 +374,10 @@ def groups_of_ranks() -> dict[int, dist.ProcessGroup | None]:
 
 
 # %% [markdown]
-# On GPUs a stack of linear layers in bfloat16 is trained with Adam, on 15,360 samples. The option
-# `--model FILE:FUNCTION` takes a model of yours, which the function returns, and `--data FOLDER`
-# takes images, in one folder per class. Gradients are views of one flat buffer, so that a single
-# all-reduce adds them up.
+# On GPUs a stack of linear layers in bfloat16 (float16 before Ampere) is trained with Adam, on
+# 15,360 samples. The option `--model FILE:FUNCTION` takes a model of yours, which the function
+# returns, and `--data FOLDER` takes images, in one folder per class. Gradients are views of one
+# flat buffer, so that a single all-reduce adds them up.
 
 
 # %%
@@ -375,9 +399,11 @@ class RealModel:
             parameter.grad = share.view_as(parameter)
 
     def forward_backward(self, samples: int) -> None:
+        """In pieces of at most `batch` samples: one GPU cannot hold the work of all."""
         self.gradient.zero_()
-        output = self.model(self.input_ND[:samples])
-        cross_entropy(output, self.label_N[:samples]).backward()
+        inputs = self.input_ND[:samples].split(self.batch)
+        for piece, labels in zip(inputs, self.label_N[:samples].split(self.batch), strict=True):
+            (cross_entropy(self.model(piece), labels) * (len(labels) / samples)).backward()
 
     def update(self) -> None:
         self.optimizer.step()
@@ -393,9 +419,10 @@ def work_of(options: argparse.Namespace, device: torch.device) -> StandIn | Real
         return RealModel(module_from(options.model).to(device), BATCH, inputs, labels)
     if device.type == "cpu":
         return StandIn()
-    layers = [nn.Linear(WIDTH, WIDTH, device=device, dtype=torch.bfloat16) for _ in range(8)]
+    dtype = torch.bfloat16 if torch.cuda.is_bf16_supported(False) else torch.float16
+    layers = [nn.Linear(WIDTH, WIDTH, device=device, dtype=dtype) for _ in range(8)]
     batch = 64 * BATCH
-    inputs = torch.randn(batch * WORLD_SIZE, WIDTH, device=device, dtype=torch.bfloat16)
+    inputs = torch.randn(batch * WORLD_SIZE, WIDTH, device=device, dtype=dtype)
     labels = torch.zeros(batch * WORLD_SIZE, device=device, dtype=torch.long)
     return RealModel(nn.Sequential(*layers), batch, inputs, labels)
 
@@ -529,15 +556,22 @@ def check_cores() -> None:
     cores = os.cpu_count()
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         cores = len(os.sched_getaffinity(0))
-    text = "real arithmetic: speed-up, at most the cores"
     if cores >= WORLD_SIZE:
+        text = "real arithmetic: speed-up, at most the cores"
         blocked(text, needs=f"more ranks than cores, of which there are {cores}")
         return
     matrix = torch.randn(512, 512)
     runs = {n: lambda: multiply(matrix) for n in (1, WORLD_SIZE)}
     times = seconds({"": runs}, torch.device("cpu"))[""]
-    speed_up = WORLD_SIZE * times[1] / times[WORLD_SIZE]
+    judge_cores(cores, WORLD_SIZE * times[1] / times[WORLD_SIZE])
+
+
+def judge_cores(cores: int, speed_up: float) -> None:
+    text = "real arithmetic: speed-up, at most the cores"
     claim(text, cores, speed_up, "<=", atol=cores / 10, question=4, timed=True)
+    if cores > 1:
+        least = (1 + cores) / 2  # hyper-threads are half a core each
+        claim("real arithmetic: speed-up, at least", least, speed_up, ">=", question=4, timed=True)
 
 
 # %% [markdown]
@@ -647,8 +681,9 @@ def read_published() -> None:
 # 3. Half. What an all-reduce takes by itself is what the step gets longer by: nothing hides it.
 #    Here it is 40 MB, which four ranks push through two cores beside a step of 200 ms. DDP starts
 #    the all-reduce during backward, to hide most of it (communication/06_overlap.py).
-# 4. No. There is the reason why this lesson sleeps: on two cores, real arithmetic would show the
-#    number of cores, whatever the law. Hyper-threads are half a core each, or less.
+# 4. Nearly the number of cores, and no more. There is the reason why this lesson sleeps: on two
+#    cores, real arithmetic would show the number of cores, whatever the law. Hyper-threads are half
+#    a core each, or less; and other jobs on the machine take their share of it.
 # 5. Rounding errors, some 3e-17. So the effective batch is what you report, and a recipe for 64
 #    GPUs can be run on 8 with accumulation of 8.
 # 6. With 0.01 the loss stays some twenty times higher: an eighth of the steps, each as small as
@@ -663,11 +698,11 @@ def read_published() -> None:
 # `accumulation` the gradient is as many times too large, and the weights are off by far more than
 # rounding.
 #
-# On GPUs the all-reduce runs on its own stream, is overlapped, and is fast inside an NVLink domain;
-# serial time hides elsewhere: the loader, checkpoints, logging with `.item()`, an optimizer that
-# every rank repeats (ZeRO divides it). At a thousand ranks strong scaling ends when a rank's share
-# of the batch is too small to fill its GPU, which neither law knows, and weak scaling ends when the
-# batch is too large to learn from.
+# On GPUs the all-reduce is fast inside an NVLink domain. This lesson's is synchronous, so nothing
+# overlaps it; DDP's runs on a stream of its own and does. Other serial time hides elsewhere: the
+# loader, checkpoints, logging with `.item()`, an optimizer that every rank repeats (ZeRO divides
+# it). At a thousand ranks strong scaling ends when a rank's share of the batch is too small to fill
+# its GPU, which neither law knows, and weak scaling ends when the batch is too large to learn from.
 
 
 # %%
@@ -718,7 +753,7 @@ def main() -> None:
     digits = read_digits()
     check_effective_batch(digits, device)
     check_learning_rates(digits)
-    check_utilization(device)
+    check_utilization(work, device)
     read_published()
     if options.figure and RANK == 0:
         draw(times, options.figure)

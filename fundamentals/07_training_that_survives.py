@@ -16,7 +16,7 @@ a cosine schedule and float16; an epoch has 8 steps, and a rank takes 8 samples 
    256 samples were seen twice, how many never? And how many images does an evaluation count that
    shares 997 among 4 ranks by `DistributedSampler`?
 3. In float16, whose largest number is 65,504, one rank of several has a gradient with elements of
-   100. The loss scale begins at 65,536. How many steps are skipped, on how many ranks, and which
+   100. The loss scale begins at 32,768. How many steps are skipped, on how many ranks, and which
    scale is left?
 4. A gradient of norm 5 is to be clipped to norm 1, and the loss scale is 1,024. Which norm does the
    update have if the gradient is clipped before it is unscaled?
@@ -380,7 +380,7 @@ def check_overflow(device: torch.device) -> None:
     mine = largest if RANK == WORLD_SIZE - 1 else 1.0
     layer = nn.Linear(4, 1, bias=False, device=device)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**16)
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**15)
     skipped = 0
     moved = {True: 0, False: 0}  # elements, in skipped steps and in others
     for _ in range(12):
@@ -391,7 +391,7 @@ def check_overflow(device: torch.device) -> None:
         skipped += was_skipped
         moved[was_skipped] += int((layer.weight != before).sum())
     fits = math.floor(math.log2(torch.finfo(torch.float16).max / largest))
-    claim("steps skipped from loss scale 2**16", 16 - fits, skipped, question=3)
+    claim("steps skipped from loss scale 2**15", 15 - fits, skipped, question=3)
     claim("loss scale that is left", 2**fits, scaler.get_scale(), question=3)
     claim("weights that moved in skipped steps", 0, moved[True])
     claim("weights that moved in the others of 12 steps", 4 * (12 - skipped), moved[False])
@@ -400,7 +400,7 @@ def check_overflow(device: torch.device) -> None:
 # %% [markdown]
 # **Clipping** limits the norm of the gradients, those of the loss, not of the loss times 1,024.
 # `scaler.unscale_(optimizer)` divides them before; `scaler.step` knows that and does not divide
-# again. Whoever forgets that line clips what is a thousand times too large, and then divides.
+# again. Without that line one clips what is a thousand times too large, and then divides.
 
 
 # %%
@@ -443,9 +443,12 @@ def check_clipping(device: torch.device) -> None:
 #     fsync the folder           now the name survives a power cut, too
 #     delete the oldest          two are kept: the newest may turn out to be damaged
 #
-# Disks, memory and cables flip bits. So the file begins with the SHA-256 of the rest, and who reads
-# it compares. Only rank 0 writes and reads: the others get what it read, so all go on from the same
-# step, and the folder need not be shared.
+# Disks, memory and cables flip bits. So the file begins with the SHA-256 of the rest, and the
+# reader compares. Only rank 0 writes and reads: the others get what it read, so all go on from the
+# same step, and need not see the folder. But it has to *outlive the machine of rank 0*, and to be
+# visible to whichever machine is rank 0 next, for torchrun may number the nodes anew after a
+# failure: a shared file system, object storage, or a copy on a second node. On node 0's own disk it
+# dies with node 0, and a new rank 0 finds an empty folder and begins at step 0, without an error.
 
 
 # %%
@@ -614,9 +617,15 @@ def check_sigterm(folder: Path, device: torch.device, expected: torch.Tensor) ->
 # that dies, as small as can be, and a torchrun that starts it again. It trains twice: once without
 # a fault, and once so that rank 1 kills itself after step 7, when the last checkpoint is that of
 # step 4. torchrun sees the death, ends rank 0, and starts both anew (`--max-restarts`); they find
-# the checkpoint. No part of the program asks whether this is a restart, but for the fault itself:
-# **if a checkpoint exists, load it** is the whole rule. It also serves a job that Slurm starts
-# again, which is no restart to torchrun.
+# the checkpoint. The training asks nowhere whether this is a restart: **if a checkpoint exists,
+# load it** is the whole rule. It also serves a job that Slurm starts again, which is no restart to
+# torchrun.
+#
+# Two lines do ask, by TORCHELASTIC_RESTART_COUNT: the fault itself, and the one that puts this
+# number before every key of the store. torchrun keeps one store through all restarts, and in it the
+# addresses of the dead (a comment in torch's rendezvous.py says otherwise). A rank that comes back
+# before its peer reads the peer's old address: `init_process_group("gloo")` alone then dies of
+# "connectFullMesh failed ... Connection refused", which costs one more restart, or the job.
 #
 # The samples are drawn from the rank's generator, so its state is the place in the data, too. Rank
 # 0 gathers all ranks' states and writes one file. If each wrote its own, a death between two of
@@ -904,9 +913,10 @@ def reports_of_torchrun(folder: Path, flags: list[str]) -> list[dict]:
 # 2. Steps 1 to 3 again in place of steps 6 to 8: 3 x 4 x 8 = 96 samples twice, and 96 never. The
 #    evaluation by `DistributedSampler` counts 4 x 250 = 1,000 images, three of them twice. On 64
 #    ranks it would be 27. Every n-th image per rank makes 997 on any number of ranks.
-# 3. Seven, on all ranks: 65,536 is 2**16, and 100 x 2**9 = 51,200 is the first product that fits.
-#    So 512 is left. In the skipped steps no weight moved, on no rank, though the gradients of all
-#    ranks but one were finite: the all-reduce spread the infinity.
+# 3. Six, on all ranks: 32,768 is 2**15, and 100 x 2**9 = 51,200 is the first product that fits. So
+#    512 is left. In the skipped steps no weight moved, on no rank, though the gradients of all
+#    ranks but one were finite: the all-reduce spread the infinity. (`GradScaler` itself begins at
+#    2**16, where even a gradient of 1 overflows: 65,536 is more than 65,504.)
 # 4. 1/1,024: the gradient times the scale has norm 5,120 and is clipped to 1, and then divided by
 #    1,024. Training goes on a thousand times too slowly, and faster whenever the scale halves.
 # 5. Yes, while it overwrites: between opening the file, which empties it, and closing it. Written
@@ -930,10 +940,12 @@ def reports_of_torchrun(folder: Path, flags: list[str]) -> list[dict]:
 # fail on any number of ranks, since the dropout masks are other ones.
 #
 # On GPUs the list has one more entry, the GPU's generator, and one more condition: kernels that add
-# up in a fixed order (`torch.use_deterministic_algorithms`, CUBLAS_WORKSPACE_CONFIG). A thousand
-# ranks do not send their state to rank 0: each writes its shard (torch.distributed.checkpoint), and
-# the checkpoint exists once rank 0 has written the list of them. The same number of ranks is needed
-# for the same bits; with another number, training goes on well, but rounds otherwise.
+# up in a fixed order (`torch.use_deterministic_algorithms`, CUBLAS_WORKSPACE_CONFIG). NCCL has to
+# add in the same order too: the same version, layout of nodes, algorithm, protocol and number of
+# channels (NVLink SHARP on or off counts). A thousand ranks do not send their state to rank 0: each
+# writes its shard (torch.distributed.checkpoint), and the checkpoint exists once rank 0 has written
+# the list of them. The same number of ranks is needed for the same bits; with another number,
+# training goes on well, but rounds otherwise.
 #
 # launch/ddp_surviving.py is all of this in one file to copy, with what a lesson leaves out: workers
 # and augmentation, accumulation, a full disk, orphans of a dead launcher, ranks that hang, settings

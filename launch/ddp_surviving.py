@@ -167,7 +167,8 @@ class Seeded(Dataset):
             return [self.data[index] for _, index in places]
 
 
-# Checkpoints: rank 0 alone writes and reads, so their folder need not be shared
+# Checkpoints: rank 0 alone writes and reads. Their folder must outlive the node of rank 0, and
+# be seen by any node that may be rank 0 next: a shared file system, or a copy elsewhere
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

@@ -137,7 +137,9 @@ def backend_and_device(
 
     rank: its number among all ranks of all nodes. local_rank: its number on this node, which has
     `local_world_size` ranks and `gpus` GPUs. If each of these ranks can have a GPU of its own:
-    "nccl", and the GPU numbered as the rank is on this node. Otherwise "gloo", and the CPU.
+    "nccl", and the GPU numbered as the rank is on this node. Otherwise "gloo", and the CPU. (That
+    is enough where all nodes are alike. Where one lacks a GPU its ranks would choose another
+    backend, and all would wait: the lessons' `setup` asks every rank first.)
     """
     # --- yours
     if gpus >= local_world_size:

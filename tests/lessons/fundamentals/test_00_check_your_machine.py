@@ -7,12 +7,15 @@ import subprocess
 import sys
 import types
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from course.lessons import LESSONS, ROOT
 from course.playing import load
@@ -121,7 +124,7 @@ def test_what_keeps_a_gpu_from_working_fast_is_told(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(**ill))
     line = doctor.gpus().splitlines()[1]
     assert "2 programs on it" in line
-    assert "compute mode NOT default" in line
+    assert "one process at a time" in line
     assert "SLOWED by power cap, SLOWED by power brake, UNCORRECTABLE" in line
 
 
@@ -157,6 +160,13 @@ def test_only_addresses_of_this_machine_count() -> None:
     assert doctor.own_addresses("203.0.113.7") == []  # RFC 5737: nobody's
     with pytest.raises((OSError, UnicodeError)):
         doctor.own_addresses("nowhere-" * 9)
+
+
+def test_of_a_name_with_two_addresses_only_this_machine_s_counts(monkeypatch) -> None:
+    kind = (socket.AF_INET, socket.SOCK_STREAM, 6, "")
+    places = [(*kind, ("203.0.113.7", 0)), (*kind, ("127.0.0.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: places)
+    assert doctor.own_addresses("planted") == ["127.0.0.1"]
 
 
 def foretold_and_found(interface: str) -> tuple[set[str], set[str]]:
@@ -248,6 +258,25 @@ def no_nccl() -> str:
     return words_of(lambda: init("nccl"))
 
 
+def unused_parameter() -> str:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = DistributedDataParallel(torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in "ab"]))
+    model.module.forward = lambda x: model.module[0](x)  # and never model.module[1]
+    model(torch.ones(1, 2)).sum().backward()
+    return words_of(lambda: model(torch.ones(1, 2)))
+
+
+def gradient_twice() -> str:
+    """Two reentrant checkpoints of one layer, before another one's gradient is there."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    first, layer = (torch.nn.Linear(2, 2) for _ in "ab")
+    inner = torch.nn.ModuleList([first, layer])
+    again = partial(checkpoint, layer, use_reentrant=True)
+    inner.forward = lambda x: again(again(first(x)))
+    model = DistributedDataParallel(inner)
+    return words_of(lambda: model(torch.ones(1, 2)).sum().backward())
+
+
 def no_gpu() -> str:
     return words_of(lambda: init("nccl"))
 
@@ -262,6 +291,8 @@ PROVOKED = [
     (wrong_interface, "wrong interface"),
     (no_nccl, "no NCCL"),
     (no_gpu, "no NCCL"),
+    (unused_parameter, "unused parameter"),
+    (gradient_twice, "gradient twice"),
 ]
 
 
@@ -292,6 +323,27 @@ QUOTED = {
     "NCCL WARN Mismatched NCCL version detected": "versions differ",
     "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.": "broken GPU",
     "CUDA error: system not yet initialized": "fabric manager",
+    "NVRM: Xid (PCI:0000:3b:00): 31, pid=12890, name=python, MMU Fault": "wild kernel",
+    "NVRM: Xid (PCI:0000:dc:00): 45, pid=18, Ch 1 caused by previous Xid 149": "broken GPU",
+    "NVRM: Xid (PCI:0000:cb:00): 109, pid=17, CTX SWITCH TIMEOUT": "another Xid",
+    "NVRM: Xid (PCI:0000:18:00): 94, pid='<unknown>', Contained ECC error": "broken GPU",
+    "ProcessGroupNCCL is bound to device cuda:1 but an operation was issued on": "wrong GPU",
+    "NCCL error: unhandled system error, NCCL version 2.30.7\nncclSystemError": "NCCL stopped",
+    "ncclSystemError\nNET/IB : Got completion from peer 1.2<3> with status=12": "RDMA gave up",
+    "Error while creating shared memory segment /dev/shm/nccl-a: No space left on device (28)": (
+        "too little shared memory"
+    ),
+    "ModuleNotFoundError: No module named 'flash_attn'": "package missing",
+    "Parameter at index 8 with name t_c2w.0 has been marked as ready twice": "gradient twice",
+    "RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error. It is possible": (
+        "too little shared memory"
+    ),
+    "urllib.error.URLError: <urlopen error [Errno 111] Connection refused>": "no way out",
+    "socketPollConnect: connect to 10.0.0.2<4242> returned Connection refused": "nobody listens",
+    "ConnectionRefusedError: [Errno 111] Connection refused": "in no table",  # of any server
+    "*** JOB 7 ON n CANCELLED AT 2026-01-01T00:00:00 DUE TO TIME LIMIT ***\nexitcode  : -9": (
+        "time is up"
+    ),
 }
 
 
@@ -331,8 +383,10 @@ def test_what_is_cut_is_seen_to_be_cut() -> None:
 
 
 def test_every_ailment_says_cause_proof_and_remedy() -> None:
-    assert len(doctor.AILMENTS) == doctor.TABLE.count("\n  ") / 3 == 17
-    assert set(doctor.FAILURES) < {name for name, *_ in doctor.AILMENTS}
+    assert len(doctor.AILMENTS) == doctor.TABLE.count("\n  ") / 3 == 30
+    names = [name for name, *_ in doctor.AILMENTS]
+    assert len(set(names)) == 30
+    assert set(doctor.FAILURES) | set(doctor.REPORTED.values()) < set(names)
 
 
 # The doctor on machines that are ill
@@ -351,7 +405,7 @@ def test_on_an_ill_machine_it_fails_says_why_and_goes_on(tmp_path: Path) -> None
     assert "wrong interface" in gloo.partition("BLOCKED")[0]
     assert "3,145,728" in gloo  # what is there is there, and it is too little
     assert "too little shared memory" in gloo
-    assert "Mend the first FAIL" in ran.stdout
+    assert "Fix the first FAIL" in ran.stdout
     assert "1 FAIL" in ran.stdout
 
 
@@ -399,7 +453,8 @@ def test_a_lesson_that_is_blocked_without_a_gpu_is_not_said_to_run_in_full() -> 
 SUM, ADDRESS = "1 + ... + 2, summed through gloo", "addresses gloo listens on, foretold wrongly"
 NAME = "addresses of the host name that are this machine's"
 MEETS = "interfaces NCCL meets on, foretold wrongly"
-SHARED, SIX = "bytes that /dev/shm gives back", "failures that the table names rightly"
+REPORTS = "failures of strangers that the table names rightly"
+SHARED, SIX = "bytes that /dev/shm gives back", "failures provoked here and named rightly"
 LINES = {
     "nothing is summed": ("dist.all_reduce(x)", "pass", {SUM}),
     "nobody's address": ("s.bind(place)", "s.bind(('203.0.113.7', 0))", {NAME}),
@@ -423,6 +478,7 @@ LINES = {
     "more shared memory than there is": ("fileno(), 0, size)", "fileno(), 0, 2**62)", {SHARED}),
     "a taken port by other words": ("EADDRINUSE|[Aa]ddress", "EADDRINUSED|Address", {SIX}),
     "a rank that is not missing": ("lambda: store(n=2),", "lambda: store(n=1),", {SIX}),
+    "every Xid is the card's": ("(48|6[34]|", r"(\d+|", {REPORTS}),
     "failures that are no errors": (
         "isinstance(answer, OSError | UnicodeError)",
         "False",

@@ -85,6 +85,13 @@ def test_a_wrong_rate_is_marked_in_the_table(name: str, capsys) -> None:
     assert name in line
 
 
+def test_the_roofline_is_the_lower_of_its_two_limits() -> None:
+    lesson = load(LESSON)
+    assert lesson.attainable(1 / 6, "H100") == pytest.approx(3.35 / 6)  # TFLOP/s: memory-bound
+    assert lesson.attainable(8192 / 3, "H100") == 989
+    assert lesson.attainable(lesson.ridge("A100"), "A100") == pytest.approx(312)
+
+
 STAR = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=6)
 RATES = st.lists(st.sampled_from([10.0, 25.0, 40.0, 100.0]), min_size=5, max_size=5)
 

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from course.playing import Played, load
 from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
@@ -105,6 +106,16 @@ def test_a_machine_like_ours_keeps_what_is_foretold_of_caches_and_rooflines() ->
 def test_a_wrong_line_fails_what_the_clock_decides(name: str) -> None:
     change, claims = WRONG[name]
     assert failed_by_made_up_seconds(change) == claims
+
+
+def test_kernels_are_told_the_bytes_of_their_operands_and_result() -> None:
+    lesson = load(LESSON, ("n, m = 4096, 1024", "n, m = 48, 32"))
+    lesson.alternate = lambda operations, device: dict.fromkeys(operations, 1.0)
+    ran = lesson.run_kernels(torch.device("cpu"))
+    square, vector, small = (torch.empty(n, k).nbytes for n, k in ((48, 48), (48, 1), (32, 32)))
+    expected = {"add": (48**2, 3 * square), "matmul": (2 * 32**3, 3 * small)}
+    expected["matrix x vector"] = (2 * 48**2, square + 2 * vector)
+    assert {name: (one.flops, one.nbytes) for name, one in ran.items()} == expected
 
 
 # No GPU here: NVML is a stand-in, so that the predictions for known machines can be checked.
@@ -214,17 +225,87 @@ def judged_copy(got: float, promised: float | None) -> list[str]:
 
 @pytest.mark.parametrize(
     ("got", "promised", "verdict"),
-    [(55, 63, "PASS"), (126, 63, "FAIL"), (8, 63, "FAIL"), (400, None, "BLOCKED")],
+    [
+        (55, 63, "PASS"),
+        (126, 63, "FAIL"),
+        (27, 63, "FAIL"),  # x8 in place of x16, or one generation less
+        (400, None, "BLOCKED"),
+    ],
 )
 def test_a_copy_is_judged_by_its_promise(got, promised, verdict) -> None:
     assert judged_copy(got, promised) == [verdict]
 
 
-def judged_pairs(rates: list[float], both: float, ring: float, wrong: int = 0) -> set[str]:
+def test_both_ways_at_once_is_more_than_one_way_after_the_other() -> None:
+    lesson = load(LESSON)
+    name = "H2D and D2H at once, each"
+    for rate in (45, 27):  # GB/s each way: together, and in turns
+        curve = {n: n / rate / 1e9 for n in lesson.SIZES}
+        lesson.judge_copies({name: curve}, {name: 63})
+    assert [row["verdict"] for row in lesson.ledger] == ["PASS", "FAIL"]
+
+
+LANES = "PCIe lanes that all GPUs' links lack, under load"
+GENERATIONS = "PCIe generations that they lack, under load"
+
+
+@pytest.mark.parametrize(
+    ("rates", "links", "fail"),
+    [
+        ([55] * 8, [(16, 16, 5, 5)] * 8, set()),
+        ([55] * 8, [(16, 16, 5, 5)] * 7 + [(8, 16, 5, 5)], {LANES}),
+        ([55] * 8, [(16, 16, 5, 5)] * 7 + [(16, 16, 4, 5)], {GENERATIONS}),
+        ([55] * 7 + [27], [(16, 16, 5, 5)] * 8, {"H2D pinned: slowest GPU / median"}),
+        ([55] * 4 + [45] * 4, [(16, 16, 5, 5)] * 8, set()),  # the others are a socket away
+    ],
+)
+def test_a_card_below_its_link_or_its_neighbors_is_found(rates, links, fail) -> None:
+    lesson = load(LESSON)
+    lesson.judge_cards({"H2D pinned": rates, "HBM copy": [2000] * 8}, links)
+    assert {row["claim"] for row in lesson.ledger if row["verdict"] == "FAIL"} == fail
+
+
+def test_a_card_whose_memory_is_slow_is_found_and_a_mute_driver_judges_no_link() -> None:
+    lesson = load(LESSON)
+    lesson.judge_cards({"H2D pinned": [55] * 4, "HBM copy": [2000, 2000, 2000, 1000]}, [None] * 4)
+    verdicts = [row["verdict"] for row in lesson.ledger]
+    assert verdicts == ["BLOCKED", "PASS", "FAIL"]
+
+
+@pytest.mark.parametrize(("way", "sharing"), [(10, 4), (20, 4), (30, 1), (50, 1)])
+def test_gpus_below_one_switch_share_its_uplink(way: int, sharing: int) -> None:
+    machine = Machine(links=[], way=way)
+    machine.nvmlInit = lambda: None
+    assert on(machine).below_one_switch(range(4)) == sharing
+
+
+@pytest.mark.parametrize(
+    ("together", "sharing", "verdict"),
+    [(1, 1, "PASS"), (2, 1, "FAIL"), (2, 2, "PASS"), (4, 2, "FAIL"), (4, 4, "PASS")],
+)
+def test_what_each_keeps_of_a_shared_uplink_is_judged(
+    together, sharing, verdict, monkeypatch
+) -> None:
+    """`together`: how many times as long a copy takes when all copy."""
+    lesson = load(LESSON)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    lesson.below_one_switch = lambda gpus: sharing
+    lesson.check_shared_uplinks(1.0, [1.0, together])
+    assert [row["verdict"] for row in lesson.ledger] == [verdict]
+
+
+@pytest.mark.parametrize(("links", "up"), [(["switch"] * 18, 18), (["switch"] * 9, 9), ([], None)])
+def test_nvlinks_that_are_up_are_counted(links: list[str], up: int | None) -> None:
+    assert on(Machine(links=links)).nvlinks_up(0) == up
+
+
+def judged_pairs(
+    rates: list[float], both: float, ring: float, wrong: int = 0, up: tuple = (18, 18)
+) -> set[str]:
     lesson = load(LESSON)
     names = [f"pair {k}" for k in range(len(rates))]
     promised = dict.fromkeys(names, 450)
-    pairs = lesson.Pairs(dict(zip(names, rates, strict=True)), promised, wrong, both, ring)
+    pairs = lesson.Pairs(dict(zip(names, rates, strict=True)), promised, wrong, up, both, ring)
     lesson.judge_pairs(pairs)
     return {row["claim"] for row in lesson.ledger if row["verdict"] == "FAIL"}
 
@@ -232,6 +313,10 @@ def judged_pairs(rates: list[float], both: float, ring: float, wrong: int = 0) -
 def test_pairs_are_judged_by_their_links_and_by_what_a_crossbar_promises() -> None:
     assert judged_pairs([396, 394], 391, 390) == set()
     assert judged_pairs([396, 100], 391, 390) >= {"NVLink: slowest pair / promised"}
+    assert judged_pairs([396, 220], 391, 390) >= {"NVLink: slowest pair / promised"}
+    assert judged_pairs([396, 394], 391, 390, up=(18, 9)) == {
+        "NVLinks up: most of any GPU - fewest"
+    }
     assert judged_pairs([396, 900], 391, 391) >= {"NVLink: fastest pair / promised"}
     assert judged_pairs([396, 394], 200, 390) == {"NVLink: both ways at once / one alone"}
     assert judged_pairs([396, 394], 391, 60) == {"NVLink: all send right at once / one"}

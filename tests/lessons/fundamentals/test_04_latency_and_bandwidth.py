@@ -101,6 +101,26 @@ def test_the_fit_finds_the_line_it_was_made_of(alpha: float, beta: float) -> Non
     assert found.seen & found.held == set()
 
 
+@given(st.lists(st.floats(0.95, 1.05), min_size=9, max_size=9))
+def test_a_noise_of_five_percent_does_not_move_the_latency(noise: list[float]) -> None:
+    """By absolute errors the largest message alone would decide, and alpha be anything."""
+    alpha, beta = 10e-6, 1e9
+    sizes = zip(lesson.SIZES, noise, strict=True)
+    found = lesson.fit({n: (alpha + n / beta) * off for n, off in sizes})
+    assert found.alpha == pytest.approx(alpha, rel=0.1)
+
+
+def test_gloo_that_is_no_slower_than_tcp_for_a_small_message_fails() -> None:
+    lesson = load(LESSON)
+    took = {"shared memory": 5e-6, "Unix socket": 8e-6, "TCP loopback": 15e-6, "memory copy": 1e-7}
+    for gloo in (40e-6, 15e-6):
+        of_all = took | {"gloo": gloo}
+        curves = {name: {64: t, 4**11: 1e-3 + 100 * t} for name, t in of_all.items()}
+        lesson.check_order(curves)
+    small = [row["verdict"] for row in lesson.ledger if row["claim"].startswith("64 bytes")]
+    assert small == ["PASS", "FAIL"]
+
+
 def test_half_is_found_between_sizes() -> None:
     lesson = load(LESSON)
     curve = {n: 10e-6 + n / 10e9 for n in lesson.SIZES}  # n_1/2 is 100 kB

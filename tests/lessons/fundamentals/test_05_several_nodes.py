@@ -127,6 +127,7 @@ ONLY_MISTAKES = [
 RIGHT = [
     ('    taken = socket.create_server(("10.0.0.1", 29502))\n', "    taken = socket.socket()\n"),
     ("by_flags(0, 29503), None)", "by_flags(0, 29503), by_flags(1, 29503))"),
+    ('"RendezvousTimeoutError", wait_for_a_node, None)', '"Rendezvous", lambda: None, None)'),
     ("by_flags(0, 29504), by_flags(0, 29504)", "by_flags(0, 29504), by_flags(1, 29504)"),
     ("partial(join_by_hand, 1, 3, 29505)", "partial(join_by_hand, 1, 2, 29505)"),
     ('partial(join_by_hand, 0, 2, 29506, network="lo")', "partial(join_by_hand, 0, 2, 29506)"),
@@ -141,9 +142,9 @@ def test_what_is_no_mistake_is_not_named() -> None:
     in_time = ("PATIENCE = 4 ", "PATIENCE = 50 ")  # however busy the machine is
     played = play(LESSON, 1, *ONLY_MISTAKES, *RIGHT, in_time, deadline=200)
     named = {row["claim"] for row in played.ledger if row["claim"].endswith(NAMED)}
-    assert len(named) == 6
+    assert len(named) == 7
     played.expect(named)
-    assert played.output.count("no error at all") == 6
+    assert played.output.count("no error at all") == 7
     assert played.failed_by_clock == {"mistakes noticed before any timeout"}
 
 
@@ -157,6 +158,30 @@ def test_a_mistake_that_waits_is_not_noticed_at_once() -> None:
     played = play(LESSON, 1, *ONLY_MISTAKES, waits, deadline=200)
     played.expect({"port taken" + NAMED})
     assert played.failed_by_clock == {"mistakes noticed before any timeout"}
+
+
+def test_two_ranks_that_take_one_gpu_bind_their_group_to_it(monkeypatch) -> None:
+    """torch 2.15 would bind a group without device_id to LOCAL_RANK's GPU, or the rank's."""
+    lesson = load(LESSON)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    bound = []
+    monkeypatch.setattr(lesson.dist, "init_process_group", lambda *_, **how: bound.append(how))
+    monkeypatch.setattr(lesson.dist, "all_reduce", lambda x: bound.append({"device_id": x.device}))
+    monkeypatch.setattr(lesson.torch, "ones", lambda *_, device: torch.empty(0, device="meta"))
+    monkeypatch.setattr(lesson.torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(lesson.torch.cuda, "synchronize", lambda: None)
+    for rank in (0, 1):
+        lesson.take_the_first_gpu(rank)
+    assert [how["device_id"] for how in bound[::2]] == [torch.device("cuda", 0)] * 2
+
+
+@pytest.mark.parametrize("ranks", [2, 16])
+def test_busbw_of_real_nodes_follows_from_bytes_and_seconds(ranks: int) -> None:
+    lesson = load(LESSON)
+    lesson.WORLD_SIZE = ranks
+    link = 2 * (ranks - 1) / ranks * lesson.S / 50e9  # at 50 GB/s
+    step = {"width": lesson.WIDTH, "alone": 0.1, "whole": 0.1 + link}
+    assert lesson.rate_of(step) == pytest.approx(50)
 
 
 # Claims, and what breaks them
@@ -209,6 +234,26 @@ NONE = [
     ("if libc.unshare(CLONE_NEWNET) != 0:", "if True:"),
     ("if libc.unshare(CLONE_NEWUSER | CLONE_NEWNET) != 0:", "if True:"),
 ]
+
+
+def speeds_at_both_ends() -> list[str]:
+    """What tc tells of both ends of the cable, after its speed was changed by the nodes' ranks."""
+    lesson = load(LESSON)
+    os.environ["LOCAL_RANK"] = "0"
+    told = []
+    for node, network in enumerate(lesson.two_nodes(400)):
+        lesson.enter(network)
+        lesson.RANK = 2 * node
+        lesson.change_speed(20)
+        show = ["tc", "qdisc", "show", "dev", "slow"]
+        told.append(subprocess.run(show, capture_output=True, text=True, check=True).stdout)
+    return told
+
+
+@pytest.mark.deep
+def test_both_ends_of_the_cable_become_slow() -> None:
+    (told,) = run(speeds_at_both_ends, 1)
+    assert ["rate 20Mbit" in line for line in told] == [True, True], told
 
 
 @pytest.mark.deep

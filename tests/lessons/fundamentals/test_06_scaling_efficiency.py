@@ -25,7 +25,7 @@ FEW = ("ROUNDS = 5", "ROUNDS = 1")
 NO_TRAINING = ("    check_learning_rates(digits)\n", "")
 ON_GPUS = OnGpus(
     changes=[
-        ("    check_utilization(device)\n", ""),  # NVML knows real GPUs only
+        ("    check_utilization(work, device)\n", ""),  # NVML knows real GPUs only
         NO_TRAINING,  # which no device takes part in
         ("WIDTH = 4096", "WIDTH = 16"),
         ("batch = 64 * BATCH", "batch = BATCH"),
@@ -128,6 +128,64 @@ BREAKS = [
         changes=[FEW, NO_TRAINING],
     ),
 ]
+
+
+def test_the_work_of_all_on_one_gpu_is_the_same_gradient_in_pieces() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 3, dtype=torch.float64)
+    inputs, labels = torch.randn(25, 8, dtype=torch.float64), torch.arange(25) % 3
+    torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+    whole = torch.cat([p.grad.flatten() for p in model.parameters()])
+    most = []
+    model.register_forward_hook(lambda _, inputs, output: most.append(len(output)))
+    work = here.RealModel(model, 10, inputs, labels)
+    work.forward_backward(25)
+    assert most == [10, 10, 5]
+    assert work.gradient == pytest.approx(whole.numpy(), abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("speed_up", "verdicts"),
+    [(2.0, ["PASS", "PASS"]), (1.0, ["PASS", "FAIL"]), (4.0, ["FAIL", "PASS"])],
+)
+def test_two_cores_are_neither_one_nor_four(speed_up: float, verdicts: list[str]) -> None:
+    lesson = load(LESSON)
+    lesson.judge_cores(2, speed_up)
+    assert [row["verdict"] for row in lesson.ledger] == verdicts
+
+
+def test_warm_up_begins_at_its_share_of_the_rate() -> None:
+    """Eight steps per epoch, two epochs of warm-up: a sixteenth, two sixteenths, then all of it."""
+    lesson = load(LESSON, ("EPOCHS, SAMPLES = 8, 1280", "EPOCHS, SAMPLES = 3, 1280"))
+    rates = []
+    step = torch.optim.SGD.step
+
+    def noted(optimizer: torch.optim.SGD, *args: object) -> object:
+        rates.append(optimizer.param_groups[0]["lr"])
+        return step(optimizer, *args)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.optim.SGD, "step", noted)
+        digits = [torch.randn(1280, 64, dtype=torch.float64), torch.arange(1280) % 10]
+        lesson.train_on_digits(digits, 160, 0.08, 2, seed=0)
+    expected = [0.08 * min(1, (k + 1) / 16) for k in range(24)]
+    assert rates == pytest.approx(expected)
+
+
+def _slowest() -> float:
+    lesson = load(LESSON, FEW)
+    now = [0.0]
+    lesson.time = SimpleNamespace(perf_counter=lambda: now[0])
+
+    def work() -> None:
+        now[0] += 0.1 + 0.02 * dist.get_rank()  # rank 1 takes longer
+
+    return lesson.seconds({"": {2: work}}, torch.device("cpu"))[""][2]
+
+
+def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
+    assert run(_slowest, 2) == pytest.approx([0.12, 0.12])
+
 
 # What a clock decides, by a clock of our own: a sleep and an all-reduce put it forward, and nothing
 # else takes any time.

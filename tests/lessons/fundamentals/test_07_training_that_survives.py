@@ -2,6 +2,8 @@
 
 import random
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,7 +46,7 @@ NAMED, BEFORE = (
 WRONG, KEPT = "bit flipped: weights read wrong, with no error", "checkpoints kept of three"
 TWICE, NEVER = "place forgotten: samples seen twice", "place forgotten: samples never seen"
 EVERY_NTH, PADDED = "every n-th: images counted of 997", "DistributedSampler: images counted of 997"
-SKIPPED, SCALE = "steps skipped from loss scale 2**16", "loss scale that is left"
+SKIPPED, SCALE = "steps skipped from loss scale 2**15", "loss scale that is left"
 STILL, MOVED = "weights that moved in skipped steps", "weights that moved in the others of 12 steps"
 RIGHT, LATE = (
     "unscaled, then clipped: norm of the update",
@@ -191,9 +193,9 @@ OF_THEMSELVES = Breaks(  # sections that need nothing of the first
             "    scaler.unscale_(optimizer)\n    optimizer.step()  # n",
             {STILL, MOVED},
         ),
-        "a scale that falls to a quarter": (
-            "init_scale=2.0**16)",
-            "init_scale=2.0**16, backoff_factor=0.25)",
+        "a scale that falls to a sixteenth": (
+            "init_scale=2.0**15)",
+            "init_scale=2.0**15, backoff_factor=1 / 16)",
             {SKIPPED, SCALE},
         ),
         "an overflow that nobody is told of": (
@@ -241,6 +243,34 @@ DEATH = Breaks(  # torchrun takes some seconds
     changes=[NO_RESUME, *only()],
     deadline=200,
 )
+MEETS_AGAIN = """
+import os, signal, sys, time, datetime, torch.distributed as dist
+store, rank, n = next(dist.rendezvous("env://"))
+life = os.environ["TORCHELASTIC_RESTART_COUNT"]
+if sys.argv[1] == "prefix":
+    store = dist.PrefixStore(life, store)
+if life == "1" and rank == 0:
+    time.sleep(4)  # rank 1 is there before
+wait = datetime.timedelta(seconds=20)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=n, timeout=wait)
+dist.barrier()
+if life == "0":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(("how", "meet"), [("prefix", True), ("plain", False)])
+def test_ranks_that_start_again_meet_if_they_do_not_read_where_the_dead_were(how, meet) -> None:
+    """If `plain` meets too, torchrun's store is new after a restart: then the prefix may go."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1"]
+    torchrun += ["--local-addr=127.0.0.1", "--nproc-per-node=2", "--no-python"]
+    command = [*torchrun, sys.executable, "-c", MEETS_AGAIN, how]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert (ran.returncode == 0) == meet, ran.stderr
+    assert ("connectFullMesh failed" in ran.stderr) == (not meet)
+
+
 BREAKS = [LEFT_OUT, RESUMED, ON_DISK, OF_THEMSELVES, DEATH]
 
 
@@ -294,6 +324,38 @@ def _stopped_after(steps: list[int], folder: Path) -> list[int]:
         differ.append(lesson.differing(resumed, lesson.weights_of(whole)))
         dist.barrier()
     return differ
+
+
+def _steps_taken() -> tuple[list[int], int, int, list[float]]:
+    """Samples of 12 steps, steps skipped, the scheduler's steps, norms of updates over the rate."""
+    lesson = load(
+        LESSON,
+        (", lr=0.1, momentum=0.9)", ", lr=0.1)"),
+        (
+            "training.ddp.parameters(), 1.0)",
+            "training.ddp.parameters(), 0.1)",
+        ),  # every gradient is longer
+    )
+    training = lesson.Training(torch.device("cpu"))
+    skipped, norms = 0, []
+    for _ in range(lesson.STEPS):
+        before, scale = lesson.weights_of(training), training.scaler.get_scale()
+        rate = training.optimizer.param_groups[0]["lr"]
+        lesson.train_step(training)
+        if training.scaler.get_scale() < scale:
+            skipped += 1
+        else:
+            norms.append(float((lesson.weights_of(training) - before).norm()) / rate)
+    return training.seen, skipped, training.scheduler.last_epoch, norms
+
+
+def test_a_step_clips_what_is_unscaled_skips_the_scheduler_too_and_epochs_differ() -> None:
+    for seen, skipped, scheduled, norms in run(_steps_taken, 2):
+        assert skipped > 0
+        assert scheduled == here.STEPS - skipped
+        assert norms == pytest.approx([0.1] * (here.STEPS - skipped), rel=0.01)
+        second = here.STEPS - here.EPOCH  # steps of the second epoch
+        assert seen[: second * here.BATCH] != seen[here.EPOCH * here.BATCH :]
 
 
 def test_wherever_it_stops_it_ends_with_the_same_bits(tmp_path: Path) -> None:
