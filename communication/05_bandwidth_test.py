@@ -563,7 +563,10 @@ def nvlinks_one_way(device: torch.device) -> float:
         for link in range(pynvml.NVML_NVLINK_MAX_LINKS):  # ends at the first that it has not
             if pynvml.nvmlDeviceGetNvLinkState(own, link):
                 version = pynvml.nvmlDeviceGetNvLinkVersion(own, link)  # 6 is NVLink 4, 7 NVLink 5
-                rate += 20 if version == 1 else 25 if version < 7 else 50
+                if version == 1:
+                    rate += 20
+                else:
+                    rate += 25 if version < 7 else 50
     return rate
 
 
@@ -603,10 +606,11 @@ def draw(rows: list[dict], slowest: float, path: str) -> None:
 # %% [markdown]
 # ## What you should have seen
 #
-# 1. Far more than 5 times: LARGER on two cores. 4 KiB are all latency. busbw still grows at 4 MiB,
-#    so a bandwidth test that stops there has measured latency; on GPUs expect the plateau from some
-#    100 MB on. It can reach the slowest link's bandwidth at most. On two cores 4 MiB reach a sixth
-#    to a quarter of that and 400 MB some 40%, because the cores that copy are the limit.
+# 1. Far more: hundreds of times on two cores, where an all-reduce of four ranks costs milliseconds,
+#    however small it is. 4 KiB are all latency. busbw still grows at 4 MiB, so a bandwidth test
+#    that stops there has measured latency; on GPUs expect the plateau from some 100 MB on. It can
+#    reach the slowest link's bandwidth at most. On two cores 4 MiB reach a fifth to two fifths of
+#    that, 400 MB no more, because the cores that copy are the limit.
 # 2. As long: the ratio is 1, on every rank. One bad cable or one card on the wrong PCIe slot makes
 #    the whole job slow, and no average shows it; so look for the slowest link first.
 # 3. None. And the checker is awake: one wrong element, planted among 12,297, is counted as one.

@@ -509,7 +509,10 @@ def nvlinks_one_way(device: torch.device) -> float:
         for link in range(pynvml.NVML_NVLINK_MAX_LINKS):  # ends at the first that it has not
             if pynvml.nvmlDeviceGetNvLinkState(own, link):
                 version = pynvml.nvmlDeviceGetNvLinkVersion(own, link)  # 6 is NVLink 4, 7 NVLink 5
-                rate += 20 if version == 1 else 25 if version < 7 else 50
+                if version == 1:
+                    rate += 20
+                else:
+                    rate += 25 if version < 7 else 50
     return rate
 
 
