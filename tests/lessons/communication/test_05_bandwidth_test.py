@@ -72,21 +72,19 @@ def test_the_lectures_figure_is_the_busbw_of_four_gpus(lesson) -> None:
 
 
 def late_by(seconds: float) -> float:
-    """What `measure` says of an operation for which one rank takes so long."""
+    """What `measure` says of an operation for which one rank takes so long, the other no time."""
     lesson = load(LESSON)
     bench = lesson.Bench(torch.device("cpu"), torch.float32, "sum", 1, 0)
-    call = lesson.call_all_reduce
 
     def slow(b: object, out: torch.Tensor, x: torch.Tensor) -> None:
         lesson.time.sleep(seconds if lesson.RANK == 0 else 0)
-        call(b, out, x)
 
     lesson.OPS["all_reduce"] = lesson.OPS["all_reduce"]._replace(call=slow)
     return lesson.measure(bench, "all_reduce", 64, True)["us"]
 
 
 def test_the_time_of_all_ranks_counts_and_not_that_of_the_fastest(lesson) -> None:
-    assert min(run(late_by, 2, 0.1)) > 50_000
+    assert min(run(late_by, 2, 0.2)) > 80_000  # the mean is 100,000 us or more
 
 
 class Machine:
