@@ -70,8 +70,8 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 #     rank 3    [4.]             [10.]
 #
 # A **collective** is a call that every rank of a group makes: all of them, in the same order, with
-# tensors of the same shape and dtype, on the device that the backend wants. It works in place. No
-# rank gets its result before every rank has come, so the slowest sets the pace.
+# tensors of the same shape and dtype, on the device that the backend wants. It works in place.
+# Nobody can have this sum before every rank has brought its summand, so the slowest sets the pace.
 
 
 # %%
@@ -101,7 +101,9 @@ def one_all_reduce(device: torch.device) -> None:
 #     rank 2     20 21 22 23 -> -              20          -> -
 #     rank 3     30 31 32 33 -> -              30          -> -
 #
-# Broadcast hands out the initial weights, reduce collects a loss for the log.
+# Broadcast hands out the initial weights, reduce collects a loss for the log. Of these four no rank
+# may rely on another's having come: the root of a broadcast may be back before others have called
+# it, and so may a rank that gives to a reduce. Only a result that needs all ranks waits for all.
 
 # %%
 ROOT = 1 % WORLD_SIZE  # any rank may be
@@ -187,7 +189,8 @@ CALLS: dict[str, Callable] = {
 # PRODUCT may round at every factor.
 #
 # Look at the pictures again: a reduce-scatter and then an all-gather leave just what an all-reduce
-# does (Rabenseifner, 2004), to the bit if the additions are exact or come in the same order:
+# does (Rabenseifner, 2004): to the bit if the additions are exact, as those of the integers below,
+# otherwise up to rounding, for the two may add in different orders:
 #
 #     00 01 02 03 --reduce_scatter--> *0 --all_gather--> *0 *1 *2 *3
 #
@@ -559,9 +562,11 @@ def gather_objects(value: object) -> list:
 # %% [markdown]
 # ## 10. On GPUs: the speed of three collectives, and what NVLink carried
 #
-# One GiB, timed with CUDA events, the median of 20. busbw belongs beside the datasheet's figure for
-# one direction: 300 GB/s on A100, 450 on H100. NVML counts what a GPU's NVLinks carried. With NVLS
-# an all-reduce shows less than 2(n-1)/n, and its busbw may exceed the links'.
+# One GiB, timed with CUDA events, the median of 20. busbw belongs next to the datasheet's figure
+# for one direction: 300 GB/s on A100, 450 on H100. Where NVLink joins all GPUs, an all-reduce must
+# reach 0.7 of it. NVML counts what a GPU's NVLinks carried: 2(n-1)/n S on rings; with NVLS about 1
+# + 1/n S, since the switch reads each GPU's summands once, adds, and sends the sums out. Then busbw
+# may exceed the links'.
 
 
 # %%
@@ -577,17 +582,70 @@ def measure_on_gpus(device: torch.device) -> None:
         "reduce_scatter": lambda: dist.reduce_scatter_tensor(shard, whole),
     }
     ms = {}
+    busbw = {}
+    shares = {}
     for name, way in ways.items():
         ms[name] = max(gather_objects(median_ms(way)))
         algbw = whole.nbytes / ms[name] / 1e6
+        busbw[name] = algbw * MUST[name]
         before = sent_by_nvlink(device)
         way()
         torch.cuda.synchronize()
-        share = (sent_by_nvlink(device) - before) / whole.nbytes
-        speeds = f"algbw {algbw:.0f} GB/s, busbw {algbw * MUST[name]:.0f} GB/s"
-        print0(f"{'':13}{name:15}{ms[name]:7.2f} ms, {speeds}, over NVLink {share:.2f} S")
+        shares[name] = (sent_by_nvlink(device) - before) / whole.nbytes
+        speeds = f"algbw {algbw:.0f} GB/s, busbw {busbw[name]:.0f} GB/s"
+        print0(f"{'':13}{name:15}{ms[name]:7.2f} ms, {speeds}, over NVLink {shares[name]:.2f} S")
+    judge_nvlink(shares["all_reduce"], busbw["all_reduce"], nvlinks_one_way(device))
     halves = ms["reduce_scatter"] + ms["all_gather"]
     claim("ms of an all-reduce / its halves", 1.3, ms["all_reduce"] / halves, "<=", timed=True)
+
+
+def judge_nvlink(share: float, busbw: float, links: float) -> None:
+    """Claim the bytes of an all-reduce, and its speed; `links` is GB/s of this GPU's, one way."""
+    of_all = gather_objects((share, links))
+    if min(min(pair) for pair in of_all) == 0 or int(os.environ["LOCAL_WORLD_SIZE"]) < WORLD_SIZE:
+        needs = "GPUs of one node, all joined by NVLink, and a driver that counts its bytes"
+        blocked("all_reduce of 1 GiB: bytes and busbw over NVLink", needs=needs)
+        return
+    by_rings = MUST["all_reduce"]
+    by_switch = 1 + 1 / WORLD_SIZE  # NVLS
+    due = min((by_rings, by_switch), key=lambda expected: abs(share - expected))
+    claim("all_reduce over NVLink / S", due, share, atol=0.15, question=2, varies=True)
+    slowest = min(links for _, links in of_all)
+    claim("all_reduce: busbw / NVLinks, one way", 0.7, busbw / slowest, ">=", timed=True)
+
+
+# %% [markdown]
+# NVML, the driver's library, knows the links that are up, their version, and what they have
+# carried:
+
+
+# %%
+def nvlinks_one_way(device: torch.device) -> float:
+    """GB/s that the NVLinks of this rank's GPU, as far as they are up, carry in one direction.
+
+    0 if the driver does not tell, or if a GPU of this node is joined to this one by another way.
+    """
+    import pynvml
+
+    rate = 0.0
+    with contextlib.suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        handles = []
+        for gpu in range(torch.cuda.device_count()):
+            uuid = str(torch.cuda.get_device_properties(gpu).uuid).removeprefix("GPU-")
+            handles.append(pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
+        own = handles.pop(device.index)
+        for other in handles:
+            if pynvml.nvmlDeviceGetP2PStatus(own, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK) != 0:
+                return 0.0
+        for link in range(pynvml.NVML_NVLINK_MAX_LINKS):  # ends at the first that it has not
+            if pynvml.nvmlDeviceGetNvLinkState(own, link):
+                version = pynvml.nvmlDeviceGetNvLinkVersion(own, link)  # 6 is NVLink 4, 7 NVLink 5
+                if version == 1:
+                    rate += 20
+                else:
+                    rate += 25 if version < 7 else 50
+    return rate
 
 
 def sent_by_nvlink(device: torch.device) -> int:

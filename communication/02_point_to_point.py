@@ -6,14 +6,14 @@
 **Predict**, and write it down before you run:
 
 1. Each of four ranks sends one byte to its right neighbor and then receives one from its left. On
-   gloo, how many ranks are stuck? (And on NCCL? With 16 MB instead?)
+   gloo, how many ranks are stuck? (And on NCCL?)
 2. Rank 0 sends messages of 1 byte, 4 KiB and 16 MiB, and rank 1 has not called `recv` yet. How many
    of the three sends return on gloo?
 3. Rank 0 sends 1.0 with tag 1, then 2.0 with tag 2. Rank 1 asks for tag 2 first. What does it get?
 4. Heat flows along a rod of a million float64, split over four ranks. Each element needs its two
    neighbors in every step. How many bytes does a rank in the middle send per step?
-5. 64 messages of 64 bytes, one after another, or as one message of 4 KiB: how many times as fast is
-   the one message, at least?
+5. 64 messages of 64 bytes, each answered before the next one goes, or one message of 4 KiB there
+   and back: how many times as fast is the one, if a message costs latency and nothing else?
 
 **Run.**
 
@@ -66,17 +66,19 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 # %% [markdown]
 # ## 1. What a send waits for
 #
-# `dist.send(x, 1)` hands x to rank 1, which must call `dist.recv(y, 0)`. Both return when x may be
-# changed and y may be read. `isend` and `irecv` return at once, with a **Work** whose `wait()` does
-# the rest. Collectives are built from these calls, and pipeline stages use them directly.
+# `dist.send(x, 1)` hands x to rank 1, which must call `dist.recv(y, 0)`. On gloo both return when x
+# may be changed and y may be read. On NCCL both return once their kernel is queued, and what comes
+# later on the same stream finds x free and y filled. `isend` and `irecv` return at once, with a
+# **Work** whose `wait()` does the rest. Collectives are built from these calls, and pipeline stages
+# use them directly.
 #
-# May a send return before the receive is called? That depends on who carries the message:
+# May a send be over before the receive is called? That depends on who carries the message:
 #
 # | | a send without a receive |
 # |---|---|
 # | a TCP socket | returns while the message fits into the kernel's buffers, some MB |
 # | MPI | may return for a small message (*eager*), not for a large one (*rendezvous*) |
-# | gloo | waits, be it for one byte |
+# | gloo | waits, even with one byte |
 # | NCCL | is copied into a buffer (NCCL_BUFFSIZE, 4 MiB per channel): small sends complete |
 #
 # The rule that follows from the table: **never rely on it.** A program in which everybody sends
@@ -194,7 +196,10 @@ def print_stack(rank: int, frames: list[tuple], error: str) -> None:
 #
 # On NCCL take the third, or the first. There each call is a kernel, and kernels of one stream run
 # one after another: an `isend` before an `irecv` returns at once, yet its kernel may wait for a
-# receive that the other rank has queued behind *its* send. A batch is one kernel.
+# receive that the other rank has queued behind *its* send. A batch is one kernel. In torch 2.15's
+# NCCL backend all asynchronous operations of a group, sends and receives included, share *one*
+# stream and the group's communicator. So unbatched sends and receives queue behind each other for
+# certain, and behind the group's collectives too: give a pipeline a group of its own.
 
 
 # %%
@@ -241,8 +246,11 @@ def three_ways_out(cpu: dist.ProcessGroup) -> None:
 # | `isend` and `irecv` in any order | put them into a batch, or they may hang |
 # | `wait()` returns when the data is there | `wait()` makes the current stream wait |
 #
-# One more difference has come and gone: without `device_id` in `init_process_group`, NCCL connects
-# in the first call, and then all ranks must take part if that call is a batch.
+# One more difference has come and gone. Up to torch 2.14, without `device_id` in
+# `init_process_group`, NCCL connects in the first call. If that is a batch, all ranks must take
+# part; if it is a single send, it makes a communicator of the two ranks and waits until both are
+# there, so in a ring where everybody sends first one byte is enough to hang. torch 2.15 connects at
+# once.
 #
 # Code that uses the left column works in a test on CPUs, and not on GPUs. The first three rows, on
 # gloo:
@@ -340,9 +348,10 @@ def halo_exchange(device: torch.device) -> None:
 # %% [markdown]
 # ## 6. Ping-pong: many small messages, or one
 #
-# Half a round trip is the **latency** of a message. 64 messages one after another pay it 64 times;
-# posted in one batch they overlap; as one message of the same bytes they pay it once. That is why
-# DDP copies gradients into buckets, and why `torch.cat` before a send is seldom a waste.
+# Half a round trip is the **latency** of a message. 64 messages, each of which is answered before
+# the next one goes, pay it 64 times each way; posted in one batch they overlap; as one message of
+# the same bytes they pay it once. That is why DDP copies gradients into buckets, and why
+# `torch.cat` before a send is seldom a waste.
 
 
 # %%
@@ -362,7 +371,7 @@ def one_by_one(parts: list[torch.Tensor]) -> None:
 def ping_pong(device: torch.device) -> None:
     x = torch.zeros(64 * 16, device=device)
     parts = list(x.split(16))  # 64 bytes each
-    one = "one after another"
+    one = "one by one, answered"
     whole = "as one message"
     us = {one: math.inf, "in one batch": math.inf, whole: math.inf}
     for _ in range(8):  # the best of 8: whatever disturbs only delays
@@ -373,17 +382,19 @@ def ping_pong(device: torch.device) -> None:
     for name, best in us.items():
         print0(f"{'':13}64 messages of 64 bytes, {name:18}{best:9,.0f} us one way")
     ratio = us[one] / us[whole] if RANK < 2 else 0.0
-    claim("64 messages one by one / as one message", 4, ratio, ">=", question=5, timed=True, rank=0)
+    what = "64 messages one by one / as one message"
+    claim(what, 64, ratio, atol=40, question=5, timed=True, rank=0)
 
 
 # %% [markdown]
 # ## 7. How it is measured
 #
-# Early sends are counted by order, not by time: a send that is over before rank 1 calls `recv` has
-# said so in the store. The rod's oracle is the whole rod in one process, equal to the bit, since
-# every element sees the same three numbers in the same formula. Messages are counted beneath
-# torch's dispatcher, where each call passes on its way to the backend. The clock starts after a
-# barrier.
+# Early sends are counted by order: a send that is over before rank 1 calls `recv` has said so in
+# the store. For that rank 1 gives it a quarter of a second; a send that took longer than that
+# without waiting for anybody would not be seen. The rod's oracle is the whole rod in one process,
+# equal to the bit, since every element sees the same three numbers in the same formula. Messages
+# are counted beneath torch's dispatcher, where each call passes on its way to the backend. The
+# clock starts after a barrier.
 
 
 # %%
@@ -531,18 +542,20 @@ def median_ms(work: Callable, repeats: int = 20) -> float:
 # %% [markdown]
 # ## What you should have seen
 #
-# 1. All four, until the timeout, and be it for one byte: every stack ends in `send`. On NCCL the
-#    same program ends with one byte, which fits into its buffer, and hangs with 16 MB, or with
-#    somewhat more where several channels buffer. So test with the sizes that you will use, or
-#    better, write an order that needs no buffer.
+# 1. All four, until the timeout, even with one byte: every stack ends in `send`. On NCCL, if it has
+#    connected before, the same program ends with one byte, which fits into its buffer. It hangs
+#    once a message is larger than what all of its channels buffer (4 MiB each; how many serve one
+#    peer depends on the machine, so section 8 tries 256 MiB). So test with the sizes that you will
+#    use, or better, write an order that needs no buffer.
 # 2. None. gloo announces a message and waits for the receive. A bare TCP socket takes some
 #    megabytes in the meantime, so hand-written socket programs show the same trap as MPI.
 # 3. The 2.0: a tag is part of the match. On NCCL, which has no tags, it would get the 1.0, and no
 #    error.
 # 4. 16: two float64, one to each side, of a part that holds two megabytes. Rank 0 and the last rank
 #    have one neighbor and send 8.
-# 5. Far more than 4 times: about 50 times on two cores, where a message costs some 50 us whatever
-#    its size. On NVLink a message costs about 10 us.
+# 5. 64 times, if latency is all. On two cores it is 50 to 60 times, with some 50 us per message
+#    whatever its size. Called from Python, a message over NVLink costs tens of microseconds too, of
+#    which most is the launch: nccl-tests' sendrecv_perf, in C, shows NCCL's own.
 #
 # **Try.** With `isend` in `send_first` nobody is stuck: "ranks whose stack ends in send" and "ranks
 # freed by the timeout" fail. With stale halos both the elements and the bytes are wrong.

@@ -74,10 +74,12 @@ HOWS = ("compute", "after", "overlap")  # no communication; all of it at the end
 # %% [markdown]
 # ## 1. An asynchronous collective: a handle now, the result later
 #
-# `dist.all_reduce(x)` returns when the sum is there. With `async_op=True` it returns at once, and
-# hands you a `Work`: somebody else moves the bytes meanwhile, a thread on gloo, a CUDA stream on
-# NCCL. Until `work.wait()` has returned, x belongs to that somebody: do not read it, do not write
-# it. What a rank does between the call and the wait is **overlap**:
+# `dist.all_reduce(x)` on gloo returns when the sum is there. On NCCL it returns once its kernel is
+# queued, and what the current CUDA stream does next finds the sum. With `async_op=True` the call
+# returns at once and hands you a `Work`: somebody else moves the bytes meanwhile, a thread on gloo,
+# another CUDA stream on NCCL. From then on x belongs to that somebody: do not read it, do not write
+# it. `work.wait()` ends that: on gloo the program waits for the sum, on NCCL the current *stream*
+# does, and the program goes on. What a rank does between the call and the wait is **overlap**:
 #
 #     blocking    compute A ......... compute B .........
 #                           ==sum of A==          ==sum of B==
@@ -727,8 +729,9 @@ def draw(path: str, seen: list[dict[str, Measured]]) -> None:
 # ## 6. On GPUs: streams, and what overlap costs the compute
 #
 # A CUDA **stream** is a queue: kernels of one stream run in order, those of two may overlap. With
-# `async_op=True` an all-reduce runs on a stream of NCCL's own. That stream first waits for an
-# **event**, recorded on the compute stream when the gradient is there; `work.wait()` makes the
+# `async_op=True` an all-reduce runs on a stream of the process group's own: in torch 2.15 one for
+# all operations of the group, so these never overlap with each other. That stream first waits for
+# an **event**, recorded on the compute stream when the gradient is there; `work.wait()` makes the
 # compute stream wait for NCCL's, and the CPU goes on. Without `async_op`, torch since 2.8 runs the
 # collective on the *current* stream: it then overlaps with nothing that this stream holds.
 #
@@ -738,9 +741,10 @@ def draw(path: str, seen: list[dict[str, Measured]]) -> None:
 #   it reads and writes memory. Matrix products that run beside it take longer, which no priority
 #   cures. The figure `slower` below is by how much.
 # - **Priority.** A large product keeps every multiprocessor busy, so NCCL's kernel may queue behind
-#   its blocks. On a stream of high priority (`TORCH_NCCL_HIGH_PRIORITY=1`; whether torch 2.15's
-#   new NCCL backend obeys it has not been tried) it goes first when a block *ends*. Priority does
-#   not interrupt a block that runs.
+#   its blocks. On a stream of high priority it goes first when a block *ends*. Priority does not
+#   interrupt a block that runs. The old NCCL backend is told by `TORCH_NCCL_HIGH_PRIORITY=1`. torch
+#   2.15's makes its stream by `pg_options` alone, `ProcessGroupNCCL.Options` with
+#   `is_high_priority_stream=True`.
 # - **`CUDA_DEVICE_MAX_CONNECTIONS`**, the number of hardware queues that streams share. With 1,
 #   kernels start in the order in which the host launched them, whatever their streams. Megatron
 #   demands that for tensor parallelism on Hopper and older GPUs, so that a collective starts before

@@ -4,6 +4,7 @@ A function or class of a lesson that bears a name defined here must be identical
 here; a test compares them. Anything else that two lessons share to the letter is a defect.
 """
 
+import contextlib
 import ctypes
 import gc
 import logging
@@ -485,6 +486,34 @@ def exchange_step(
         if move.add:
             own = x_N[move.start : move.stop]
             combine(own, place, out=own)
+
+
+def nvlinks_one_way(device: torch.device) -> float:
+    """GB/s that the NVLinks of this rank's GPU, as far as they are up, carry in one direction.
+
+    0 if the driver does not tell, or if a GPU of this node is joined to this one by another way.
+    """
+    import pynvml
+
+    rate = 0.0
+    with contextlib.suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        handles = []
+        for gpu in range(torch.cuda.device_count()):
+            uuid = str(torch.cuda.get_device_properties(gpu).uuid).removeprefix("GPU-")
+            handles.append(pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
+        own = handles.pop(device.index)
+        for other in handles:
+            if pynvml.nvmlDeviceGetP2PStatus(own, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK) != 0:
+                return 0.0
+        for link in range(pynvml.NVML_NVLINK_MAX_LINKS):  # ends at the first that it has not
+            if pynvml.nvmlDeviceGetNvLinkState(own, link):
+                version = pynvml.nvmlDeviceGetNvLinkVersion(own, link)  # 6 is NVLink 4, 7 NVLink 5
+                if version == 1:
+                    rate += 20
+                else:
+                    rate += 25 if version < 7 else 50
+    return rate
 
 
 def live_storages() -> dict[int, torch.UntypedStorage]:

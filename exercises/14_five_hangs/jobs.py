@@ -1,4 +1,4 @@
-"""Five jobs that hang. Mend them in answers/14_five_hangs.py, not here; README.md says how.
+"""Five jobs that hang. Fix them in answers/14_five_hangs.py, not here; README.md says how.
 
     python exercises/14_five_hangs/jobs.py 1
 

@@ -1,4 +1,4 @@
-"""Five hanging jobs, each mended by a small change. Task: exercises/14_five_hangs/README.md."""
+"""Five hanging jobs, each fixed by a small change. Task: exercises/14_five_hangs/README.md."""
 
 import torch
 import torch.distributed as dist
@@ -8,7 +8,7 @@ Batches = list[tuple[Tensor, Tensor]]
 
 
 def job_1(x: Tensor, y: Tensor, w: Tensor) -> str | None:
-    """The accuracy over all ranks' validation samples, reported by rank 0. Mend jobs.py's job_1.
+    """The accuracy over all ranks' validation samples, reported by rank 0. Fix jobs.py's job_1.
 
     x: this rank's samples, (B, D); y: their labels, (B,); w: (D, C), the same on all ranks. Rank 0
     returns "R of S right", counted over all ranks; the others return None. On 2 ranks that have
@@ -28,7 +28,7 @@ def job_1(x: Tensor, y: Tensor, w: Tensor) -> str | None:
 
 
 def job_2(batches: Batches, w: Tensor) -> Tensor:
-    """Data-parallel SGD: a step takes one batch of each rank and sums their gradients. Mend job_2.
+    """Data-parallel SGD: a step takes one batch of each rank and sums their gradients. Fix job_2.
 
     batches: this rank's (x, y), x of (B, D), y of (B,); ranks have different numbers of them, some
     have none. No batch is left out: there are as many steps as the longest rank has batches, and a
@@ -53,9 +53,9 @@ def job_2(batches: Batches, w: Tensor) -> Tensor:
 
 
 def job_3(w: Tensor) -> Tensor:
-    """Gossip: average w with the one neighbour, then with the other. Mend job_3.
+    """Gossip: average w with the one neighbour, then with the other. Fix job_3.
 
-    First ranks 0 and 1, 2 and 3, ... average, then 1 and 2, 3 and 4, ...; whoever has no partner
+    First ranks 0 and 1, 2 and 3, ... average, then 1 and 2, 3 and 4, ...; a rank without a partner
     keeps what it has. On 3 ranks that hold 0, 4 and 8: 2, 2, 8, then 2, 5, 5.
 
     A rank sends one message to each of its partners, and waits for every call that it starts.
@@ -76,7 +76,7 @@ def job_3(w: Tensor) -> Tensor:
 
 
 def job_4(state: dict[str, Tensor]) -> None:
-    """Make replicas equal, in place: floats the mean over ranks, integers rank 0's. Mend job_4.
+    """Make replicas equal, in place: floats the mean over ranks, integers rank 0's. Fix job_4.
 
     state: the same names, shapes and dtypes on all ranks, in whatever order. On 2 ranks that hold
     {"w": 1.0, "seen": 5} and {"seen": 6, "w": 3.0}: w is 2.0 and seen is 5 on both.
@@ -95,7 +95,7 @@ def job_4(state: dict[str, Tensor]) -> None:
 
 
 def job_5(batches: Batches, w: Tensor) -> Tensor:
-    """SGD as in job 2, as many batches on every rank; bad steps are left out. Mend job_5.
+    """SGD as in job 2, as many batches on every rank; bad steps are left out. Fix job_5.
 
     A step in which any rank's gradient is not finite is left out on all ranks: then w stays as it
     is. On 2 ranks with 3 batches each, of which rank 1's second is bad: steps 1 and 3 are taken.

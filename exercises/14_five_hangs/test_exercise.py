@@ -177,7 +177,7 @@ def names_in(path: Path, job: int) -> set[str]:
 
 @pytest.mark.parametrize("job", [1, 2, 3, 4, 5])
 def test_the_change_is_small(answer: Path, job: int) -> None:
-    """Job {job} is mended, not written anew"""
+    """Job {job} is fixed, not written anew"""
     before = [line.strip() for line in ast.unparse(body_of(JOBS, job)).split("\n")]
     after = [line.strip() for line in ast.unparse(body_of(answer, job)).split("\n")]
     changes = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()

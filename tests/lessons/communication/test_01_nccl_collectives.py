@@ -1,5 +1,10 @@
 """The lesson on collectives: its definitions, its counting, and that each claim can fail."""
 
+import contextlib
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -125,6 +130,55 @@ def test_shares_are_the_factors_of_nccl_tests() -> None:
         once = dict.fromkeys(("scatter", "gather", "all_gather", "reduce_scatter"), part)
         rest = {"broadcast": 1, "reduce": 1, "all_to_all": part, "all_reduce": 2 * part}
         assert run(shares, n)[0] == once | rest
+
+
+@pytest.mark.parametrize(
+    ("share", "busbw", "links", "verdicts"),
+    [
+        (1.75, 370, 450, ["PASS", "PASS"]),  # 8 H100, rings
+        (1.13, 480, 450, ["PASS", "PASS"]),  # NVLS
+        (3.5, 370, 450, ["FAIL", "PASS"]),  # everything twice
+        (0.9, 200, 450, ["FAIL", "FAIL"]),  # another way than NVLink, and slow
+        (0, 20, 0, ["BLOCKED"]),
+    ],
+)
+def test_an_all_reduce_over_nvlink(monkeypatch, share, busbw, links, verdicts) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    lesson = load(LESSON)
+    lesson.WORLD_SIZE = 8
+    lesson.MUST["all_reduce"] = 1.75
+    lesson.gather_objects = lambda value: [value] * 8
+    lesson.judge_nvlink(share, busbw, links)
+    assert [row["verdict"] for row in lesson.ledger] == verdicts
+
+
+def back_before_the_last(call: Callable[[torch.Tensor], None]) -> list[bool]:
+    """For each other rank: whether rank 0 was back from `call` before that rank called it."""
+    store = dist.distributed_c10d._get_default_store()
+    rank, x = dist.get_rank(), torch.zeros(4)
+    early = []
+    for late in range(1, dist.get_world_size()):
+        key = f"{call.__name__} without {late}"
+        dist.barrier()
+        if rank == late:
+            with contextlib.suppress(dist.DistStoreError):
+                store.wait([key], timedelta(seconds=2))
+            store.set(f"{key}: early", str(store.check([key])))
+        call(x)
+        if rank == 0:
+            store.set(key, "")
+        early.append(store.get(f"{key}: early") == b"True")
+    return early
+
+
+def broadcast(x: torch.Tensor) -> None:
+    dist.broadcast(x, 0)
+
+
+def test_a_root_need_not_wait_for_all_but_a_sum_must() -> None:
+    """As sections 1 and 2 say. gloo broadcasts by a tree: its root waits for its children only."""
+    assert any(run(back_before_the_last, 4, broadcast, quiet=20)[0])
+    assert not any(run(back_before_the_last, 4, dist.all_reduce, quiet=20)[0])
 
 
 def values(*names: str) -> set[str]:

@@ -185,6 +185,17 @@ def test_the_kernel_counts_the_same_bytes(name: str) -> None:
         assert counted <= carried <= counted + 20_000  # headers, barriers
 
 
+def messages_of_a_tree() -> int:
+    here = load(LESSON)
+    with here.CountedCommunication() as counted:
+        here.run(here.tree_schedule, torch.zeros(2 * 2**20))  # float32: 8 MiB
+    return len(counted.calls("send"))
+
+
+def test_a_tree_is_cut_into_pieces_of_four_mib_by_default() -> None:
+    assert run(messages_of_a_tree, 2) == [2, 2]
+
+
 def refused() -> tuple[list[str], int]:
     here, said = load(LESSON), []
     with here.CountedCommunication() as counted:

@@ -73,6 +73,24 @@ def test_order_and_values_hold_for_any_number_of_ranks(ranks: int) -> None:
     assert [row["verdict"] for row in played.ledger] == ["PASS"] * 8 + ["BLOCKED"]  # GPU streams
 
 
+def gradients_twice(how: str) -> bool:
+    """Whether a pass that runs again finds the same gradients, and not those of both passes."""
+    here = load(LESSON)
+    step = here.BackwardPass(here.batch(here.RANK, 4, 16), here.Recorder())
+    found = []
+    for _ in range(2):
+        step.recorder.begin()
+        step.prepare(how)
+        step.run()
+        found.append(step.buckets.clone())
+    return torch.equal(*found)
+
+
+@pytest.mark.parametrize("how", ["after", "overlap"])
+def test_a_pass_begins_without_the_gradients_of_the_last(how: str) -> None:
+    assert run(gradients_twice, 2, how) == [True, True]
+
+
 def late_work() -> list[list[float]]:
     """What an all-reduce on the late network leaves: when called, before and after the wait."""
     x = torch.ones(2)

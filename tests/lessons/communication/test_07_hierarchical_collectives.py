@@ -196,6 +196,43 @@ def test_a_flat_ring_on_real_nodes_sends_more(tmp_path: Path) -> None:
     assert failed == ["hierarchy" + SENT]
 
 
+@pytest.mark.parametrize(
+    ("files", "sent"),
+    [
+        (
+            {
+                "mlx5_0/ports/1/counters/port_xmit_data": 3,
+                "mlx5_1/ports/1/counters/port_xmit_data": 4,
+            },
+            28,
+        ),
+        ({"rdmap0s6/ports/1/hw_counters/tx_bytes": 1000}, 1000),  # EFA
+        (
+            {"mlx5_0/ports/1/counters/port_xmit_data": 5, "mlx5_0/ports/1/hw_counters/tx_bytes": 9},
+            20,
+        ),
+    ],
+)
+def test_bytes_of_cards_in_words_or_in_bytes(monkeypatch, tmp_path, files: dict, sent: int) -> None:
+    for name, count in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{count}\n")
+    lesson = load(LESSON)
+    monkeypatch.setattr(lesson, "Path", lambda folder: tmp_path)
+    assert lesson.bytes_sent_by_this_node(torch.device("cuda")) == sent
+
+
+def verdict_on(sent: float) -> str:
+    lesson = load(LESSON)
+    lesson.judge_sent("hierarchy", 1.0, sent)
+    return lesson.ledger[0]["verdict"]
+
+
+@pytest.mark.parametrize(("sent", "due"), [(1.1, "PASS"), (2.0, "FAIL"), (0, "BLOCKED")])
+def test_a_node_without_cards_is_not_judged(sent: float, due: str) -> None:
+    assert run(verdict_on, 2, sent) == [due] * 2
+
+
 # Who may make nodes
 
 
