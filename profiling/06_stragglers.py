@@ -285,8 +285,8 @@ def deal(sequences: list[int], lengths: list[int], speeds: list[float]) -> list[
 # Python's collector runs when enough objects were made since it last ran. Mostly it looks at the
 # young ones only, which is quick. Now and then it looks at *all*, and a trainer with millions of
 # objects then stands still for tenths of a second (Python 3.14 spreads that over several runs).
-# Which step that hits depends on what each rank's data loader made. If a rank is hit in a share p of its steps, some rank is hit
-# in
+# Which step that hits depends on what each rank's data loader made. If a rank is hit in a share p
+# of its steps, some rank is hit in
 #
 #     1 - (1 - p)^n
 #

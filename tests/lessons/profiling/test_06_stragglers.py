@@ -138,8 +138,7 @@ SIMULATED = {  # one rank does nothing else
         {HEAVY, SIGN},  # times with hiccups have a mean above their median
     ),
     "no margin": ("(1 + margin) * median", "median", {OURS}),
-    "no spells": ("torch.exp(0.2 * torch.randn(steps // 50", "torch.exp(0 * torch.randn(steps // 50",
-                  {SPELLS}),
+    "no spells": ("torch.exp(0.2 * torch.randn(steps", "torch.exp(0 * torch.randn(steps", {SPELLS}),
     "steps within one spell": ("named(spells_SR[::50])", "named(spells_SR[::2])", {APART}),
     "no hiccups": ("< 0.01, 5.0, 1.0)", "< 0.0, 5.0, 1.0)", {ONE_STEP, MEAN}),
     "nobody is slower": ("[1.0] * 7 + [1.03]", "[1.0] * 8", {SIGN}),
