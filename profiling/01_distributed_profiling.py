@@ -267,10 +267,11 @@ class Case:
     splits: list[dict[str, float]]  # for each rank, the ms of each kind
     hidden: float  # the share of communication behind compute, on the rank with the least
     message: float  # bytes, mean of the all-reduces
+    avoidable: dict[str, float] = field(default_factory=dict)  # on GPUs: section 5's shares
     calls: int = 0  # all-reduces in that step, on this rank
+    nbytes: int = 0  # of all of them together
     ranges: int = 0  # ranges of compute in it, as the host made them
     doubled: float = 0.0  # for a small batch: mean ms of compute with twice the batch
-    avoidable: dict[str, float] = field(default_factory=dict)  # on GPUs: section 5's shares
 
     @property
     def total(self) -> float:
@@ -600,7 +601,8 @@ def record(job: Job, forward: float, device: torch.device) -> tuple[list[dict], 
         def save(profiler: profile) -> None:
             profiler.export_chrome_trace(file.name)
 
-        with profile(schedule=recorded, on_trace_ready=save) as profiler:  # CPU, and CUDA if there
+        # CPU, and CUDA if there; with shapes, a trace has the sizes of messages, too
+        with profile(schedule=recorded, on_trace_ready=save, record_shapes=True) as profiler:
             for _ in range(2 + ACTIVE):
                 dist.barrier()
                 start = time.perf_counter()
@@ -615,7 +617,9 @@ def record(job: Job, forward: float, device: torch.device) -> tuple[list[dict], 
 # %% [markdown]
 # **Reading it back.** On GPUs a trace has each of our ranges twice: `user_annotation` is the
 # host's, and `gpu_user_annotation` spans the kernels launched within it. Only the first is a step.
-# What computes and what communicates there are the kernels.
+# What computes and what communicates there are the kernels. With `record_shapes` every operation
+# has the shapes of its tensors ("Input Dims"), which give the bytes of each message. (NCCL's
+# kernels have them anyway: "In msg nelems", "dtype", "Group size", "Process Group Name".)
 
 
 # %%
@@ -643,6 +647,18 @@ def read_trace(events: list[dict]) -> dict[str, Spans]:
     return spans
 
 
+def bytes_of_messages(events: list[dict], window: tuple[float, float]) -> list[int]:
+    """The bytes of each all-reduce that is called in the window (all are of float32 here)."""
+    sizes = []
+    for event in events:
+        if (event["name"], event.get("cat")) != ("c10d::allreduce_", "cpu_op"):
+            continue
+        if window[0] <= event["ts"] / 1e3 <= window[1]:
+            tensors = event["args"]["Input Dims"][0]
+            sizes.append(sum(4 * math.prod(shape) for shape in tensors))
+    return sizes
+
+
 def run(job: Job, forward: float, device: torch.device) -> Case:
     """Record one job and bring together what all ranks saw."""
     events, walls = record(job, forward, device)
@@ -653,8 +669,7 @@ def run(job: Job, forward: float, device: torch.device) -> Case:
     window = spans["step"][best]
     ms = split_time(spans, window)
     hidden = hidden_share(spans, ms, window)
-    calls = len(within(spans_of(events, "cpu_op", "c10d::allreduce_"), window))
-    nbytes = 4 * LAYERS * TENSORS * elements_per_tensor(device)
+    sizes = bytes_of_messages(events, window)
     shares = avoidable_shares(events, spans, window, job.needed) if job.alone else {}
     everyone = gather_objects((ms, hidden, shares))
     return Case(
@@ -662,8 +677,9 @@ def run(job: Job, forward: float, device: torch.device) -> Case:
         traced=sum(ms.values()),
         splits=[ms for ms, _, _ in everyone],
         hidden=min(hidden for _, hidden, _ in everyone),
-        message=nbytes / calls if calls else 0.0,
-        calls=calls,
+        message=statistics.mean(sizes or [0]),
+        nbytes=sum(sizes),
+        calls=len(sizes),
         ranges=len(within(spans_of(events, "user_annotation", "compute"), window)),
         avoidable={name: statistics.mean(one[name] for *_, one in everyone) for name in shares},
     )
@@ -689,7 +705,7 @@ def all_reduces_of(name: str) -> int:
     return LAYERS * TENSORS if name == "tiny buckets" else LAYERS
 
 
-def check_traces(cases: dict[str, Case]) -> None:
+def check_traces(cases: dict[str, Case], elements: int) -> None:
     """Print the table; claim that no event is lost, and that overlap is seen as overlap."""
     header = "".join(f"{kind:>11}" for kind in KINDS)
     print0(f"\n  {'ms per step':16}{header}  hidden  bytes per message")
@@ -699,6 +715,9 @@ def check_traces(cases: dict[str, Case]) -> None:
     print0()
     for name, case in cases.items():
         claim(f"{name}: all-reduces in the step's trace", all_reduces_of(name), case.calls)
+    gradients = 4 * LAYERS * TENSORS * elements
+    sent = max((case.nbytes for case in cases.values()), key=lambda sent: abs(sent - gradients))
+    claim("bytes in a step's messages, furthest off", gradients, sent)
     fewest = min(case.ranges for case in cases.values())
     claim("ranges of compute in a step's trace, fewest", 2 * LAYERS, fewest)
     ratios = [case.traced / case.wall for case in cases.values()]
@@ -857,7 +876,7 @@ def main() -> None:
     if "small batch" in cases:
         twice = run(replace(jobs["small batch"], batch=1 / 2), forward, device)
         cases["small batch"].doubled = twice.share("compute") * twice.total
-    check_traces(cases)
+    check_traces(cases, elements_per_tensor(device))
     check_diagnosis(cases)
     check_predictions(cases)
     check_one_gpu(device)

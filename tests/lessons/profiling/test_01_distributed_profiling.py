@@ -87,8 +87,11 @@ def test_on_a_gpu_kernels_count_nccl_is_communication_and_twins_are_left_out() -
     assert loop.hidden_share(found, ms, (0, 50)) == 0.25
 
 
+NBYTES = 12 * 192_000
 BUSY = {"compute": 180.0, "barrier": 0.0, "all-reduce": 15.0, "loader": 0.0, "idle": 2.0}
-HEALTHY = loop.Case(197, 197, [BUSY, BUSY], hidden=0.85, message=192_000, calls=12, ranges=24)
+HEALTHY = loop.Case(
+    197, 197, [BUSY, BUSY], hidden=0.85, message=192_000, calls=12, ranges=24, nbytes=NBYTES
+)
 LONG = BUSY | {"all-reduce": 110.0}
 STARVED = BUSY | {"compute": 60.0, "all-reduce": 80.0}  # a third of the compute, not a quarter
 CASES = {
@@ -118,7 +121,7 @@ def judged(*lines: tuple[str, str], **changes: object) -> set[str]:
     own = load(LESSON, *lines)
     own.WORLD_SIZE = 2
     cases = CASES | {name.replace("_", " "): case for name, case in changes.items()}
-    own.check_traces(cases)
+    own.check_traces(cases, 6_000)
     own.check_diagnosis(cases)
     own.check_predictions(cases)
     return {row["claim"] for row in own.ledger if row["verdict"] == "FAIL"}
@@ -157,6 +160,18 @@ def test_lost_events_are_counted() -> None:
     one_bucket_per_layer = {"tiny_buckets": replace(CASES["tiny buckets"], calls=12)}
     assert judged(**one_bucket_per_layer) == {f"tiny buckets: {CALLS}"}
     assert judged(straggler=replace(CASES["straggler"], ranges=23)) == {RANGES}
+    assert judged(straggler=replace(CASES["straggler"], nbytes=NBYTES - 4)) == {BYTES}
+    assert judged(straggler=replace(CASES["straggler"], nbytes=NBYTES + 4)) == {BYTES}
+
+
+def test_the_size_of_a_message_is_read_from_the_trace() -> None:
+    def called(ts: float, *shapes: list[int], cat: str = "cpu_op") -> dict:
+        dims = {"args": {"Input Dims": [list(shapes), [], []]}}
+        return event("c10d::allreduce_", ts, ts + 1, cat) | dims
+
+    events = [called(4, [9]), called(5, [6, 2], [3]), called(7, [10]), called(11, [8])]
+    events += [called(8, [99], cat="user_annotation"), event("aten::mm", 6, 7, "cpu_op")]
+    assert loop.bytes_of_messages(events, (5, 10)) == [60, 40]
 
 
 def test_all_ranks_look_at_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,6 +398,7 @@ def test_every_bottleneck_is_planned_to_cost_a_third() -> None:
 
 
 CALLS = "all-reduces in the step's trace"
+BYTES = "bytes in a step's messages, furthest off"
 RANGES = "ranges of compute in a step's trace, fewest"
 FIXED, NAMED, LONGER = "ms per step, fixed", "named", "step / healthy, at least"
 TRACED = "a step in the trace / by the clock, worst case"
@@ -412,7 +428,7 @@ BREAKS = Breaks(
         "a layer whose gradients are not averaged": (
             "for layer in model.module:",
             "for layer in model.module[1:]:",
-            {f"no overlap: {CALLS}"},
+            {f"no overlap: {CALLS}", BYTES},
         ),
         "compute that is in no range": (
             '    with record_function("compute"):\n',
