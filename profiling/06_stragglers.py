@@ -417,8 +417,10 @@ def large_model(tokens: float, mean_tokens: float, device: torch.device) -> None
         time.sleep(WORK_MS / 1e3 * tokens / mean_tokens)
         return
     rows = round(SEQUENCES * 256 * tokens / mean_tokens)
-    hidden_TH = torch.zeros(rows, WIDTH, device=device, dtype=torch.bfloat16)
-    matrix_HH = torch.zeros(WIDTH, WIDTH, device=device, dtype=torch.bfloat16)
+    native = torch.cuda.is_bf16_supported(False)  # GPUs before Ampere only emulate it
+    dtype = torch.bfloat16 if native else torch.float16
+    hidden_TH = torch.zeros(rows, WIDTH, device=device, dtype=dtype)
+    matrix_HH = torch.zeros(WIDTH, WIDTH, device=device, dtype=dtype)
     for _ in range(16):
         hidden_TH = hidden_TH @ matrix_HH
 
@@ -572,7 +574,7 @@ class Results:
         """Claim the cost, where compute is real: a sleep is as long as it was told to be."""
         text = f"{name}: step / healthy"
         if self.device.type == "cpu":
-            blocked(text, needs="GPUs: here a sleep stands for compute")
+            blocked(text, needs="GPUs: here compute is a sleep")
             return
         claim(text, due, self.cost(name), atol=atol, timed=True)
 
