@@ -5,8 +5,9 @@
         benchmarks/cluster.py --folder /shared/tmp --json monday.json --figure monday.png
     python benchmarks/cluster.py --compare monday.json friday.json
 
-It measures arithmetic, memory, the link to the host, the link to the next rank, collectives, a
-step of DDP and of FSDP2, a checkpoint and a loader, and prints a page with a verdict for each:
+It measures arithmetic, memory, the link to the host, the link to the next rank, on several nodes
+each rank's link to the next node, collectives, a step of DDP and of FSDP2, a checkpoint and a
+loader, and prints a page with a verdict for each:
 `pass`, or `warn` and where to look first. A rank is warned of when even its best round is slower
 than its peers' by more than the tolerance; all are, when they attain too little of the GPU's
 datasheet. Without GPUs the ranks are CPU cores, which measure in turns, and there is no datasheet.
@@ -15,6 +16,7 @@ datasheet. Without GPUs the ranks are CPU cores, which measure in turns, and the
 import argparse
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -46,7 +48,7 @@ class Measurement:
     """One call to be timed. `amount` is what it does, in units of `unit` times seconds.
 
     Without an amount, the time itself is the result, in microseconds. Ranks make an "own"
-    measurement each by themselves, and a "link" one with the next rank; all make a "joint" one
+    measurement each by themselves, and a "link" one with another rank; all make a "joint" one
     together.
     """
 
@@ -61,20 +63,27 @@ class Measurement:
 
 @dataclass
 class Sheet:
-    """A GPU's datasheet: dense bfloat16 TFLOP/s, and GB/s of memory, NVLink and PCIe, one way."""
+    """A GPU's datasheet: dense 16-bit TFLOP/s, and GB/s of memory, NVLink and PCIe, one way."""
 
-    tflops: float
+    tflops: float  # bfloat16, or float16 where the GPU has no bfloat16
     memory: float
-    nvlink: float
+    nvlink: float | None
     pcie: float
 
 
-SHEETS = {  # by what the GPU's name contains
-    "H100 80GB HBM3": Sheet(989, 3350, 450, 63),
-    "H200": Sheet(989, 4800, 450, 63),
+SHEETS = {  # by words of the GPU's name; the first that fits
+    "B300": Sheet(2250, 8000, 900, 63),  # its PCIe 6.0 meets hosts with 5.0
     "B200": Sheet(2250, 8000, 900, 63),
+    "H200 NVL": Sheet(835, 4800, 450, 63),
+    "H200": Sheet(989, 4800, 450, 63),
+    "H100 80GB HBM3": Sheet(989, 3350, 450, 63),
     "A100-SXM4-80GB": Sheet(312, 2039, 300, 31.5),
     "A100-SXM4-40GB": Sheet(312, 1555, 300, 31.5),
+    "L40S": Sheet(362, 864, None, 31.5),
+    "L4": Sheet(121, 300, None, 31.5),
+    "T4": Sheet(65, 300, None, 15.75),
+    "V100-SXM2": Sheet(125, 900, 150, 15.75),
+    "V100-PCIE": Sheet(112, 900, None, 15.75),
 }
 # Published for healthy machines: 794 of an H100's 989 TFLOP/s and 271 of an A100's 312 in a product
 # of matrices, 55 of 63 GB/s over PCIe, 370 of 450 and 235 of 300 as an all-reduce's bus bandwidth.
@@ -86,15 +95,22 @@ def expected(device: torch.device, what: str) -> float | None:
     """The share of the datasheet's figure below which all ranks are warned of."""
     if device.type == "cuda":
         for name, sheet in SHEETS.items():
-            if name in torch.cuda.get_device_name(device):
-                return SHARES[what] * getattr(sheet, what)
+            if re.search(rf"\b{name}\b", torch.cuda.get_device_name(device)):
+                figure = getattr(sheet, what)
+                return None if figure is None else SHARES[what] * figure
     return None
+
+
+def half_precision() -> torch.dtype:
+    """The GPU's own 16-bit type: those before Ampere (T4, V100) only emulate bfloat16."""
+    native = torch.cuda.is_bf16_supported(False)  # without emulation
+    return torch.bfloat16 if native else torch.float16
 
 
 def own_measurements(device: torch.device, folder: Path) -> list[Measurement]:
     """What a rank does by itself: arithmetic, memory, the link to the host, disk, loader."""
     cuda = device.type == "cuda"
-    n, dtype = (8192, torch.bfloat16) if cuda else (1024, torch.float32)
+    n, dtype = (8192, half_precision()) if cuda else (1024, torch.float32)
     a, b, product = (torch.rand(n, n, device=device, dtype=dtype) for _ in range(3))
     nbytes = 2**30 if cuda else 2**25
     source = torch.zeros(nbytes, dtype=torch.uint8, device=device)
@@ -188,7 +204,7 @@ def read_all(images: Images) -> None:
 
 
 def joint_measurements(device: torch.device) -> list[Measurement]:
-    """What ranks do together: the link to the next rank, collectives, steps of DDP and FSDP2."""
+    """What ranks do together: links to other ranks, collectives, steps of DDP and FSDP2."""
     cuda = device.type == "cuda"
     n = WORLD_SIZE
     large = 2**28 if cuda else 2**22  # bytes, give or take what n ranks cannot share
@@ -196,9 +212,12 @@ def joint_measurements(device: torch.device) -> list[Measurement]:
     found = []
     if n > 1:
         x = torch.zeros(large // 4, device=device)
-        found.append(
-            Measurement("link to the next rank", "GB/s", large / 1e9, Link(x), "link", look=cable)
-        )
+        links = {"link to the next rank": Link(x)}
+        if n > LOCAL_WORLD_SIZE:  # most links to the next rank stay in their node
+            links["rails to the next node, all at once"] = Link(x, LOCAL_WORLD_SIZE)
+            links["rails to the next node, one by one"] = Link(x, LOCAL_WORLD_SIZE, alone=True)
+        for name, link in links.items():
+            found.append(Measurement(name, "GB/s", large / 1e9, link, "link", look=cable))
     one_node = n == LOCAL_WORLD_SIZE
     for name, (share, prepare) in COLLECTIVES.items():
         small = prepare(2**20, device)
@@ -224,22 +243,44 @@ def joint_measurements(device: torch.device) -> list[Measurement]:
 
 
 class Link:
-    """Send to the next rank, and wait for its word that all has come."""
+    """Send to the rank that is `step` further, and wait for its word that all has come.
 
-    def __init__(self, x: torch.Tensor) -> None:
+    With as many ranks as a node has, that is the same local rank of the next node: a *rail*. What
+    is sent goes through this rank's network card and the other's. `alone` leaves the other rails
+    idle meanwhile.
+    """
+
+    def __init__(self, x: torch.Tensor, step: int = 1, alone: bool = False) -> None:
         self.x = x
+        self.step = step
+        self.alone = alone
         self.word = torch.zeros(1, device=x.device)
 
     def __call__(self) -> None:
-        there = (RANK + 1) % WORLD_SIZE
+        there = (RANK + self.step) % WORLD_SIZE
         dist.send(self.x, there)
         dist.recv(self.word, there)
 
     def answer(self) -> None:
-        """The other end of the previous rank's call."""
-        there = (RANK - 1) % WORLD_SIZE
+        """The other end of another rank's call."""
+        there = (RANK - self.step) % WORLD_SIZE
         dist.recv(self.x, there)
         dist.send(self.word, there)
+
+    def turns(self) -> list[list[int]]:
+        """Who sends at once, turn by turn: every other block of `step` ranks, then the others.
+
+        With an odd number of blocks the last one comes alone, so that nobody sends and receives.
+        """
+        blocks = WORLD_SIZE // self.step
+        even, odd = range(0, blocks - 1, 2), range(1, blocks, 2)
+        last = range(blocks - blocks % 2, blocks)
+        rails = [[rail] for rail in range(self.step)] if self.alone else [range(self.step)]
+        found = []
+        for rail in rails:
+            for turn in (even, odd, last):
+                found.append([block * self.step + local for block in turn for local in rail])
+        return [senders for senders in found if senders]
 
 
 def zeros(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -285,11 +326,14 @@ def wrap_in_ddp(model: nn.Module) -> nn.Module:
 
 
 def wrap_in_fsdp(model: GPT) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    device = next(model.parameters()).device.type  # not the machine's: ranks may outnumber its GPUs
+    mesh = init_device_mesh(device, (WORLD_SIZE,))
     for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 class Step:
@@ -298,7 +342,7 @@ class Step:
     def __init__(self, wrap: Callable[[nn.Module], nn.Module], device: torch.device) -> None:
         torch.manual_seed(0)
         if device.type == "cuda":
-            model = GPT(L=12, D=1024, T=1024, V=8192, heads=16).to(device, torch.bfloat16)
+            model = GPT(L=12, D=1024, T=1024, V=8192, heads=16).to(device, half_precision())
             self.tokens_BT = torch.randint(8192, (8, 1025), device=device)
         else:
             model = GPT(L=2, D=64, T=32)
@@ -344,16 +388,13 @@ def timed(call: Callable[[], object], device: torch.device) -> float:
 
 
 def over_the_link(link: Link, device: torch.device) -> float:
-    """Every other rank sends at once, then the others; with an odd number the last comes alone."""
-    even = range(0, WORLD_SIZE - 1, 2)
-    odd = range(1, WORLD_SIZE, 2)
-    last = range(WORLD_SIZE - WORLD_SIZE % 2, WORLD_SIZE)
+    """Let every rank send in its turn; return this rank's seconds."""
     took = 0.0
-    for senders in (even, odd, last):
+    for senders in link.turns():
         dist.barrier()
         if RANK in senders:
             took = timed(link, device)
-        elif (RANK - 1) % WORLD_SIZE in senders:
+        elif (RANK - link.step) % WORLD_SIZE in senders:
             link.answer()
     return took
 

@@ -483,23 +483,37 @@ def barrier_without_one(rank: int, guilty: bool) -> None:
 # %% [markdown]
 # On GPUs a rank does not wait in the collective: it launches a kernel, goes on, and waits at the
 # next `.item()` or `synchronize()`. So its stack shows *that* line, and the flight recorder is
-# worth more than the stack: it holds each call with the stack that it had, and whether it was
-# "scheduled", "started" or "completed". A **watchdog** thread ends the process when a collective
-# takes longer than the group's timeout. Its variables are from torch's documentation
-# ("ProcessGroupNCCL Environment Variables"), the newer names from the library of torch 2.15, which
-# knows both. None was tried here, since gloo has no watchdog:
+# worth more than the stack: it holds each call with the stack that it had, and its state. By
+# default that is "scheduled" until it is "completed", for a kernel that has run for ten minutes as
+# well. Only with TORCH_NCCL_ENABLE_TIMING=1 is it "started" in between; then you can tell a rank
+# that is *in* the collective from one whose GPU has not come to it.
 #
-#     TORCH_FR_BUFFER_SIZE               calls kept per rank    was TORCH_NCCL_TRACE_BUFFER_SIZE
-#     TORCH_FR_DUMP_ON_TIMEOUT=1         the watchdog dumps     was TORCH_NCCL_DUMP_ON_TIMEOUT
-#     TORCH_FR_DUMP_TEMP_FILE            prefix of the dumps    was TORCH_NCCL_DEBUG_INFO_TEMP_FILE
-#     TORCH_NCCL_DEBUG_INFO_PIPE_FILE    prefix of pipes: write a byte, and get a dump at any time
-#     TORCH_NCCL_DESYNC_DEBUG=1          the watchdog itself says which rank lags
+# A **watchdog** thread ends the process when a collective takes longer than the group's timeout,
+# and has every rank write its dump first. So after a hang the files are there, unless somebody
+# turned that off: one per rank, on each node, in ~/.cache/torch/ (or $XDG_CACHE_HOME/torch/). In a
+# container that is gone with it: set the prefix. The variables are from torch's documentation
+# ("ProcessGroupNCCL Environment Variables"), newer names and defaults from the sources of torch
+# 2.15, which knows both. None was tried here, since gloo has no watchdog:
+#
+#     TORCH_FR_BUFFER_SIZE               calls kept per rank: 2000; 0 turns the recorder off
+#                                        (was TORCH_NCCL_TRACE_BUFFER_SIZE, once 0 by default)
+#     TORCH_FR_DUMP_ON_TIMEOUT           the watchdog dumps: 1 (was TORCH_NCCL_DUMP_ON_TIMEOUT)
+#     TORCH_FR_DUMP_TEMP_FILE            prefix: ~/.cache/torch/comm_lib_trace_rank_, then the rank
+#                                        (was TORCH_NCCL_DEBUG_INFO_TEMP_FILE)
+#     TORCH_NCCL_DEBUG_INFO_PIPE_FILE    prefix of pipes, unset: write a byte, and get a dump
+#     TORCH_NCCL_ENABLE_TIMING           also record when a kernel starts: 0
+#     TORCH_NCCL_DESYNC_DEBUG            the watchdog itself says which rank lags: 0
 #     TORCH_NCCL_ASYNC_ERROR_HANDLING    after an error: 3 ends the process, 0 hangs for ever
-#     TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC   ends a process whose watchdog is stuck itself
-#     TORCH_NCCL_BLOCKING_WAIT=1         wait() blocks, and raises at the timeout
+#     TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC   480: ends a process whose watchdog is stuck itself
+#     TORCH_NCCL_BLOCKING_WAIT           1: wait() blocks, and raises at the timeout
+#
+# A GPU at 100% that draws little power spins in a NCCL kernel: its rank waits. And if no rank's
+# code is to blame, ask the machine: `dmesg | grep -i xid` on each node. Xid 13, 31, 43 and 45 are
+# mostly the program's (an illegal address, say); 48, 63, 64, 74 (NVLink), 79 ("fallen off the
+# bus"), 92, 94, 95, 119 and 120 are the machine's: take the node out, and restart without it.
 #
 # torch 2.15 has an old and a new NCCL backend, which word a timeout differently; the table of both
-# stands in communication/nccl_debugging.md.
+# is in communication/nccl_debugging.md.
 
 # %% [markdown]
 # ## 5. All eight
@@ -809,8 +823,6 @@ def main() -> None:
     check_doubt()
     check_tools()
     check_cure()
-    left = psutil.Process().children(recursive=True)
-    claim("processes left", 0, len(left))
     finish()
 
 

@@ -19,9 +19,10 @@ rank), the other few (64).
    with the buckets. How many bytes per parameter does either change at the peak of either job?
 6. `fully_shard` on n ranks: how many bytes per parameter stay in each job? How many times as much
    is sent?
-7. A caching allocator has 60 MiB, of which 45 MiB are free, and is asked for 24 MiB. Does it
-   answer? With `expandable_segments:True`?
-8. "You tried to allocate 33,554,432 bytes", says the error. Is that the tensor that filled the
+7. A caching allocator has 240 MiB. Three tensors of 5 MiB lie in it and leave holes of 75 MiB. Does
+   it answer a request of 100 MiB? With `expandable_segments:True`? And if it has 60 MiB, holes of
+   15 MiB, and is asked for 24 MiB?
+8. "You tried to allocate 8,388,608 bytes", says the error. Is that the tensor that filled the
    memory?
 9. Cures without a price first, then those that save most for a second: which cure stands first for
    each job, and does this order follow from formulas alone?
@@ -357,7 +358,7 @@ def forward_context(
     return stack
 
 
-def check_the_plain_step(lines: dict[str, "Timeline"]) -> None:
+def check_the_plain_step(lines: dict[str, "Timeline"], device: torch.device) -> None:
     for name, job in JOBS.items():
         line = lines[name]
         held = line.last("backward").total()
@@ -367,7 +368,7 @@ def check_the_plain_step(lines: dict[str, "Timeline"]) -> None:
         print0(f"{'':13}{name}: the peak is foretold for this moment: {moment}")
         for category, size in expected.items():
             slack = 256  # bytes: Adam's counts of steps, and other scalars
-            if torch.cuda.is_available():
+            if device.type == "cuda":
                 slack = 0.02 * size  # attention's kernel saves other things there
             text = f"{name}: {category} at the peak, in kB"
             claim(text, size / 1e3, peak[category] / 1e3, atol=slack / 1e3, question=2)
@@ -460,7 +461,7 @@ def foretell_price(job: Job, plan: Plan) -> Price:
     return Price(flops * tokens, sent, 2 * saved * tokens if plan.offload else 0)
 
 
-def check_cures(lines: dict) -> None:
+def check_cures(lines: dict, device: torch.device) -> None:
     for name, cures in CURES.items():
         job = JOBS[name]
         _, plain = foretell(job, Plan(), WORLD_SIZE)
@@ -471,7 +472,7 @@ def check_cures(lines: dict) -> None:
             _, cured = foretell(job, plan, WORLD_SIZE)
             expected = (plain.total() - cured.total()) / job.P
             saved = (held - line.peak().total()) / job.P
-            slack = (0.05 if torch.cuda.is_available() else 0.01) * cured.total() / job.P
+            slack = (0.05 if device.type == "cuda" else 0.01) * cured.total() / job.P
             text = f"{name}, {cure}: saves, per P"
             claim_for(cure)(text, expected, saved, atol=slack)
             if name == "many tokens":
@@ -496,14 +497,14 @@ def check_price(cure: str, plain: Price, expected: Price, line: "Timeline") -> N
 # ## 3. Which to try first
 #
 # Divide the price by the saving. FLOPs, bytes on NVLink and bytes over PCIe become comparable as
-# seconds on some machine; here it is an H100 by its datasheet. Cures without a price come first,
-# the largest saving before the others; then those that buy most bytes for a second; cures that save
-# nothing at this job's peak come last. Kernels that are too small to fill a GPU are not in here:
-# k micro-batches are free only while each still fills it.
+# seconds on some machine; here it is an H100 by its datasheet, in float32 as the job. Cures without
+# a price come first, the largest saving before the others; then those that buy most bytes for a
+# second; cures that save nothing at this job's peak come last. Kernels that are too small to fill a
+# GPU are not in here: k micro-batches are free only while each still fills it.
 
 
 # %%
-FLOPS, NVLINK, PCIE = 989e12, 450e9, 63e9  # per second: dense bfloat16; bytes, one way
+FLOPS, NVLINK, PCIE = 67e12, 450e9, 63e9  # per second: float32 without TF32; bytes, one way
 
 
 def seconds(price: Price, plain: Price) -> float:
@@ -577,23 +578,33 @@ def print_table(name: str, foretold: dict, counted: dict, lines: dict) -> None:
 # %% [markdown]
 # ## 4. Fragmentation: free, and yet refused
 #
-# cudaMalloc waits for the GPU, so torch asks it rarely and hands out parts of what it got. A
-# request of up to 1 MiB is cut from a **segment** of 2 MiB, one of up to 10 MiB from a segment of
-# 20 MiB, larger ones have segments of their own. A block that is freed can serve another request,
-# if that one is not larger; a segment goes back only when all of it is free. So a few small tensors
-# that stay can hold many segments:
+# cudaMalloc is slow and cudaFree waits for the GPU, so torch calls them rarely and hands out parts
+# of what it has. A request of up to 1 MiB is cut from a **segment** of 2 MiB, one of less than 10
+# MiB from a segment of 20 MiB, larger ones have segments of their own. A block that is freed can
+# serve another request, if that one is not larger; a segment goes back only when all of it is free.
+# So a few small tensors that stay can hold many segments:
 #
-#     three segments of 20 MiB     [kkkkk...............]  k: kept, 5 MiB; . : freed
-#     45 MiB are free, no hole     [kkkkk...............]  is 24 MiB long; a segment of 24 MiB
-#     is longer than 15 MiB        [kkkkk...............]  more does not fit either
+#     three segments of 80 MiB     [k...............]  k: kept, 5 MiB; . : freed
+#     225 MiB are free, no hole    [k...............]  is 100 MiB long; a segment of 100 MiB
+#     is longer than 75 MiB        [k...............]  more does not fit either
 #
-# With **expandable segments** there is one range of addresses, and memory is mapped to it by pages
-# of 2 MiB. Pages that hold nothing are unmapped, and mapped again at the end, as one long block.
+# With **expandable segments** there is one range of addresses for small requests and one for large
+# ones. Memory is mapped to them by pages: of 2 MiB for requests of up to 1 MiB, of **20 MiB** for
+# all others. Pages that hold nothing are unmapped, and mapped again at the end, as one long block.
+# So it is the holes that count: one that contains no whole page gives nothing back.
 
 
 # %%
 MIB = 2**20
-PAGE = 2 * MIB
+UNMAPPED = "(unmapped)"  # a block of no bytes, where pages have been
+
+
+def page_for(size: int) -> int:
+    return 2 * MIB if size <= MIB else 20 * MIB
+
+
+def segment_for(size: int) -> int:
+    return page_for(size) if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
 
 
 class CachingAllocator:
@@ -602,19 +613,13 @@ class CachingAllocator:
     def __init__(self, capacity: int, expandable: bool = False) -> None:
         self.capacity = capacity
         self.expandable = expandable
-        self.segments: list[list[list]] = []  # of blocks [size, name]; None: it is free
-
-    @property
-    def blocks(self) -> list[list]:
-        return list(itertools.chain(*self.segments))
+        segments = [[]] if expandable else []  # of blocks [size, name]; None: it is free
+        self.pools = {page: list(map(list, segments)) for page in (2 * MIB, 20 * MIB)}
 
     @property
     def reserved(self) -> int:
-        return sum(size for size, _ in self.blocks)
-
-    @property
-    def allocated(self) -> int:
-        return sum(size for size, name in self.blocks if name)
+        pools = self.pools.values()
+        return sum(size for segments in pools for blocks in segments for size, _ in blocks)
 
     def malloc(self, name: str, size: int) -> bool:
         """Return whether the request was answered."""
@@ -623,7 +628,7 @@ class CachingAllocator:
     def take(self, name: str, size: int) -> bool:
         """Cut the request from the smallest free block that is large enough."""
         found = []
-        for blocks in self.segments:
+        for blocks in self.pools[page_for(size)]:
             found += [(block[0], blocks, block) for block in blocks if not block[1]]
         found = [entry for entry in found if entry[0] >= size]
         if not found:
@@ -636,28 +641,27 @@ class CachingAllocator:
 
     def grow(self, name: str, size: int) -> bool:
         length = segment_for(size)
-        if self.expandable:
-            length = -(-size // PAGE) * PAGE
         if self.reserved + length > self.capacity:
             self.release()
         if self.reserved + length > self.capacity:
             return False
-        if self.expandable and self.segments:
-            self.segments[0].append([length, None])  # mapped at the end of the one segment
+        segments = self.pools[page_for(size)]
+        if self.expandable:
+            map_pages(segments[0], size)
         else:
-            self.segments.append([[length, None]])
+            segments.append([[length, None]])
         return self.take(name, size)
 
     def release(self) -> None:
-        """Give back segments that are all free; expandable ones also give back single pages."""
-        self.segments = [blocks for blocks in self.segments if any(name for _, name in blocks)]
-        if self.expandable:
-            for block in self.blocks:
-                if not block[1]:
-                    block[0] %= PAGE
+        """Give back segments that are all free, or of expandable ones the pages that are."""
+        for page, segments in self.pools.items():
+            if self.expandable:
+                segments[0] = without_free_pages(segments[0], page)
+            else:
+                segments[:] = [blocks for blocks in segments if any(name for _, name in blocks)]
 
     def free(self, name: str) -> None:
-        for blocks in self.segments:
+        for blocks in itertools.chain(*self.pools.values()):
             for block in blocks:
                 block[1] = None if block[1] == name else block[1]
             for i in range(len(blocks) - 1, 0, -1):
@@ -665,39 +669,95 @@ class CachingAllocator:
                     blocks[i - 1][0] += blocks.pop(i)[0]
 
 
-def segment_for(size: int) -> int:
-    if size <= MIB:
-        return 2 * MIB
-    return 20 * MIB if size <= 10 * MIB else -(-size // PAGE) * PAGE
-
-
 # %% [markdown]
-# Both ways, for the same requests: three tensors of 5 MiB that stay, each followed by one of 12 MiB
-# that goes; then 24 MiB are asked for, of the 45 that are free.
+# Pages are mapped and unmapped whole. A free block at the end of the range needs only the rest.
 
 
 # %%
+def map_pages(blocks: list[list], size: int) -> None:
+    """Make the free block at the end large enough for a request."""
+    if not blocks or blocks[-1][1]:
+        blocks.append([0, None])
+    page = page_for(size)
+    blocks[-1][0] += -(-(size - blocks[-1][0]) // page) * page
+
+
+def without_free_pages(blocks: list[list], page: int) -> list[list]:
+    """The blocks without the pages in which nothing lies."""
+    left = []
+    start = 0
+    for size, name in blocks:
+        first = -(-start // page) * page  # where the block's whole pages begin and end
+        last = (start + size) // page * page
+        if name or first >= last:
+            left.append([size, name])
+        else:
+            left += [[first - start, None], [0, UNMAPPED], [start + size - last, None]]
+        start += size
+    return [block for block in left if block[0] or block[1]]
+
+
+# %% [markdown]
+# The same requests in four cases. Three tensors come and go, and leave the memory behind to be cut.
+# Then, three times, a tensor of 5 MiB stays and one that fills the rest goes. At last a tensor is
+# asked for that is longer than any hole, and takes about half of what is free.
+#
+# Without a GPU the model above answers. That is a simulation, whose page sizes are torch's by its
+# source; on a GPU a fresh process asks CUDA's own allocator.
+
+# %%
+ASKED = {20: 24, 80: 100}  # MiB: the tensors that come and go, and what is asked for at last
+
+
+class CudaAllocator:
+    """CUDA's own, with as much memory as the model of it."""
+
+    def __init__(self, capacity: int) -> None:
+        total = torch.cuda.get_device_properties("cuda").total_memory
+        # torch computes fraction * total and drops what is below a byte: a MiB of room for that
+        torch.cuda.set_per_process_memory_fraction((capacity + MIB) / total)
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def malloc(self, name: str, size: int) -> bool:
+        try:
+            self.tensors[name] = torch.empty(size, dtype=torch.uint8, device="cuda")
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    def free(self, name: str) -> None:
+        del self.tensors[name]
+
+
+def answers(allocator: "CachingAllocator | CudaAllocator", whole: int) -> bool:
+    """Whether it answers the last request, after tensors of so many MiB have come and gone."""
+    for i in range(3):
+        assert allocator.malloc(f"whole {i}", whole * MIB)
+    for i in range(3):
+        allocator.free(f"whole {i}")
+    for i in range(3):
+        assert allocator.malloc(f"kept {i}", 5 * MIB)
+        assert allocator.malloc(f"freed {i}", (whole - 5) * MIB)
+    for i in range(3):
+        allocator.free(f"freed {i}")
+    return allocator.malloc("asked", ASKED[whole] * MIB)
+
+
 def check_fragmentation(device: torch.device) -> None:
     for expandable in (False, True):
-        allocator = CachingAllocator(60 * MIB, expandable)
-        for i in range(3):
-            assert allocator.malloc(f"kept {i}", 5 * MIB)
-            assert allocator.malloc(f"freed {i}", 12 * MIB)
-        for i in range(3):
-            allocator.free(f"freed {i}")
-        free = allocator.capacity - allocator.allocated
+        if device.type == "cuda":
+            found = from_rank_0(ask_cuda(expandable) if RANK == 0 else {})
+        else:
+            model = partial(CachingAllocator, expandable=expandable)
+            found = {whole: answers(model(3 * whole * MIB), whole) for whole in ASKED}
         name = "expandable" if expandable else "segments"
-        if not expandable:
-            claim(f"{name}: MiB reserved", 60, allocator.reserved / MIB, kind="simulated")
-        share = free / (24 * MIB)
-        claim(f"{name}: free bytes / asked for, at least", 1.5, share, ">=", kind="theory")
-        answered = allocator.malloc("large", 24 * MIB)
-        text = f"{name}: 24 MiB, answered"
-        claim(text, int(expandable), answered, question=7, kind="simulated")
+        kind = "simulated" if device.type == "cpu" else "measured"
+        for whole, answered in found.items():
+            text = f"{name}: holes of {whole - 5} MiB, {ASKED[whole]} MiB answered"
+            expected = expandable and whole - 5 >= 2 * 20  # it contains a page, wherever that is
+            claim(text, expected, answered, question=7, kind=kind)
     if device.type == "cpu":
         blocked("the same by CUDA's caching allocator", needs="1 GPU")
-    else:
-        check_fragmentation_on_gpu()
 
 
 # %% [markdown]
@@ -1173,28 +1233,22 @@ def measure_on_gpu(job: Job, plan: Plan, device: torch.device) -> tuple[int, int
     return peak, torch.cuda.max_memory_reserved(), start.elapsed_time(end) / 3
 
 
-def check_fragmentation_on_gpu() -> None:
-    """Ask CUDA's allocator what the model of it was asked."""
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved()
-    total = torch.cuda.get_device_properties("cuda").total_memory
-    torch.cuda.set_per_process_memory_fraction((before + 60 * MIB) / total)
-    expandable = "expandable_segments:True" in os.environ.get("PYTORCH_ALLOC_CONF", "")
-    kept = []
-    freed = []
-    for _ in range(3):
-        kept.append(torch.empty(5 * MIB, dtype=torch.uint8, device="cuda"))
-        freed.append(torch.empty(12 * MIB, dtype=torch.uint8, device="cuda"))
-    freed.clear()
-    if not expandable:
-        claim("CUDA: MiB reserved", 60, (torch.cuda.memory_reserved() - before) / MIB)
-    answered = True
-    try:
-        torch.empty(24 * MIB, dtype=torch.uint8, device="cuda")
-    except torch.OutOfMemoryError:
-        answered = False
-    torch.cuda.set_per_process_memory_fraction(1.0)
-    claim("CUDA: 24 MiB, answered", expandable, answered, question=7)
+def ask_cuda(expandable: bool) -> dict[int, bool]:
+    """What CUDA's allocator answers, in a process that has nothing else in its memory."""
+    environment = dict(os.environ, PYTORCH_ALLOC_CONF=f"expandable_segments:{expandable}")
+    environment.pop("PYTORCH_CUDA_ALLOC_CONF", None)  # the older name, which still counts
+    command = [sys.executable, __file__, "--fragments"]
+    child = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return {int(whole): answered for whole, answered in json.loads(child.stdout).items()}
+
+
+def fragment() -> None:
+    """Be the child: ask, and print what was answered."""
+    found = {}
+    for whole in ASKED:
+        found[whole] = answers(CudaAllocator(3 * whole * MIB), whole)
+        torch.cuda.empty_cache()
+    print(json.dumps(found))
 
 
 # %% [markdown]
@@ -1208,6 +1262,7 @@ def check_out_of_memory_on_gpu(device: torch.device, path: str | None) -> None:
     with device:
         model = GPT(job.L, job.D, job.context, job.V, job.heads)
         x_BT = torch.zeros(job.B, job.T, dtype=torch.long)
+    gc.collect()  # of the models before: what they leave half free would be room, too
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.memory._record_memory_history()
@@ -1264,16 +1319,20 @@ def bytes_by_line(snapshot: dict) -> Counter:
 # 5. Zeros that stay cost 4 with many tokens and 2.1 with few, where they no longer meet the plain
 #    step's peak. Bucket views save nothing with many tokens: when backward begins, the plain plan
 #    has buckets and no gradients, and with views it has one array, too. With few tokens, where both
-#    were there at the end, they save 2 of the 4, since the peak moves to the begin of backward.
+#    were there at the end, they save 2 of the 4, since the peak moves to its beginning.
 # 6. On four ranks 12 of 16 bytes are sharded away, but units that are whole, their gradients and
 #    two buffers take much of it back in a model of three blocks; the more blocks, the smaller is a
 #    unit beside the whole. What is sent grows by 43%: half as much again, less the root, which
 #    forward leaves whole.
-# 7. No: three holes of 15 MiB are no hole of 24. With expandable segments, yes. On GPUs the sign is
-#    `reserved_bytes` far above `allocated_bytes` in the message. It comes with shapes that change
-#    from step to step, and with kept tensors among short-lived ones.
-# 8. No. It is the one that came last; five and more times as much was alive. Ask who is alive, not
-#    who asked. But it says where in the step the peak is, and with that which formula to look at.
+# 7. Without expandable segments no, twice: three holes are not one. With them the first request is
+#    answered, since each hole of 75 MiB contains whole pages of 20 MiB that can lie elsewhere. The
+#    second is not: no hole of 15 MiB contains such a page, and they stay as they are. On GPUs
+#    the sign is the end of the message, "3.90 GiB is reserved by PyTorch but unallocated": if that
+#    is more than what was asked for, memory is fragmented. It comes with shapes that change from
+#    step to step, and with kept tensors among short-lived ones.
+# 8. No. It is the one that came last; here 22 times as much was alive, and where the largest tensor
+#    of a block is refused, five times. Ask who is alive, not who asked. But it says where in the
+#    step the peak is, and with that which formula to look at.
 # 9. Micro-batches for many tokens, bucket views for few; and the order by counted bytes is the one
 #    by the formulas. So the choice can be made before the job is queued.
 #
@@ -1299,10 +1358,14 @@ def main() -> None:
             "--figure": {"metavar": "PATH", "help": "save memory over a step as PNG"},
             "--snapshot": {"metavar": "PATH", "help": "on GPUs: save the snapshot of section 5"},
             "--room": {"type": int, "metavar": "BYTES", "help": argparse.SUPPRESS},
+            "--fragments": {"action": "store_true", "help": argparse.SUPPRESS},
         }
     )
     if options.room:  # the child of section 5
         run_out_of_memory(options.room)
+        return
+    if options.fragments:  # the child of section 4
+        fragment()
         return
     launch()
     device = setup()
@@ -1318,8 +1381,8 @@ def main() -> None:
         lines[name] = train(job, Plan(), device, settled)
         for cure, plan in CURES[name].items():
             lines[name, cure] = train(job, plan, device, settled)
-    check_the_plain_step(lines)
-    check_cures(lines)
+    check_the_plain_step(lines, device)
+    check_cures(lines, device)
     check_order(lines)
     check_fragmentation(device)
     check_out_of_memory(device, options.snapshot)

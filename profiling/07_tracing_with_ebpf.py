@@ -111,6 +111,7 @@ def train(
         optimizer.step()
         mean_loss = loss.detach().clone()
         dist.all_reduce(mean_loss, op=dist.ReduceOp.AVG)
+        mean_loss.item()  # for the log; on a GPU the host waits here for all ranks
         dist.broadcast(go_on, 0)
 
 
@@ -198,38 +199,63 @@ def gloo_probes(library: str) -> list[str]:
 # NCCL is C: `ncclAllReduce(sendbuff, recvbuff, count, datatype, op, comm, stream)`, so the number
 # of elements is arg2 and their type arg3, an enum. But the call only *launches*: it returns within
 # microseconds, while the GPU waits for its peers, out of reach of any breakpoint. What is left is
-# when each rank calls, and all processes of a machine read one clock: a rank that is late, is
-# late here. Times on the GPU are what NCCL's own profiler plugins tell (see "What you should have
+# when each rank calls, and all processes of a machine read one clock: a rank whose *host* is late,
+# is late here, as long as the hosts wait for each other in every step, as this job's do for the
+# log. Where no line waits, the others run ahead, and the k-th call of the slow one is late by k of
+# its pauses. Times on the GPU are what NCCL's own profiler plugins tell (see "What you should have
 # seen").
 #
-# The driver, libcuda.so, copies by `cuMemcpyHtoDAsync_v2(to, from, bytes, stream)` and its kin.
+# What is counted is the count that the call has: of all-gather and reduce-scatter a rank's share,
+# of all-to-all what one rank gets. Pipelines send and receive; torch's all-to-all is made of sends
+# and receives, too. (ncclAlltoAll came with NCCL 2.28.)
+#
+# The driver, libcuda.so, copies by `cuMemcpyHtoDAsync_v2(to, from, bytes, stream)` and its kin. One
+# GPU's memory is copied to another's by `cuMemcpyPeerAsync(to, its context, from, its context,
+# bytes, stream)`, or as a block whose sizes stand at the end of a struct. Whether the *runtime's*
+# copies, those of torch, come by these exported functions was not tried: it asks the driver for
+# addresses of its own.
 
 # %%
-NCCL = {
-    "all_reduce": "ncclAllReduce",
-    "broadcast": "ncclBroadcast",
-    "all_gather": "ncclAllGather",
-    "reduce_scatter": "ncclReduceScatter",
+NCCL = {  # collective: (function, where its count is); the type comes next
+    "all_reduce": ("ncclAllReduce", 2),
+    "broadcast": ("ncclBroadcast", 2),
+    "all_gather": ("ncclAllGather", 2),
+    "reduce_scatter": ("ncclReduceScatter", 2),
+    "reduce": ("ncclReduce", 2),
+    "all_to_all": ("ncclAlltoAll", 2),
+    "send": ("ncclSend", 1),
+    "recv": ("ncclRecv", 1),
 }
+LATER = ("ncclAlltoAll",)  # older libraries have none
 WIDTHS = [1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1]  # bytes per element of ncclInt8, ..., ncclFloat8e5m2
 
 
 def nccl_probes(library: str) -> list[str]:
     lines = []
-    for name, function in NCCL.items():
+    for name, (function, count) in NCCL.items():
+        if function in LATER and function not in symbols(library):
+            continue
+        size = f"arg{count}, arg{count + 1}"
         lines += [
-            probe("uprobe", library, function, on_call(name) + on_entry(name, "arg2, arg3")),
+            probe("uprobe", library, function, on_call(name) + on_entry(name, size)),
             probe("uretprobe", library, function, on_end()),
         ]
     return lines
 
 
+WIDTH_HEIGHT_DEPTH = (176, 184, 192)  # where they lie in CUDA_MEMCPY3D_PEER, in bytes
+BLOCK = " * ".join(f"*(uint64 *)(arg0 + {offset})" for offset in WIDTH_HEIGHT_DEPTH)
+
+
 def copy_probes(library: str) -> list[str]:
     lines = []
     for symbol in symbols(library):
-        found = re.fullmatch(r"cuMemcpy(HtoD|DtoH|DtoD|)Async(_v2)?(_ptsz)?", symbol)
-        if found and (found[2] or not found[1]):  # without _v2: sizes of 32 bits
-            do = f'@copied[pid, "{found[1]}"] = sum(arg2); @copies[pid, "{found[1]}"] = count();'
+        found = re.fullmatch(r"cuMemcpy(HtoD|DtoH|DtoD|3DPeer|Peer|)Async(_v2)?(_ptsz)?", symbol)
+        if found and (found[2] or "to" not in found[1]):  # without _v2: sizes of 32 bits
+            nbytes = {"Peer": "arg4", "3DPeer": BLOCK}.get(found[1], "arg2")
+            do = (
+                f'@copied[pid, "{found[1]}"] = sum({nbytes}); @copies[pid, "{found[1]}"] = count();'
+            )
             lines.append(probe("uprobe", library, symbol, do))
     return lines
 
@@ -836,6 +862,10 @@ def watch(pids: list[int], seconds: float) -> None:
                 spent = seen(maps, "@spent", pid, name) / 1e6
                 sizes = dict(sizes_seen(maps, pid, name).most_common(4))
                 print(f"  {name:15} {calls:7} calls {spent:9.1f} ms, {{bytes: calls}} {sizes}")
+        for whose, kind in sorted(maps.get("@copied", {})):
+            if whose == str(pid):
+                copied = seen(maps, "@copied", pid, kind)
+                print(f"  cuMemcpy{kind}Async copied {copied:,} bytes")
 
 
 # %% [markdown]

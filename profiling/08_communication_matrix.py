@@ -549,10 +549,12 @@ def name_of(about: str, names: dict[str, str]) -> str:
 
 
 # %% [markdown]
-# From all ranks' logs follows the matrix: who is asked for what tells who sends what to whom, if
-# the algorithm is a ring in the order of the ranks. (NCCL orders its rings by the machine's
-# topology, and may choose a tree; `NCCL_DEBUG_SUBSYS=TUNING` tells. Sends and all-to-alls go where
-# they say.)
+# The log tells what was *called*: name, count, type, group. That is compared with what the job
+# should call, and it is all that is claimed on GPUs. The bytes are not in the log. A matrix follows
+# from it only by assuming an algorithm, here a ring in the order of the ranks: that is theory, and
+# is printed as such. NCCL orders its rings by the machine's topology, and may choose a tree, or, in
+# one node with NVSwitch, let the switch add (NVLS), where no rank sends to another at all;
+# `NCCL_DEBUG_SUBSYS=TUNING` tells. Only sends and all-to-alls go where they say.
 
 
 # %%
@@ -565,8 +567,22 @@ def members_of(logs: list[Log]) -> dict[str, dict[int, int]]:
     return members
 
 
+def asked(operations: list[Operation], rank: int) -> Counter:
+    """What one rank asks for: {operation: how often}. Torch makes an all-to-all of sends."""
+    found = Counter()
+    for operation in operations:
+        name, nbytes, ranks = operation
+        if name == "AlltoAll" and rank in ranks:
+            found.update(Operation("Send", nbytes, (rank, to)) for to in ranks if to != rank)
+        elif name == "Send":
+            found[operation] += ranks[0] == rank != ranks[1]  # what goes to oneself is a copy
+        elif name not in ("AlltoAll", "Recv"):
+            found[operation] += rank in ranks
+    return +found
+
+
 def logged_matrix(logs: list[Log]) -> torch.Tensor:
-    """The matrix of the calls in all ranks' logs, by rings: bytes, (R, R)."""
+    """The matrix of the calls in all ranks' logs, by rings: bytes, (R, R). An assumption."""
     members = members_of(logs)
     M_RR = torch.zeros(len(logs), len(logs), dtype=torch.int64)
     for rank, log in enumerate(logs):
@@ -749,28 +765,20 @@ def check_message() -> None:
     claim("1,000 bytes, rank 0 to 1: bytes back", HEADER, M_RR[1, 0], question=1)
 
 
-class Matrices(NamedTuple):
-    """A job's matrix, foretold and measured: bytes, both (R, R)."""
-
-    foretold_RR: torch.Tensor
-    measured_RR: torch.Tensor
-
-
-def check_by_sockets(jobs: dict[str, Job]) -> dict[str, Matrices]:
+def check_by_sockets(jobs: dict[str, Job]) -> dict[str, torch.Tensor]:
     """Measure each job's matrix by the kernel's counters; check that both ends agree."""
     found = {}
     agree = 0
     for name, job in jobs.items():
-        arrived_RR, sent_RR = measure(job.step)
-        found[name] = Matrices(foretell(job.operations), arrived_RR)
-        agree += arrived_RR.equal(sent_RR)
+        found[name], sent_RR = measure(job.step)
+        agree += found[name].equal(sent_RR)
     claim("jobs of which all that was sent arrived, once", len(jobs), agree)
     return found
 
 
-def check_by_log(jobs: dict[str, Job], file: Path) -> dict[str, Matrices]:
-    """Work out each job's matrix from what NCCL logged during a step."""
-    found = {}
+def check_by_log(jobs: dict[str, Job], file: Path) -> dict[str, torch.Tensor]:
+    """Compare what NCCL logged during a step with what should be called; return ring matrices."""
+    assumed = {}
     for name, job in jobs.items():
         for _ in range(2):
             job.step()
@@ -780,8 +788,15 @@ def check_by_log(jobs: dict[str, Job], file: Path) -> dict[str, Matrices]:
         torch.cuda.synchronize()
         log = parse(file.read_text())
         logs = gather_objects(log._replace(calls=log.calls[before:]))
-        found[name] = Matrices(foretell(job.operations, gloo=False), logged_matrix(logs))
-    return found
+        members = members_of(logs)
+        own = [operation_of(call, RANK, members[call.communicator]) for call in logs[RANK].calls]
+        due = asked(job.operations, RANK)
+        logged = asked(own, RANK)
+        unlike = (due - logged).total() + (logged - due).total()
+        print0(f"{'':13}{name}: rank 0 should make {due.total()} calls, made {logged.total()}")
+        claim(f"{name}: calls unlike those predicted", 0, unlike)
+        assumed[name] = logged_matrix(logs)
+    return assumed
 
 
 # %% [markdown]
@@ -789,11 +804,13 @@ def check_by_log(jobs: dict[str, Job], file: Path) -> dict[str, Matrices]:
 
 
 # %%
-def print_matrices(found: dict[str, Matrices]) -> None:
+def print_matrices(found: dict[str, torch.Tensor], device: torch.device) -> None:
     """Print the matrices side by side, in kB: a row sends to the columns."""
     width = max(28, 6 * WORLD_SIZE + 4)
     names = list(found)
     print0(f"\n{'':5}kB that the rank of the row sends to the rank of the column")
+    if device.type == "cuda":
+        print0(f"{'':5}by theory: NCCL's calls, if each were a ring in the order of the ranks")
     while names and width < 100:
         row = names[: 95 // width]
         names = names[len(row) :]
@@ -801,36 +818,28 @@ def print_matrices(found: dict[str, Matrices]) -> None:
         for rank in ALL:
             cells = []
             for name in row:
-                kB = "".join(f"{nbytes / 1e3:6.0f}" for nbytes in found[name].measured_RR[rank])
+                kB = "".join(f"{nbytes / 1e3:6.0f}" for nbytes in found[name][rank])
                 cells.append(f"{kB:{width}}")
             print0(f"{'':5}" + "".join(cells))
     print0()
 
 
-def check_matrices(found: dict[str, Matrices], device: torch.device) -> None:
+def check_matrices(found: dict[str, torch.Tensor], jobs: dict[str, Job]) -> None:
     """Compare each entry; count the pairs between which data flows; weigh FSDP."""
-    kind = kind_of(device)
-    for name, (foretold_RR, measured_RR) in found.items():
-        right = (foretold_RR == measured_RR).sum()
-        claim(f"{name}: entries as foretold", WORLD_SIZE**2, right, kind=kind)
+    for name, M_RR in found.items():
+        right = (foretell(jobs[name].operations) == M_RR).sum()
+        claim(f"{name}: entries as predicted", WORLD_SIZE**2, right)
     pairs = {
         "data parallel": WORLD_SIZE,
         "pipeline": 2 * (WORLD_SIZE - 1),
         "expert parallel": WORLD_SIZE * (WORLD_SIZE - 1),
     }
     for name, due in pairs.items():
-        M_RR = found[name].measured_RR
-        flows = (M_RR / M_RR.max() > 0.1).sum()  # an answer of 48 bytes is no data
-        claim(f"{name}: pairs between which data flows", due, flows, question=2, kind=kind)
-    fsdp, plain = (found[name].measured_RR.sum() for name in ("FSDP", "data parallel"))
-    due = 1.5 if device.type == "cuda" else 2
+        flows = (found[name] / found[name].max() > 0.1).sum()  # an answer of 48 bytes is no data
+        claim(f"{name}: pairs between which data flows", due, flows, question=2)
+    fsdp, plain = (found[name].sum() for name in ("FSDP", "data parallel"))
     text = "FSDP: bytes / those of data parallel"  # up to headers: FSDP has more messages
-    claim(text, due, fsdp / plain, atol=0.1, question=3, kind=kind)
-
-
-def kind_of(device: torch.device) -> str:
-    """NCCL's log says what was called; the bytes of each call are the same function's, then."""
-    return "theory" if device.type == "cuda" else "measured"
+    claim(text, 2, fsdp / plain, atol=0.1, question=3)
 
 
 # %% [markdown]
@@ -839,32 +848,31 @@ def kind_of(device: torch.device) -> str:
 
 
 # %%
-def check_placements(found: dict[str, Matrices], kind: str) -> None:
-    """Compare the bytes between two nodes, for all ways to divide the ranks."""
+def print_placements(found: dict[str, torch.Tensor]) -> None:
+    """Print the bytes between two nodes, for ranks in order, in turn, and at best."""
     in_turn = tuple(range(0, WORLD_SIZE, 2))
     print0(f"\n{'':5}{'kB between two nodes':30}in order   in turn    fewest  on one node")
-    for name, (_, M_RR) in found.items():
+    for name, M_RR in found.items():
         best = best_division(M_RR)
         counts = [between_nodes(M_RR, node) for node in (divisions(WORLD_SIZE)[0], in_turn, best)]
         cells = "".join(f"{count / 1e3:10.0f}" for count in counts)
         print0(f"{'':5}{name:28}{cells}  {', '.join(map(str, best))}")
     print0()
-    unlike = [(i, j) for i, j in itertools.permutations(ALL, 2) if (i - j) % 2 == 1]
-    for name, (foretold_RR, measured_RR) in found.items():
-        due = sum(foretold_RR[i, j].item() for i, j in unlike)  # in turn, these are on two nodes
-        crossing = between_nodes(measured_RR, in_turn)
-        claim(f"{name}: bytes across, in turn", due, crossing, kind=kind)
+
+
+def check_placements(found: dict[str, torch.Tensor]) -> None:
+    """Compare the bytes between two nodes, for all ways to divide the ranks."""
     in_order = divisions(WORLD_SIZE)[0]
     due = len(found) - ("DP inside, TP outside" in found)  # each sends to its neighbors but this
-    best = [best_division(matrices.measured_RR) for matrices in found.values()].count(in_order)
-    claim("jobs for which no places are better than in order", due, best, kind=kind)
+    best = [best_division(M_RR) for M_RR in found.values()].count(in_order)
+    claim("jobs for which no places are better than in order", due, best)
     if WORLD_SIZE in (4, 8, 12, 16):
-        check_pairs(found, kind)
+        check_pairs(found)
     else:
         blocked("what it costs to tear pairs apart", needs="4 ranks")
 
 
-def check_pairs(found: dict[str, Matrices], kind: str) -> None:
+def check_pairs(found: dict[str, torch.Tensor]) -> None:
     """Weigh good places against bad ones; m ranks share a gradient. Headers make 1%, at most.
 
     An all-reduce of x by two ranks sends 2x in both directions together, and each of the n/2 pairs
@@ -874,16 +882,16 @@ def check_pairs(found: dict[str, Matrices], kind: str) -> None:
     m = WORLD_SIZE // 2
     pairs = 8 * WORLD_SIZE  # bytes that cross / bytes of x, if all pairs are torn apart
     rings = 2 * 2 * 4 * (m - 1) / m  # of both rings, each divided once
-    shares = against_best(found["data parallel"].measured_RR)
-    claim("data parallel, one ring: worst / best", WORLD_SIZE / 2, max(shares), kind=kind)
+    shares = against_best(found["data parallel"])
+    claim("data parallel, one ring: worst / best", WORLD_SIZE / 2, max(shares))
     due = (pairs + rings * m / 2) / rings
-    shares = against_best(found["TP inside, DP outside"].measured_RR)
+    shares = against_best(found["TP inside, DP outside"])
     slack = 0.01 * due
-    claim("TP inside: worst / best", due, max(shares), atol=slack, question=4, kind=kind)
+    claim("TP inside: worst / best", due, max(shares), atol=slack, question=4)
     due = pairs / rings
-    shares = against_best(found["DP inside, TP outside"].measured_RR)
+    shares = against_best(found["DP inside, TP outside"])
     slack = 0.01 * due
-    claim("TP outside: in order / best", due, shares[0], atol=slack, question=4, kind=kind)
+    claim("TP outside: in order / best", due, shares[0], atol=slack, question=4)
 
 
 def against_best(M_RR: torch.Tensor) -> list[float]:
@@ -921,16 +929,16 @@ def check_sample() -> None:
 
 
 # %%
-def draw(found: dict[str, Matrices], path: str) -> None:
+def draw(found: dict[str, torch.Tensor], path: str) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure((15, 7.2), layout="constrained")
     left, right = figure.subfigures(1, 2, width_ratios=[3, 1])
     cells = [*left.subplots(2, 4).flat]
-    largest = max(matrices.measured_RR.max().item() for matrices in found.values())
-    for axes, (name, matrices) in zip(cells, found.items(), strict=False):
-        axes.imshow(matrices.measured_RR, cmap="GnBu", vmin=0, vmax=largest)
-        write_cells(axes, matrices.measured_RR, largest)
+    largest = max(M_RR.max().item() for M_RR in found.values())
+    for axes, (name, M_RR) in zip(cells, found.items(), strict=False):
+        axes.imshow(M_RR, cmap="GnBu", vmin=0, vmax=largest)
+        write_cells(axes, M_RR, largest)
         frame_nodes(axes)
         axes.set_title(name, fontweight="bold")
     for axes in cells[len(found) :]:
@@ -967,10 +975,10 @@ def frame_nodes(axes: object) -> None:
         axes.text(start, start, f"node {start // half}", color="tab:red", ha="center", va="center")
 
 
-def draw_bars(axes: object, found: dict[str, Matrices]) -> None:
+def draw_bars(axes: object, found: dict[str, torch.Tensor]) -> None:
     """Draw what crosses between the nodes: in order, in turn, and at best."""
     in_turn = tuple(range(0, WORLD_SIZE, 2))
-    for place, (_, M_RR) in enumerate(found.values()):
+    for place, M_RR in enumerate(found.values()):
         kinds = {"in order": divisions(WORLD_SIZE)[0], "in turn": in_turn}
         kinds["best"] = best_division(M_RR)
         for offset, (kind, node) in enumerate(kinds.items()):
@@ -988,14 +996,16 @@ def draw_bars(axes: object, found: dict[str, Matrices]) -> None:
 
 
 # %% [markdown]
-# On gloo the kernel counts, on NCCL the log tells; all that follows is the same.
+# On gloo the kernel counts bytes, and all that follows is claimed. On NCCL the log tells calls, and
+# what follows is printed, for nothing here counts the bytes between two GPUs. (NVLink's counters,
+# `nvidia-smi nvlink -gt d`, give each GPU's sum, but behind an NVSwitch not to whom.)
 
 
 # %%
 def check_all(device: torch.device, file: Path, figure: str | None) -> None:
     jobs = make_jobs(device)
     if device.type == "cuda":
-        blocked("what the kernel's sockets count", needs="2 ranks on CPU")
+        blocked("bytes between ranks and between nodes", needs="ranks on CPU, counted by sockets")
         found = check_by_log(jobs, file)
     else:
         blocked("what NCCL logs that it was asked for", needs="2 GPUs")
@@ -1004,9 +1014,11 @@ def check_all(device: torch.device, file: Path, figure: str | None) -> None:
             return
         check_message()
         found = check_by_sockets(jobs)
-    print_matrices(found)
-    check_matrices(found, device)
-    check_placements(found, kind_of(device))
+    print_matrices(found, device)
+    print_placements(found)
+    if device.type == "cpu":
+        check_matrices(found, jobs)
+        check_placements(found)
     if figure and RANK == 0:
         draw(found, figure)
 
@@ -1030,7 +1042,7 @@ def gather_objects(value: object) -> list:
 # 3. 1.5 times: two gatherings and a reduce-scatter send (n-1)/n each, and an all-reduce sends that
 #    twice. But gloo moves 2 times as many, since for a reduce-scatter it all-reduces everything and
 #    keeps a share. The matrix shows which is which: the gatherings go to the next rank, the
-#    all-reduce to the one before. NCCL has a reduce-scatter of its own, and its log says 1.5.
+#    all-reduce to the one before. NCCL has a reduce-scatter of its own: there it is 1.5, by theory.
 # 4. 5 times. With the pairs torn apart, 4 times as much crosses; {0, 3} tears the pairs and the
 #    data-parallel groups. If ranks 0 and 2 are a pair, torchrun's order is only the second best of
 #    the three, and 4 times as expensive as placing ranks in turn. torchrun numbers ranks node by
@@ -1051,12 +1063,12 @@ def gather_objects(value: object) -> list:
 # gradients outweigh the activations: then the data-parallel groups should share a node, and the row
 # that says "in order / best" FAILs, for torchrun's order is the best one of the second grid.
 #
-# **On GPUs** the log gives the matrix, whatever carries the bytes. It says what the ranks asked
-# for, and the rest is the assumption of rings in the order of the ranks. NCCL makes its rings by
-# topology, so a ring over two nodes enters each of them once, however ranks are numbered. That
-# helps an all-reduce of all ranks. It cannot help small groups whose members lie on two nodes.
-# Trees and NVLS send other amounts (communication/nccl_debugging.md). With COLL, INFO writes 200
-# bytes per call and rank: turn it on for a hundred steps, not for a week. `--logs` reads them.
+# **On GPUs** the log gives the calls, and only these are claimed. The matrix that is printed
+# assumes rings in the order of the ranks. NCCL makes its rings by topology, so a ring over two
+# nodes enters each of them once, however ranks are numbered. That helps an all-reduce of all ranks.
+# It cannot help small groups whose members lie on two nodes. Trees and NVLS send other amounts
+# (communication/nccl_debugging.md). With COLL, INFO writes 200 bytes per call and rank: turn it on
+# for a hundred steps, not for a week. `--logs` reads them.
 #
 # **On a real cluster** a node is an NVLink domain, and what leaves it has about a tenth of the
 # bandwidth. Look which ranks really share a node (`hello` of fundamentals/05_several_nodes.py)

@@ -57,4 +57,11 @@ MISTAKES = [
         "test_cheapest",
         ": a plan fits, in",
     ),
+    (
+        "micro-batches in powers of two only",
+        "for pieces in [k for k in range(1, job.B + 1) if job.B % k == 0]:",
+        "for pieces in [k for k in (1, 2, 4, 8, 16) if job.B % k == 0]:",
+        "test_cheapest",
+        " s would do",
+    ),
 ]

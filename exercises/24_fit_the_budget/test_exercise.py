@@ -153,8 +153,11 @@ def run(job: tuple, plan: tuple) -> Counts:
 
 
 def job_of(seed: int) -> tuple[int, int, int]:
-    """(L, D, B), so that in some plans activations rule, and in others the states do."""
-    return 2 + seed % 2, 8 + 4 * (seed // 2 % 2), 12 + 4 * (seed // 4 % 2)
+    """(L, D, B), so that in some plans activations rule, and in others the states do.
+
+    Not every divisor of B is a power of two.
+    """
+    return 2 + seed % 2, 8 + 4 * (seed // 2 % 2), 12 + 12 * (seed // 4 % 2)
 
 
 PLANS = [(1, False, 0), (4, False, 0), (1, True, 0), (4, True, 1), (2, False, 2), (4, True, 3)]

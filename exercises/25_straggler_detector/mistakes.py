@@ -37,6 +37,13 @@ MISTAKES = [
         "20% slower, and thrice as slow, on rank 0 of 4: expected",
     ),
     (
+        "of two others, the faster one",
+        "others.sort(dim=0).values[len(others) // 2]",
+        "others.median(dim=0).values",
+        "test_of_two_others_the_larger_counts",
+        "two of three are slow alike, on rank 0 of 3: expected [], got [",
+    ),
+    (
         "compared with its own past",
         "median = others.sort(dim=0).values[len(others) // 2]",
         "median = gathered[rank].median()",

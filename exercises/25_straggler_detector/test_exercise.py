@@ -91,6 +91,13 @@ def test_slow(answer: Path, seed: int, n: int) -> None:
     )
 
 
+def test_of_two_others_the_larger_counts(answer: Path, seed: int) -> None:
+    """Half as slow again as one of the two others, and as fast as the other"""
+    first, second = random.Random(seed).sample(range(3), 2)
+    own = slower(healthy(seed, WINDOW, 3), {first: 1.5, second: 1.5})
+    judge(answer, 3, (own, [], "two of three are slow alike"))
+
+
 def test_a_little_slower(answer: Path, seed: int) -> None:
     """A rank that is always 4% slower is not worth an alarm"""
     judge(answer, 4, (slower(healthy(seed, WINDOW, 4), {2: 1.04}), [], "always 4% slower"))

@@ -106,4 +106,18 @@ MISTAKES = [
         "test_training_3",
         "rank 0: calls, with their bytes",
     ),
+    (
+        "chunks, of which there may be fewer than ranks",
+        "whole.tensor_split(dist.get_world_size())[rank] for whole",
+        "whole.chunk(dist.get_world_size())[rank] for whole",
+        "test_training_3",
+        "IndexError",
+    ),
+    (
+        "the model is left in the mode for evaluation",
+        "        with torch.no_grad():\n            hits",
+        "        model.eval()\n        with torch.no_grad():\n            hits",
+        "test_training_3",
+        "rank 0: model.training at the end, as it was when given: expected True, got False",
+    ),
 ]

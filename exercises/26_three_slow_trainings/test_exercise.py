@@ -125,28 +125,25 @@ def test_training_2(answer: Path, seed: int, n: int) -> None:
         expect(calls, [("all_reduce", nbytes)] * STEPS, f"rank {rank}: calls, with their bytes")
 
 
-V = 31
-
-
-def validation_of(seed: int) -> tuple[Tensor, Tensor]:
+def validation_of(seed: int, V: int) -> tuple[Tensor, Tensor]:
     labels = torch.randint(C, (V,), generator=torch.Generator().manual_seed(seed + 7))
     return numbers(seed + 7, V, D), labels
 
 
-def call_3(answer, wire, seed: int) -> tuple:
+def call_3(answer, wire, seed: int, V: int) -> tuple:
     model = network(seed)
     rows = []
     model.register_forward_hook(lambda model, inputs, output: rows.append(len(inputs[0])))
-    right = answer.training_3(model, batches_of(seed, dist.get_rank()), validation_of(seed))
+    right = answer.training_3(model, batches_of(seed, dist.get_rank()), validation_of(seed, V))
     calls = [(event.op, event.nbytes) for event in wire.calls()]
-    return flat(model), right, sum(rows), calls
+    return flat(model), right, sum(rows), calls, model.training
 
 
-@on_ranks
-def test_training_3(answer: Path, seed: int, n: int) -> None:
-    """Training 3 shares the validation, and counts the same, on {n} ranks"""
-    told = grade(answer, call_3, n, seed)
-    x, labels = validation_of(seed)
+@pytest.mark.parametrize(("n", "V"), [(1, 31), (2, 31), (4, 31), (4, 5)])
+def test_training_3(answer: Path, seed: int, n: int, V: int) -> None:
+    """Training 3 shares the validation of {V} samples, and counts the same, on {n} ranks"""
+    told = grade(answer, call_3, n, seed, V)
+    x, labels = validation_of(seed, V)
     due = train(seed, joined(seed, n))
     hits = []
     model = network(seed)
@@ -154,7 +151,8 @@ def test_training_3(answer: Path, seed: int, n: int) -> None:
         nn.utils.vector_to_parameters(parameters, model.parameters())
         hits.append(int((model(x).argmax(1) == labels).sum()))
     most = STEPS * (5 + -(-V // n))
-    for rank, (parameters, right, rows, calls) in enumerate(told):
+    for rank, (parameters, right, rows, calls, training) in enumerate(told):
+        expect(training, True, f"rank {rank}: model.training at the end, as it was when given")
         if rows > most:
             told_rows = f"{rows} samples through the model, where {most} do"
             raise Wrong(f"rank {rank}: {told_rows}: the others wait for this rank")

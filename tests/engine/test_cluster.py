@@ -50,11 +50,33 @@ def test_all_are_warned_of_when_the_datasheet_is_far() -> None:
 
 
 def test_what_a_datasheet_lets_expect(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {"NVIDIA H100 80GB HBM3": 0.7 * 989, "NVIDIA A100-SXM4-40GB": 0.7 * 312, "T4": None}
-    for name, least in names.items():
+    names = {
+        "NVIDIA H100 80GB HBM3": (989, 450),
+        "NVIDIA H200": (989, 450),
+        "NVIDIA H200 NVL": (835, 450),
+        "NVIDIA B300 SXM6 AC": (2250, 900),
+        "NVIDIA A100-SXM4-40GB": (312, 300),
+        "NVIDIA L40S": (362, None),
+        "NVIDIA L4": (121, None),
+        "NVIDIA L40": (None, None),  # another GPU than an L4, or an L40S
+        "Tesla T4": (65, None),
+        "Tesla V100-SXM2-16GB": (125, 150),
+        "Tesla V100-PCIE-32GB": (112, None),
+        "NVIDIA GeForce RTX 4090": (None, None),
+    }
+    for name, (tflops, nvlink) in names.items():
         monkeypatch.setattr("torch.cuda.get_device_name", lambda device, name=name: name)
-        assert cluster.expected(torch.device("cuda"), "tflops") == least
+        for what, figure in (("tflops", tflops), ("nvlink", nvlink)):
+            least = figure and 0.7 * figure
+            assert cluster.expected(torch.device("cuda"), what) == least, name
     assert cluster.expected(torch.device("cpu"), "tflops") is None
+
+
+def test_gpus_before_ampere_multiply_in_float16(monkeypatch: pytest.MonkeyPatch) -> None:
+    for native, dtype in ((True, torch.bfloat16), (False, torch.float16)):
+        supported = {True: True, False: native}.__getitem__  # by emulation, all have bfloat16
+        monkeypatch.setattr("torch.cuda.is_bf16_supported", supported)
+        assert cluster.half_precision() == dtype
 
 
 def test_two_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -149,6 +171,74 @@ def test_a_rank_that_is_throttled_is_found_and_no_other() -> None:
 def test_a_link_is_measured_by_its_sender_and_by_every_rank_once() -> None:
     outcomes = attempt(links, 3)
     assert [outcome.value for outcome in outcomes] == [(1, 1)] * 3, outcomes
+
+
+@pytest.mark.parametrize(("nodes", "local"), [(2, 8), (3, 2), (4, 1), (5, 4)])
+@pytest.mark.parametrize("alone", [False, True])
+def test_rails_cross_between_nodes_each_once_and_in_both_directions(
+    nodes: int, local: int, alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n = nodes * local
+    monkeypatch.setattr(cluster, "WORLD_SIZE", n)
+    turns = cluster.Link(torch.zeros(1), local, alone).turns()
+    assert sorted(rank for senders in turns for rank in senders) == list(range(n))
+    for senders in turns:
+        receivers = {(rank + local) % n for rank in senders}
+        assert len(receivers) == len(senders)
+        assert not receivers & set(senders)  # nobody sends and receives
+        for rank in senders:
+            assert rank // local != (rank + local) % n // local  # it leaves its node
+        if alone:
+            assert len({rank % local for rank in senders}) == 1
+    if (nodes, local, alone) == (2, 8, False):
+        assert turns == [list(range(8)), list(range(8, 16))]
+
+
+def test_a_bad_network_card_is_found_on_its_rail_and_not_on_the_links_to_next_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two nodes of eight ranks, each with a card of its own; that of rank 11 is slow."""
+    n, local, bad = 16, 8, 11
+    monkeypatch.setattr(cluster, "WORLD_SIZE", n)
+    monkeypatch.setattr(cluster, "LOCAL_WORLD_SIZE", local)
+    monkeypatch.setitem(cluster.__dict__, "COLLECTIVES", {})
+    monkeypatch.setattr(cluster, "Step", lambda wrap, device: argparse.Namespace(tokens_BT=TOKENS))
+    found = {}
+    for measurement in cluster.joint_measurements(torch.device("cpu")):
+        if measurement.kind != "link":
+            continue
+        took = []
+        for rank in range(n):
+            ends = (rank, (rank + measurement.call.step) % n)
+            crosses = ends[0] // local != ends[1] // local
+            took.append([4.0 if crosses and bad in ends else 1.0])
+        found[measurement.name] = [int(w.split()[1][:-1]) for w in warned(took, measurement)]
+    assert found == {
+        "link to the next rank": [],
+        "rails to the next node, all at once": [3, 11],
+        "rails to the next node, one by one": [3, 11],
+    }
+
+
+TOKENS = torch.zeros(1, 2)
+
+
+def test_rails_are_measured_between_two_nodes_of_two_ranks() -> None:
+    outcomes = attempt(rails, 4)
+    assert [outcome.value for outcome in outcomes] == [True] * 4, outcomes
+
+
+def rails() -> bool:
+    """Whether what arrives comes from the same rank of the other node, in either way."""
+    suite = importlib.import_module("benchmarks.cluster")
+    suite.LOCAL_WORLD_SIZE = 2
+    right = []
+    for alone in (False, True):
+        link = suite.Link(torch.full((4,), float(dist.get_rank())), 2, alone)
+        assert suite.over_the_link(link, torch.device("cpu")) > 0
+        # node 1 gets node 0's numbers, and sends them back
+        right.append(link.x.tolist() == [float(dist.get_rank() % 2)] * 4)
+    return all(right)
 
 
 def links() -> tuple[int, int]:

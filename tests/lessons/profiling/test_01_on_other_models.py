@@ -25,6 +25,7 @@ class Model:
     kilobytes: float = 192  # of a layer's gradients
     uneven: tuple[float, ...] = (0.3, 1.7)  # the layers' compute over the mean, in turns
     ratio: float = 1.7  # a layer's all-reduce over its forward
+    fixed: float = 0.0  # ms by which a layer's compute is longer than it should, whatever the batch
 
 
 MODELS = {
@@ -41,9 +42,9 @@ AMOUNTS = {
 }
 
 
-def simulate(lesson: ModuleType, name: str, model: Model, ranks: int) -> object:
+def simulate(lesson: ModuleType, name: str, model: Model, ranks: int, **changes: float) -> object:
     """The Case of a job without noise: all-reduces in order, one at a time, when all are ready."""
-    job = ({"healthy": lesson.HEALTHY} | lesson.BOTTLENECKS)[name]
+    job = replace(({"healthy": lesson.HEALTHY} | lesson.BOTTLENECKS)[name], **changes)
     messages = model.tensors if job.bucket_mb else 1  # of a layer
     nbytes = 1e3 * model.kilobytes / messages
     forward = (lesson.LATENCY + 1e3 * model.kilobytes / lesson.BANDWIDTH) / model.ratio
@@ -80,7 +81,7 @@ def compute(job: object, model: Model, forward: float, spans: list[dict]) -> lis
     for layer, times in forwards + backwards:
         for rank, start in enumerate(now):
             ms = times * job.batch * forward * model.uneven[(layer + rank) % len(model.uneven)]
-            now[rank] += ms * (job.slow if rank == len(now) - 1 else 1)
+            now[rank] += ms * (job.slow if rank == len(now) - 1 else 1) + model.fixed
             spans[rank]["compute"].append((start, now[rank]))
         if job.syncs:
             for mine, start in zip(spans, now, strict=True):
@@ -119,6 +120,21 @@ def test_each_bottleneck_costs_a_third_there_by_arithmetic(kind: str) -> None:
     for name in lesson.BOTTLENECKS:
         case = simulate(lesson, name, (MODELS | AMOUNTS)[kind], 2)
         assert lesson.per_healthy_batch(name, case) > healthy * 4 / 3, name
+
+
+@pytest.mark.parametrize("fixed", [0.0, 1.3])
+@pytest.mark.parametrize("name", ["small batch", "slow loader", "no overlap", "needless syncs"])
+def test_predictions_by_arithmetic_know_what_no_batch_changes(name: str, fixed: float) -> None:
+    model = Model(fixed=fixed)
+    healthy = simulate(lesson, "healthy", model, 2).total
+    case = simulate(lesson, name, model, 2)
+    if name == "small batch":
+        twice = simulate(lesson, name, model, 2, batch=1 / 2)
+        case.doubled = twice.share("compute") * twice.total
+    assert lesson.predicted_fixed(name, case) == pytest.approx(healthy, rel=0.1)
+    if name == "small batch" and fixed:
+        others = load(LESSON, ("3 * (case.doubled - compute)", "3 * compute"))
+        assert others.predicted_fixed(name, case) > 1.2 * healthy
 
 
 THRESHOLDS = {

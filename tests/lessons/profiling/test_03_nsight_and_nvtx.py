@@ -24,7 +24,8 @@ ON_GPUS = OnGpus(
     ]
 )
 
-COUNT, POPS = "ranges that a rank opens in all steps", "pops, one for each push"
+POPS = "pops, one for each push"
+ROWS, NAMED = "rows of a table by name", "the same, were payloads in the names"
 PLAN = "in the plan's order, depth, payload and colour"
 MARKS, RANGED = (
     "marks whose payload is the step's loss, to the bit",
@@ -36,7 +37,6 @@ LAUNCHES, AFTER = (
     "launch ranges that end before the last joins",
     "waits and flights that end after it",
 )
-LOADER = "ms in the late rank's loader, the shortest"
 
 
 @pytest.mark.deep
@@ -142,18 +142,18 @@ LINES = {
              + '    nvtx.push_range("open", domain=DOMAIN)\n'),
             ("            vector_to_parameters(", "            dist.all_reduce(bucket_N)\n"
              "            vector_to_parameters("),
-            ("time.sleep(LATE if", "time.sleep(0 if"),
         ],
-        {COUNT, PLAN, MARKS, POPS, RANGED, LOADER},
+        {ROWS, NAMED, PLAN, MARKS, POPS, RANGED},
     ),
     "bytes left out, as in Try; the wrong ranges looked at; no callbacks for torch": (
         [
             ('phase("all_reduce", device, payload=bucket_N.nbytes)', 'phase("all_reduce", device)'),
+            ('phase("step", device, payload=number)', 'phase("step", device)'),
             ('before["launch"], question=3', 'before["wait"], question=3'),
             ('- before["wait"] -', '- before["launch"] -'),
             ("*of[9] = torch_push; *of[11] = torch_pop;", ""),
         ],
-        {PLAN, BYTES, LAUNCHES, AFTER} | ({TORCH} if torch.version.cuda else set()),
+        {PLAN, NAMED, BYTES, LAUNCHES, AFTER} | ({TORCH} if torch.version.cuda else set()),
     ),
     "every range has one colour; the wait is outside, as in Try": (
         [

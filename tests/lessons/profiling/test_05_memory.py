@@ -3,9 +3,15 @@
 Breaks that do not touch each other's claims are planted together, since a play trains 14 times.
 """
 
-import pytest
+import json
+from functools import partial
+from itertools import groupby
+from types import SimpleNamespace
 
-from course.playing import Lazily
+import pytest
+import torch
+
+from course.playing import Lazily, load
 from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
 
 LESSON = "profiling/05_memory.py"
@@ -18,7 +24,7 @@ ON_GPUS = OnGpus(
         ("checkpoint_wrapper(block)\n", 'checkpoint_wrapper(block, determinism_check="none")\n'),
         ('        "offload": Plan(offload=True),\n', ""),
         ('        "autocast": Plan(autocast=True),\n', ""),
-        ("        check_fragmentation_on_gpu()\n", "        pass\n"),
+        ("    check_fragmentation(device)\n", ""),
         ("        check_out_of_memory_on_gpu(device, path)\n", "        pass\n"),
         ("    compare_on_gpus(device)\n", ""),
     ],
@@ -45,7 +51,8 @@ NOT_RECORDED = [
         "    for name, job in JOBS.items():\n        settled",
         "    for name, job in ():\n        settled",
     ),
-    ("    check_the_plain_step(lines)\n    check_cures(lines)\n    check_order(lines)\n", ""),
+    ("    check_the_plain_step(lines, device)\n    check_cures(lines, device)\n", ""),
+    ("    check_order(lines)\n", ""),
 ]
 ONE_UNIT = "    for unit in (model,):\n        fully"
 PIECES = " or plan.pieces > 1 else 0"
@@ -107,7 +114,7 @@ LINES = {  # name: (changes, what FAILs)
     "an optimizer with arrays of its own (Try)": (
         [
             ("fused=True)\n        if plan.shard", "foreach=True)\n        if plan.shard"),
-            ("    check_cures(lines)\n    check_order(lines)\n", ""),
+            ("    check_cures(lines, device)\n    check_order(lines)\n", ""),
             ("plan in CURES[name].items():\n            lines[", "plan in ():\n            lines["),
         ],
         {
@@ -119,9 +126,9 @@ LINES = {  # name: (changes, what FAILs)
     ),
 }  # fmt: skip
 OF_THE_RECORDER = {
-    "a recorder that misses, an allocator without pages, another line that asks": (
+    "a recorder that misses, pages of 2 MiB for all, another line that asks": (
         [
-            ("                    block[0] %= PAGE\n", "                    pass\n"),
+            ("return 2 * MIB if size <= MIB else 20 * MIB", "return 2 * MIB"),
             ("if storage._cdata not in known:", "if storage.nbytes() < 500_000:"),
             ('    "": (4 * OOM_JOB.D,),', '    "": (8 * OOM_JOB.D,),'),
             ('    "self.up(": (16', '    "self.up(": (8'),
@@ -131,7 +138,7 @@ OF_THE_RECORDER = {
             ('    "self.norm": (4 * OOM_JOB.D, 4)', '    "self.norm": (8 * OOM_JOB.D, 8)'),
         ],
         {
-            "expandable: 24 MiB, answered",
+            "expandable: holes of 15 MiB, 24 MiB answered",
             "asked for by this expression: bytes",
             "peak above the start, in MB: allocator's",
         },
@@ -159,7 +166,7 @@ def test_segments_are_cut_best_fit_and_merged() -> None:
     assert allocator.malloc("b", 8 * MIB)  # of the same segment
     assert allocator.reserved == 22 * MIB
     assert allocator.malloc("own", 11 * MIB)
-    assert allocator.reserved == 34 * MIB  # a segment of its own, of whole pages
+    assert allocator.reserved == 34 * MIB  # a segment of its own, of whole 2 MiB
     allocator.free("a")
     allocator.free("b")
     assert allocator.malloc("c", 17 * MIB)  # neighbors that are free are one block
@@ -168,6 +175,145 @@ def test_segments_are_cut_best_fit_and_merged() -> None:
     assert allocator.malloc("large", 80 * MIB)  # the free segment goes back first
     assert allocator.reserved == 94 * MIB
     assert not allocator.malloc("more", 20 * MIB)
+
+
+def test_a_segment_begins_at_ten_mib_and_pools_are_apart() -> None:
+    MIB = lesson.MIB
+    sizes = [MIB, MIB + 1, 10 * MIB - 1, 10 * MIB, 11 * MIB]
+    assert [lesson.segment_for(size) // MIB for size in sizes] == [2, 20, 20, 10, 12]
+    allocator = lesson.CachingAllocator(100 * MIB)
+    assert allocator.malloc("large", 12 * MIB)
+    allocator.free("large")
+    assert allocator.malloc("small", MIB)  # never cut from a large request's segment
+    assert allocator.reserved == 14 * MIB
+
+
+def test_the_smallest_hole_is_taken() -> None:
+    MIB = lesson.MIB
+    allocator = lesson.CachingAllocator(32 * MIB)
+    for name, size in {"a": 12, "b": 5, "c": 7, "d": 8}.items():
+        assert allocator.malloc(name, size * MIB)
+    allocator.free("a")  # holes of 12 and of 7
+    allocator.free("c")
+    assert allocator.malloc("into the hole of 7", 6 * MIB)
+    assert allocator.malloc("into that of 12", 12 * MIB)
+
+
+class TorchsRules:
+    """One pool of c10/cuda/CUDACachingAllocator.cpp with expandable segments, MiB by MiB.
+
+    `mib` holds a letter per MiB of the range of addresses: '-' unmapped, '.' free, or a name.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.mib = ["-"] * (2 * capacity)
+
+    def runs(self, letters: str) -> list[tuple[int, int]]:
+        """(length, start) of the runs of these letters, the shortest first."""
+        found = []
+        start = 0
+        for same, group in groupby(self.mib, key=lambda letter: letter in letters):
+            length = len(list(group))
+            found += [(length, start)] if same else []
+            start += length
+        return sorted(found)
+
+    def malloc(self, name: str, size: int) -> bool:
+        for length, start in self.runs("."):
+            if length >= size:
+                self.mib[start : start + size] = name * size
+                return True
+        due = 20 if size < 10 else size + size % 2
+        for _ in range(2):
+            mapped = len(self.mib) - self.mib.count("-")
+            if mapped + due <= self.capacity:
+                (start,) = [start for length, start in self.runs(".-") if length >= size][:1]
+                for page in range(start // 20, -(-(start + size) // 20)):
+                    whole = slice(20 * page, 20 * page + 20)
+                    self.mib[whole] = ["." if x == "-" else x for x in self.mib[whole]]
+                self.mib[start : start + size] = name * size
+                return True
+            for page in range(0, len(self.mib), 20):
+                if set(self.mib[page : page + 20]) == {"."}:
+                    self.mib[page : page + 20] = "-" * 20
+        return False
+
+    def free(self, name: str) -> None:
+        self.mib = ["." if letter == name else letter for letter in self.mib]
+
+
+class Named:
+    """The rules above for the lesson's names and bytes."""
+
+    def __init__(self, capacity: int) -> None:
+        self.rules = TorchsRules(capacity // lesson.MIB)
+        self.letters: dict[str, str] = {}
+
+    def malloc(self, name: str, size: int) -> bool:
+        letter = self.letters.setdefault(name, chr(ord("A") + len(self.letters)))
+        return self.rules.malloc(letter, size // lesson.MIB)
+
+    def free(self, name: str) -> None:
+        self.rules.free(self.letters[name])
+
+
+@pytest.mark.parametrize("whole", [20, 80])
+def test_expandable_segments_answer_by_torchs_own_rules(whole: int) -> None:
+    capacity = 3 * whole * lesson.MIB
+    told = lesson.answers(Named(capacity), whole)
+    assert told is (whole == 80)
+    assert lesson.answers(lesson.CachingAllocator(capacity, expandable=True), whole) is told
+    assert not lesson.answers(lesson.CachingAllocator(capacity), whole)
+
+
+def test_expandable_segments_map_pages_by_the_pool() -> None:
+    MIB = lesson.MIB
+    allocator = lesson.CachingAllocator(100 * MIB, expandable=True)
+    assert allocator.malloc("small", MIB)
+    assert allocator.malloc("large", 12 * MIB)
+    assert allocator.reserved == 22 * MIB
+    assert allocator.malloc("more", 12 * MIB)  # 8 are mapped already
+    assert allocator.reserved == 42 * MIB
+    allocator.free("more")
+    allocator.release()
+    assert allocator.reserved == 22 * MIB  # the second page goes, the first is in use
+
+
+def test_the_limit_on_a_gpu_is_never_a_byte_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch truncates fraction * total; (a / b) * b is below a for some a."""
+    limits = []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", limits.append)
+    for total in (84_929_347_584, 150_754_820_096, 25_390_809_088, 15_828_320_256, 47_697_362_944):
+        size = SimpleNamespace(total_memory=total)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, size=size: size)
+        for whole in lesson.ASKED:
+            capacity = 3 * whole * lesson.MIB
+            lesson.CudaAllocator(capacity)
+            allowed = int(limits.pop() * total)
+            assert capacity <= allowed < capacity + 2 * lesson.MIB  # a segment more is refused
+
+
+def test_two_fresh_processes_ask_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with its own allocator, whatever this process was started with."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    asked = []
+
+    def answer(command: list[str], env: dict, **_: object) -> SimpleNamespace:
+        assert command[-1] == "--fragments"
+        assert "PYTORCH_CUDA_ALLOC_CONF" not in env
+        asked.append(env["PYTORCH_ALLOC_CONF"].partition(":")[2])
+        model = partial(lesson.CachingAllocator, expandable=asked[-1] == "True")
+        found = {whole: lesson.answers(model(3 * whole * lesson.MIB), whole) for whole in (20, 80)}
+        return SimpleNamespace(stdout=json.dumps(found))
+
+    own = load(LESSON)
+    monkeypatch.setattr(own.subprocess, "run", answer)
+    monkeypatch.setattr(own, "from_rank_0", lambda found: found)
+    own.check_fragmentation(torch.device("cuda"))
+    assert asked == ["False", "True"]
+    assert [row["measured"] for row in own.ledger] == [0, 0, 0, 1]
+    assert {(row["verdict"], row["kind"]) for row in own.ledger} == {("PASS", "measured")}
 
 
 @pytest.mark.parametrize("n", [1, 4, 64])

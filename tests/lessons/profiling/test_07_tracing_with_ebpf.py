@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -88,8 +89,10 @@ def test_a_program_that_is_wrong_is_refused_with_its_reason() -> None:
 
 # A job on GPUs, as bpftrace sees one: files with these names, and functions with these in them.
 STAND_INS = {
-    "libnccl.so.2": "ncclAllReduce ncclBroadcast ncclAllGather ncclReduceScatter",
-    "libcuda.so.1": "cuMemcpyHtoDAsync_v2 cuMemcpyDtoHAsync_v2 cuMemcpyHtoDAsync cuMemcpyAsync",
+    "libnccl.so.2": "ncclAllReduce ncclBroadcast ncclAllGather ncclReduceScatter ncclReduce "
+    "ncclAlltoAll ncclSend ncclRecv",
+    "libcuda.so.1": "cuMemcpyHtoDAsync_v2 cuMemcpyDtoHAsync_v2 cuMemcpyHtoDAsync cuMemcpyAsync "
+    "cuMemcpyPeerAsync cuMemcpy3DPeerAsync cuMemcpyPeer",
 }
 JOB = """
 import ctypes, sys
@@ -100,10 +103,19 @@ sys.stdin.readline()
 for count in (1000, 1000, 24):
     nccl.ncclAllReduce(size(1), size(2), size(count), 7, 0, None, None)  # ncclFloat32
 nccl.ncclAllGather(size(1), size(2), size(5), 9, None, None)  # ncclBfloat16
+for _ in range(2):
+    nccl.ncclSend(size(1), size(300), 7, 3, None, None)
+nccl.ncclRecv(size(1), size(400), 6, 3, None, None)  # ncclFloat16
+nccl.ncclReduce(size(1), size(2), size(50), 8, 0, 1, None, None)  # ncclFloat64
+nccl.ncclAlltoAll(size(1), size(2), size(60), 7, None, None)
 cuda.cuMemcpyHtoDAsync_v2(size(1), size(2), size(2**33), None)
 cuda.cuMemcpyHtoDAsync_v2(size(1), size(2), size(1), None)
 cuda.cuMemcpyDtoHAsync_v2(size(1), size(2), size(4), None)
 cuda.cuMemcpyHtoDAsync(size(1), size(2), size(99), None)
+cuda.cuMemcpyPeerAsync(size(1), size(2), size(3), size(4), size(2**34), None)
+cuda.cuMemcpyPeer(size(1), size(2), size(3), size(4), size(7), None)
+block = (size * 25)(*[9] * 22, 100, 20, 3)  # CUDA_MEMCPY3D_PEER ends with width, height and depth
+cuda.cuMemcpy3DPeerAsync(block, None)
 print("done", flush=True)
 sys.stdin.readline()
 """
@@ -125,6 +137,50 @@ def gpu_job(tmp_path: Path) -> Iterator[subprocess.Popen]:
         job.kill()
 
 
+# The counts' registers, by the declarations in nccl.h and cuda.h; no kernel is asked.
+REGISTERS = {
+    "ncclAllReduce": "arg2, arg3",
+    "ncclBroadcast": "arg2, arg3",
+    "ncclAllGather": "arg2, arg3",
+    "ncclReduceScatter": "arg2, arg3",
+    "ncclReduce": "arg2, arg3",
+    "ncclAlltoAll": "arg2, arg3",
+    "ncclSend": "arg1, arg2",
+    "ncclRecv": "arg1, arg2",
+    "cuMemcpyHtoDAsync_v2": "sum(arg2)",
+    "cuMemcpyDtoHAsync_v2": "sum(arg2)",
+    "cuMemcpyAsync": "sum(arg2)",
+    "cuMemcpyPeerAsync": "sum(arg4)",
+    "cuMemcpy3DPeerAsync": "sum(*(uint64 *)(arg0 + 176) * ",
+    "cuMemcpyHtoDAsync": "",  # sizes of 32 bits: not hooked
+    "cuMemcpyPeer": "",  # the host waits for it
+}
+
+
+@pytest.mark.parametrize("missing", ["", "ncclAlltoAll"])
+def test_every_call_that_moves_data_is_hooked(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {name: f"0x{i:x}" for i, name in enumerate(REGISTERS) if name != missing}
+    monkeypatch.setitem(tracing.nccl_probes.__globals__, "symbols", lambda library: names)
+    lines = tracing.nccl_probes("lib") + tracing.copy_probes("lib")
+    for name, registers in REGISTERS.items():
+        entry = [line for line in lines if line.startswith(f"uprobe:lib:{names.get(name)} ")]
+        assert len(entry) == (registers != "" and name != missing), name
+        assert all(registers in line for line in entry)
+
+
+@pytest.mark.skipif(shutil.which("bpftrace") is None, reason="needs bpftrace")
+@pytest.mark.deep
+def test_bpftrace_understands_the_program(gpu_job: subprocess.Popen) -> None:
+    """It compiles it; loading it is what needs root with bpf(2)."""
+    program = tracing.program([gpu_job.pid], nccl=True)
+    program = "\n".join(line for line in program.splitlines() if not line.startswith("tracepoint"))
+    said = subprocess.run(["bpftrace", "-d", "-e", program], capture_output=True, text=True)
+    assert "probe_read_user" in said.stdout + said.stderr  # the struct of a peer copy
+    assert "ERROR" not in said.stderr.replace("ERROR: Unknown error -1: couldn't set RLIMIT", "")
+
+
 @needs_bpf
 @pytest.mark.deep
 def test_on_gpus_the_calls_of_nccl_and_of_the_driver_are_counted(gpu_job: subprocess.Popen) -> None:
@@ -135,13 +191,23 @@ def test_on_gpus_the_calls_of_nccl_and_of_the_driver_are_counted(gpu_job: subpro
     assert gpu_job.stdout.readline() == "done\n"
     maps = tracing.detach(tracer)
     calls = {name: tracing.seen(maps, "@calls", pid, name) for name in tracing.NCCL}
-    assert calls == {"all_reduce": 3, "all_gather": 1, "broadcast": 0, "reduce_scatter": 0}
+    assert calls == {"all_reduce": 3, "all_gather": 1, "broadcast": 0, "reduce_scatter": 0,
+                     "reduce": 1, "all_to_all": 1, "send": 2, "recv": 1}  # fmt: skip
+    assert tracing.sizes_seen(maps, pid, "send") == {1200: 2}
+    assert tracing.sizes_seen(maps, pid, "recv") == {800: 1}
+    assert tracing.sizes_seen(maps, pid, "reduce") == {400: 1}
+    assert tracing.sizes_seen(maps, pid, "all_to_all") == {240: 1}
     assert tracing.sizes_seen(maps, pid, "all_reduce") == {4000: 2, 96: 1}
     assert tracing.sizes_seen(maps, pid, "all_gather") == {10: 1}
     assert sum(bar["count"] for bar in maps["@us"][str(pid), "all_reduce"]) == 3
     moments = [maps["@at"][str(pid), "all_reduce", str(nth)] for nth in range(3)]
     assert moments == sorted(moments)
-    assert maps["@copied"] == {(str(pid), "HtoD"): 2**33 + 1, (str(pid), "DtoH"): 4}
+    assert maps["@copied"] == {
+        (str(pid), "HtoD"): 2**33 + 1,
+        (str(pid), "DtoH"): 4,
+        (str(pid), "Peer"): 2**34,
+        (str(pid), "3DPeer"): 6000,
+    }
     assert tracing.seen(maps, "@copies", pid, "HtoD") == 2  # one that takes 32 bits is another's
 
 
