@@ -6,7 +6,7 @@
 FOLDER has train/ and val/ in it, and there a folder of images per class: ResNet-18 learns them.
 Without it a small CNN learns scikit-learn's digits. Put your own in `build_model` and `load_data`.
 After whatever end, type the same line again: it goes on where the last checkpoint was written.
-On several nodes `export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` first: `join` below says why.
+On several nodes launch_ddp.sh, next to this file, sets the variable that `join` below asks for.
 
 **The claim.** Killed at any point and started again with as many ranks, it ends with the same
 weights, bit for bit, as if nothing had happened: on the same kind of machine and the same torch.
@@ -14,18 +14,24 @@ weights, bit for bit, as if nothing had happened: on the same kind of machine an
 **It survives**
 - a rank that is killed or raises: torchrun starts all ranks anew, from the last checkpoint;
 - a rank that hangs: the others give up after --timeout seconds, and torchrun starts all anew;
-- SIGTERM, as spot instances and Slurm send it, and Ctrl-C: all ranks end the same step, save, and
-  leave with status 143 or 130. torchrun gives them 30 seconds for that (--shutdown-timeout), in
-  which --listen-every steps and the saving have to fit;
+- SIGTERM, as Slurm sends it before the time limit and launch/aws before a spot node is taken,
+  Ctrl-C, and SIGHUP, when a terminal closes: all ranks end the same step, save, and leave with
+  status 143, 130 or 129. torchrun gives them 30 seconds for that (--shutdown-timeout), in which
+  --listen-every steps and the saving have to fit;
 - the death of torchrun itself: its ranks see that they are orphans, save, and leave. Until they
   have left, a new run waits for them: two never write into one folder;
 - death while a checkpoint is written, and a full disk: the checkpoint before it is still whole;
 - a checkpoint that is cut off, incomplete, or has a bit flipped: it is named, put aside as
-  step-N.damaged, and the one before it is used. If none is whole, nothing starts.
+  step-N.damaged, and the one before it is used. If none is whole, nothing starts;
+- a loss or a gradient that is not finite: all ranks stop before that step, and it is not saved.
+
+**It refuses** a GPU that is missing, and bfloat16 on a GPU that only emulates it. It trains on the
+CPU where no node has a GPU, or where CUDA_VISIBLE_DEVICES is empty on all nodes.
 
 **It does not survive**
 - another number of ranks, another batch, another learning rate: refused, and told what differs;
-- the loss of the disk; a --checkpoints folder that rank 0's node does not see after a restart;
+- the loss of the disk. On several nodes --checkpoints has to be a folder that all of them share:
+  after a restart another machine may be rank 0's, and the old one gone;
 - wrong arithmetic: a GPU that computes nonsense has it saved with a correct checksum;
 - transforms that draw from numpy or from Python's `random`: a batch's seed is torch's alone.
 """
@@ -40,6 +46,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -80,6 +87,7 @@ def read_flags() -> argparse.Namespace:
     flags.add_argument("--checkpoints", type=Path, default="checkpoints", help="folder for them")
     flags.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
     flags.add_argument("--keep", type=int, default=3, help="how many checkpoints stay")
+    flags.add_argument("--keep-every", type=int, default=100, help="and of all each so many-th")
     flags.add_argument("--epochs", type=int, default=6)
     flags.add_argument("--batch", type=int, default=24, help="images of one rank at a time")
     flags.add_argument("--accumulate", type=int, default=2, help="batches of a step")
@@ -95,6 +103,8 @@ def read_flags() -> argparse.Namespace:
     args = flags.parse_args()
     if args.keep < 2:
         flags.error("--keep must be at least 2: the newest checkpoint may be the damaged one")
+    if args.keep_every < 1:
+        flags.error("--keep-every must be at least 1: each so many-th checkpoint stays for ever")
     return args
 
 
@@ -167,8 +177,8 @@ class Seeded(Dataset):
             return [self.data[index] for _, index in places]
 
 
-# Checkpoints: rank 0 alone writes and reads. Their folder must outlive the node of rank 0, and
-# be seen by any node that may be rank 0 next: a shared file system, or a copy elsewhere
+# Checkpoints: rank 0 alone writes and reads. Their folder must outlive rank 0's machine, and be
+# visible to the machine that is rank 0's after a restart: on several nodes, a shared folder.
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -195,8 +205,13 @@ def sync_folder(folder: Path) -> None:
     os.close(descriptor)
 
 
-def write_checkpoint(folder: Path, step: int, states: dict[str, object], keep: int) -> None:
-    """Write all of it or nothing; then delete what is older than the last `keep`."""
+def write_checkpoint(
+    folder: Path, step: int, states: dict[str, object], keep: int, stays: int
+) -> None:
+    """Write all of it or nothing; then delete what is older than the last `keep`.
+
+    Those of steps that `stays` divides are never deleted: training may have gone wrong long ago.
+    """
     final = folder / f"step-{step:09}"
     if final.exists():  # it was loaded from there, or saved before SIGTERM came
         return
@@ -212,7 +227,8 @@ def write_checkpoint(folder: Path, step: int, states: dict[str, object], keep: i
     temporary.rename(final)  # at this moment it begins to exist
     sync_folder(folder)
     for old in checkpoints_in(folder)[keep:]:
-        old.rename(old.with_suffix(".tmp"))  # half of one must not look like one
+        if int(old.name.removeprefix("step-")) % stays:
+            old.rename(old.with_suffix(".tmp"))  # half of one must not look like one
     remove_leftovers(folder)
 
 
@@ -306,7 +322,7 @@ class Stop:
     def __init__(self) -> None:
         self.number = 0  # the signal that came
         self.parent = os.getppid()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self.hear)
 
     def hear(self, number: int, frame: object) -> None:
@@ -383,7 +399,7 @@ class Trainer:
             return nn.functional.cross_entropy(self.ddp(x), y)
 
     def train_step(self) -> torch.Tensor:
-        """Take the next step; return this rank's loss of it."""
+        """Take the next step; return its loss, the mean over all ranks."""
         args = self.args
         epoch, done = divmod(self.step, self.steps_per_epoch)
         if self.batches is None or done == 0:
@@ -394,16 +410,29 @@ class Trainer:
         for left in reversed(range(args.accumulate)):
             with self.ddp.no_sync() if left else nullcontext():  # one all-reduce per step
                 loss = self.loss(*next(self.batches)) / args.accumulate
+                total += loss.detach()
+                work = None if left else dist.all_reduce(total, async_op=True)
                 self.scaler.scale(loss).backward()
-            total += loss.detach()
-        self.update()
+        work.wait()
+        total /= dist.get_world_size()
+        self.update(total)
         self.step += 1
         return total
 
-    def update(self) -> None:
+    def update(self, loss: torch.Tensor) -> None:
+        """Change the weights, unless the loss or the gradients' norm is not finite.
+
+        Both are the same on all ranks, which add them up: all raise FloatingPointError, or none.
+        """
         self.scaler.unscale_(self.optimizer)  # clip the gradients, not what the scale makes of them
-        nn.utils.clip_grad_norm_(self.ddp.parameters(), self.args.clip)
+        norm = nn.utils.clip_grad_norm_(self.ddp.parameters(), self.args.clip)
         scale = self.scaler.get_scale()
+        # An overflow by float16's scale is no divergence: such a step is skipped, below.
+        judged = loss if scale > 1 else loss + norm
+        if not judged.isfinite():  # the host waits here for the GPU, once a step
+            told = f"step {self.step + 1}: the loss is {loss:g}, the gradients' norm {norm:g}"
+            rule = "Nothing of this step was taken or saved; the checkpoints before it are good"
+            raise FloatingPointError(f"{told}. {rule}. Look at its data and the learning rate.")
         self.scaler.step(self.optimizer)  # does nothing if a gradient is infinite
         self.scaler.update()
         self.optimizer.zero_grad()
@@ -438,7 +467,8 @@ class Trainer:
         model = self.ddp.module.state_dict()
         parts = dict(zip(PARTS, (model, self.optimizer.state_dict(), progress), strict=True))
         try:
-            write_checkpoint(self.args.checkpoints, self.step, parts, self.args.keep)
+            stays = self.args.save_every * self.args.keep_every
+            write_checkpoint(self.args.checkpoints, self.step, parts, self.args.keep, stays)
             log.info("step %d is saved", self.step)
         except OSError as error:
             remove_leftovers(self.args.checkpoints)  # the room is needed
@@ -450,6 +480,7 @@ class Trainer:
         """Go on from the newest whole checkpoint, if there is one."""
         parts = load_checkpoint(self.args.checkpoints, self.device)
         if not parts:
+            log.info("no checkpoint in %s: begins with step 1", self.args.checkpoints)
             return
         model, optimizer, progress = (parts[name] for name in PARTS)
         for name, was in progress["settings"].items():
@@ -465,17 +496,71 @@ class Trainer:
         log.info("goes on after step %d of %d", self.step, self.total_steps)
 
 
-def join(backend: str, timeout: timedelta) -> None:
-    """Do what init_process_group does, and forget the addresses of ranks that have died.
+def own_device(precision: str) -> torch.device:
+    """This rank's GPU, or the CPU. Raises ValueError if there are GPUs and it can have none."""
+    gpus, ranks = torch.cuda.device_count(), int(os.environ["LOCAL_WORLD_SIZE"])
+    no_gpus = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")  # it is the user who wants none
+    if no_gpus or not (gpus or os.path.exists("/dev/nvidia0")):
+        return torch.device("cpu")
+    if gpus < ranks:
+        told = f"{socket.gethostname()} has {ranks} ranks, and torch sees {gpus} GPUs"
+        raise ValueError(f"{told}: as many ranks as GPUs, or CUDA_VISIBLE_DEVICES= for the CPU")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    if precision == "bfloat16" and not torch.cuda.is_bf16_supported(False):
+        told = f"{torch.cuda.get_device_name(device)} on {socket.gethostname()} emulates bfloat16"
+        raise ValueError(f"{told}, slowly (GPUs have it from Ampere on): take --precision float16")
+    return device
 
-    torchrun's store outlives its ranks (seen in torch 2.15): who starts anew may find in it where
-    a dead rank could be reached. On several nodes the restarts are not counted alike.
+
+def join(precision: str, timeout: timedelta) -> torch.device:
+    """Do what init_process_group does; return this rank's device. Raises on all ranks, or on none.
+
+    It forgets the addresses of ranks that have died: torchrun's store outlives its ranks, and a
+    rank that starts anew may find in it where a dead one could be reached. (torch 2.15: torchrun
+    makes one TCPStore for all its restarts, dynamic_rendezvous.py, and what _create_c10d_store says
+    of a new one per retry holds only with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.) On one node a
+    prefix per restart does. On several nodes restarts are not counted alike: the variable has to.
     """
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    elif shared_store_restarts():
+        raise ValueError(
+            "--max-restarts on several nodes: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each"
+        )
+    device = torch.device("cpu")
+    try:
+        device = own_device(precision)
+    except (ValueError, RuntimeError) as error:  # RuntimeError: CUDA cannot reach the GPU
+        store.set("why not", str(error))
+    # Before any collective, which would wait for a rank that has given up.
+    store.add(device.type, 1)
+    if store.add("ranks that looked", 1) == world_size:
+        store.set("all have looked", "")
+    store.wait(["all have looked"])
+    if store.check(["why not"]):
+        raise ValueError(store.get("why not").decode())
+    if store.add(device.type, 0) < world_size:
+        told = f"{store.add('cuda', 0)} of {world_size} ranks have a GPU, the other nodes have none"
+        raise ValueError(f"{told}: CUDA_VISIBLE_DEVICES= on every node if it is to be the CPU")
     how = {"store": store, "rank": rank, "world_size": world_size, "timeout": timeout}
-    dist.init_process_group(backend, **how)
+    if device.type == "cuda":
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **how)
+    else:
+        dist.init_process_group("gloo", **how)
+    return device
+
+
+def shared_store_restarts() -> bool:
+    """Whether torchrun may start ranks anew, and would give them the store of those that died."""
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+
+
+def meet() -> None:
+    """Wait for all ranks, on the CPU: dist.barrier would take NCCL where there are GPUs."""
+    dist.all_reduce(torch.zeros(1))
 
 
 class Display:
@@ -524,7 +609,7 @@ def run(trainer: Trainer, stop: Stop) -> None:
         if number or last or step % args.save_every == 0:
             trainer.save(must=last)
         if number and not last:
-            dist.barrier()  # torchrun ends all ranks when the first has left: rank 0 is to be done
+            meet()  # torchrun ends all ranks when the first has left: rank 0 is to be done
             log.warning("leaves after step %d: %s", step, signal.Signals(number).name)
             dist.destroy_process_group()
             sys.exit(128 + number)  # not 0, which would mean that training is over
@@ -534,24 +619,21 @@ def run(trainer: Trainer, stop: Stop) -> None:
 def main() -> None:
     args = read_flags()
     stop = Stop()
-    device = torch.device("cpu")
-    if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):  # a GPU for every rank
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA is asked anything
+    device = join(args.precision, timedelta(seconds=args.timeout))
+    if device.type == "cuda":
         torch.use_deterministic_algorithms(True, warn_only=True)
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    join(backend, timedelta(seconds=args.timeout))
     rank = dist.get_rank()
     level = logging.INFO if rank == 0 else logging.WARNING
     logging.basicConfig(format=f"[rank {rank}] %(message)s", level=level, stream=sys.stdout)
     if rank == 0:
         args.checkpoints.mkdir(parents=True, exist_ok=True)
         lock(args.checkpoints)
+    log.info("%d ranks on %s", dist.get_world_size(), "GPUs" if device.type == "cuda" else "CPUs")
     trainer = Trainer(args, device)
     trainer.resume()
     run(trainer, stop)
-    dist.barrier()  # gloo's threads are done with the last gradients: else an exit may abort
+    meet()  # gloo's threads are done with the last gradients: else an exit may abort
     dist.destroy_process_group()
 
 

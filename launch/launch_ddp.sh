@@ -2,13 +2,16 @@
 # Start a training script under torchrun: on this machine, or on several, one line for all of them.
 #
 #     launch_ddp.sh train.py --its-own flags               # one rank per GPU; without GPUs, 2
+#     CUDA_VISIBLE_DEVICES=0,1 launch_ddp.sh train.py      # one per GPU of these; none: on the CPU
 #     launch_ddp.sh --ranks 4 train.py                     # so many ranks on this machine
 #     launch_ddp.sh --nodes 2 --head 10.0.0.1 train.py     # the same on both, at about the same time
+#     launch_ddp.sh --max-restarts 3 train.py              # if a rank dies, all start anew, 3 times
 #
 # --head is the address of one of the nodes, any, as the others reach it: an IPv4 address, or a name
 # that means the same everywhere (Debian's /etc/hosts lets a host's own name mean 127.0.1.1).
 # --port (29500) must be free there and open to the others; further ports are the kernel's choice,
-# so between nodes nothing should be blocked. --ranks, if given, is the same on all nodes.
+# so between nodes nothing should be blocked; and nothing from elsewhere should reach these ports,
+# which ask for no password. --ranks, if given, is the same on all nodes.
 #
 # Without GPUs, gloo asks for this host's name to find its network: GLOO_SOCKET_IFNAME=eth0 tells
 # it. With GPUs: nccl/ here has the variables.
@@ -18,13 +21,18 @@ nodes=1
 head=
 port=29500
 ranks=
+restarts=${PET_MAX_RESTARTS:-0} # torchrun's own variable
 while [[ ${1:-} == --* ]]; do
   case $1 in
     --nodes) nodes=$2 ;;
     --head) head=$2 ;;
     --port) port=$2 ;;
     --ranks) ranks=$2 ;;
-    *) echo "$0: unknown flag $1: --nodes, --head, --port and --ranks come before the script" >&2; exit 2 ;;
+    --max-restarts) restarts=$2 ;;
+    *)
+      echo "$0: unknown flag $1: before the script: --nodes --head --port --ranks --max-restarts" >&2
+      exit 2
+      ;;
   esac
   shift 2
 done
@@ -37,14 +45,20 @@ fi
 command -v torchrun >/dev/null || { echo "$0: no torchrun: activate the environment with torch" >&2; exit 2; }
 
 if [[ -z $ranks ]]; then
-  ranks=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU') || true
-  [[ $ranks -gt 0 ]] || ranks=2
+  # "gpu": torchrun asks torch, which knows CUDA_VISIBLE_DEVICES, and fails if torch sees no GPU of
+  # those that the driver has. Empty or -1, the variable hides them all: this is for the CPU.
+  ranks=2
+  if [[ ! ${CUDA_VISIBLE_DEVICES-all} =~ ^(-1)?$ ]]; then
+    [[ $(nvidia-smi --list-gpus 2>/dev/null) != GPU* ]] || ranks=gpu
+  fi
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # as torchrun does, which would say so at length
 
 if [[ $nodes == 1 ]]; then
-  exec torchrun --standalone --nproc-per-node="$ranks" "$@"
+  exec torchrun --standalone --nproc-per-node="$ranks" --max-restarts="$restarts" "$@"
 fi
+# Else torchrun gives ranks that start anew a store in which the addresses of dead ones stand.
+[[ $restarts == 0 ]] || export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 # This node's own address on the way to the head; the head is the node where the two are the same.
 # Told so, torchrun need not guess from the hosts' names, which in clouds and containers often
@@ -59,5 +73,6 @@ with socket.socket(type=socket.SOCK_DGRAM) as way:
     print(here, int(here == way.getpeername()[0]))
 END
 )
-exec torchrun --nnodes="$nodes" --nproc-per-node="$ranks" --local-addr="$here" \
+exec torchrun --nnodes="$nodes" --nproc-per-node="$ranks" --max-restarts="$restarts" \
+  --local-addr="$here" \
   --rdzv-backend=c10d --rdzv-endpoint="$head:$port" --rdzv-conf="is_host=$is_head" "$@"

@@ -84,17 +84,31 @@ if [[ -z $yes ]]; then
   [[ $yes == yes ]] || { echo "Nothing was made."; exit 1; }
 fi
 
+# How to take all of it away again, in the region and the account in which it is made now.
+remove="$here/destroy.sh --name $name"
+[[ -z ${AWS_PROFILE:-} ]] || remove="AWS_PROFILE=$(printf %q "$AWS_PROFILE") $remove"
+remove="AWS_REGION=$region $remove"
+interrupted() {
+  echo "Not waited for: in $region, account $account, $name may be being made all the same, and will" \
+    "cost money. Take it away, now or later: $remove" >&2
+  exit "$1"
+}
+trap 'interrupted 129' HUP
+trap 'interrupted 130' INT
+trap 'interrupted 143' TERM
+
 # If a part cannot be made, CloudFormation takes away the rest.
 stack=$(aws cloudformation create-stack --stack-name "$name" --on-failure DELETE \
   --template-body "file://$here/two_nodes.yaml" --query StackId --output text --parameters \
   "ParameterKey=InstanceType,ParameterValue=$type" "ParameterKey=From,ParameterValue=${from%/32}/32" \
   "ParameterKey=PublicKey,ParameterValue=$kind $body" "ParameterKey=Zone,ParameterValue=$zone" \
-  "ParameterKey=Spot,ParameterValue=$spot" "ParameterKey=Hours,ParameterValue=$hours" "${more[@]}")
+  "ParameterKey=Spot,ParameterValue=$spot" "ParameterKey=Hours,ParameterValue=$hours" \
+  "ParameterKey=AlarmHours,ParameterValue=$((hours + 2))" "${more[@]}")
 echo "Some minutes ..."
 if ! aws cloudformation wait stack-create-complete --stack-name "$stack"; then
   aws cloudformation describe-stack-events --stack-name "$stack" --output text --query \
     'StackEvents[?ResourceStatus==`CREATE_FAILED`].[LogicalResourceId, ResourceStatusReason]' >&2
-  fail "it could not be made; the reason is above. Has nothing stayed? $here/destroy.sh --name $name"
+  fail "it could not be made; the reason is above. Has nothing stayed? $remove"
 fi
 
 read -r public0 public1 head < <(aws cloudformation describe-stacks --stack-name "$stack" --output text \
@@ -111,5 +125,5 @@ Start a script of it on both:
   ssh ubuntu@$public0 '$launch /efs/launch/distributed_hello.py' &
   ssh ubuntu@$public1 '$launch /efs/launch/distributed_hello.py'; wait
 When you are done:
-  $here/destroy.sh --name $name
+  $remove
 END

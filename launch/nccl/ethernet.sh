@@ -1,13 +1,21 @@
 # shellcheck shell=bash
-# NCCL over TCP: a cloud or a cluster without InfiniBand and without EFA. Source it on every node.
+# NCCL over TCP: a cloud or a cluster without InfiniBand and without EFA. Source it on every node:
+#     export NODES_NETWORK=ens5 && . nccl/ethernet.sh
 # From NVIDIA's documentation; not run on several GPUs.
 
-# The interface that leads to the other nodes (ip -brief address). "=" means this one, not those
-# whose names begin so. NCCL's own guess suffices where there is but one besides lo and docker0.
-export NCCL_SOCKET_IFNAME="=${NODES_NETWORK:-eth0}"
+# The interface that leads to the other nodes (ip -brief address), which no file can know: eth0, ens5
+# and enp1s0 are all common, and NCCL does not start with a wrong one.
+if [[ ! -e /sys/class/net/${NODES_NETWORK:-none} ]]; then
+  echo "NODES_NETWORK=${NODES_NETWORK:-} is none of $(cd /sys/class/net && echo *): export one" >&2
+  return 1
+fi
+
+# "=" means this one, not those whose names begin so. NCCL's own guess suffices, and needs no file,
+# where there is but one besides lo and docker0.
+export NCCL_SOCKET_IFNAME="=$NODES_NETWORK"
 
 # gloo, for groups on CPUs (checkpoints, DataLoader's seeds), takes the network of the host's name.
-export GLOO_SOCKET_IFNAME="${NODES_NETWORK:-eth0}"
+export GLOO_SOCKET_IFNAME="$NODES_NETWORK"
 
 # A warning says why a group failed, and costs nothing. INFO, for a first run, names the network.
 export NCCL_DEBUG=WARN

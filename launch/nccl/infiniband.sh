@@ -1,13 +1,21 @@
 # shellcheck shell=bash
-# NCCL over InfiniBand, or RoCE. Source it on every node.
+# NCCL over InfiniBand, or RoCE. Source it on every node:
+#     export NODES_NETWORK=ens5 && . nccl/infiniband.sh
 # From NVIDIA's documentation; not run on several GPUs.
 
-# Ranks meet over TCP before they use InfiniBand: name the network for that (ip -brief address).
-# "=" means this one, not those whose names begin so.
-export NCCL_SOCKET_IFNAME="=${NODES_NETWORK:-eth0}"
+# The interface that leads to the other nodes (ip -brief address), which no file can know: eth0, ens5
+# and enp1s0 are all common, and NCCL does not start with a wrong one.
+if [[ ! -e /sys/class/net/${NODES_NETWORK:-none} ]]; then
+  echo "NODES_NETWORK=${NODES_NETWORK:-} is none of $(cd /sys/class/net && echo *): export one" >&2
+  return 1
+fi
+
+# Ranks meet over TCP before they use InfiniBand: this is the network for that. "=" means this one,
+# not those whose names begin so.
+export NCCL_SOCKET_IFNAME="=$NODES_NETWORK"
 
 # gloo, for groups on CPUs, takes the network of the host's name unless told.
-export GLOO_SOCKET_IFNAME="${NODES_NETWORK:-eth0}"
+export GLOO_SOCKET_IFNAME="$NODES_NETWORK"
 
 # Only if some of the cards are not for this, but for storage, say: those that are (ibv_devinfo).
 # Again "=", or mlx5_1 means mlx5_10 too. NCCL finds which card is near which GPU.

@@ -1,6 +1,6 @@
 """A pretended AWS on this machine: moto, taught what its CloudFormation lacks. Needs moto.
 
-Taught here: placement groups, key pairs, instances that are made from a launch template, and that
+Taught here: placement groups, key pairs, alarms, instances made from a launch template, and that
 gateways and routes go with their stack. The rest (stacks, rules, volumes, EFS) is moto's own.
 """
 
@@ -19,6 +19,7 @@ os.environ.setdefault("MOTO_EC2_LOAD_DEFAULT_AMIS", "false")  # 1300 images, whi
 import boto3
 from cfnlint.api import lint
 from cfnlint.decode.cfn_yaml import loads
+from moto.cloudwatch.models import cloudwatch_backends
 from moto.core import DEFAULT_ACCOUNT_ID
 from moto.core.common_models import CloudFormationModel
 from moto.ec2.models import ec2_backends
@@ -83,6 +84,45 @@ class Key(CloudFormationModel):
 
     def delete(self, account_id: str, region_name: str) -> None:
         ec2_backends[account_id][region_name].delete_key_pair(self.physical_resource_id)
+
+
+class Alarm(CloudFormationModel):
+    """As AWS::CloudWatch::Alarm, put as the API would put it."""
+
+    def __init__(self, name: str):
+        self.physical_resource_id = name
+
+    @staticmethod
+    def cloudformation_name_type() -> str:
+        return "AlarmName"
+
+    @staticmethod
+    def cloudformation_type() -> str:
+        return "AWS::CloudWatch::Alarm"
+
+    @classmethod
+    def create_from_cloudformation_json(
+        cls, resource_name, cloudformation_json, account_id, region_name, **_
+    ):
+        wanted = cloudformation_json["Properties"]
+        cloudwatch_backends[account_id][region_name].put_metric_alarm(
+            name=resource_name,
+            namespace=wanted["Namespace"],
+            metric_name=wanted["MetricName"],
+            comparison_operator=wanted["ComparisonOperator"],
+            evaluation_periods=int(wanted["EvaluationPeriods"]),
+            period=int(wanted["Period"]),
+            threshold=float(wanted["Threshold"]),
+            statistic=wanted["Statistic"],
+            description=wanted["AlarmDescription"],
+            dimensions=wanted["Dimensions"],
+            alarm_actions=wanted["AlarmActions"],
+            treat_missing_data=wanted["TreatMissingData"],
+        )
+        return cls(resource_name)
+
+    def delete(self, account_id: str, region_name: str) -> None:
+        cloudwatch_backends[account_id][region_name].delete_alarms([self.physical_resource_id])
 
 
 def instance_of_template(
@@ -196,6 +236,10 @@ class Account:
         backend = ec2_backends[DEFAULT_ACCOUNT_ID][REGION]
         return [backend.get_instance(one["InstanceId"]) for one in self.instances()]
 
+    def alarms(self) -> list:
+        """Those of CloudWatch, in moto's own memory."""
+        return [*cloudwatch_backends[DEFAULT_ACCOUNT_ID][REGION].alarms.values()]
+
     def holds(self) -> Counter:
         """How many of each kind of thing there are."""
         ec2 = self.ec2
@@ -213,6 +257,7 @@ class Account:
             keys=len(ec2.describe_key_pairs()["KeyPairs"]),
             templates=len(ec2.describe_launch_templates()["LaunchTemplates"]),
             placement=len(placement_groups),
+            alarms=len(self.alarms()),
             files=len(self.efs.describe_file_systems()["FileSystems"]),
             stacks=sum(stack["StackStatus"] != "DELETE_COMPLETE" for stack in stacks),
         )

@@ -104,6 +104,7 @@ def happen(notes: Path, fault: Fault) -> None:
     (notes / "firing").write_text(json.dumps({"saved": saved, "pid": os.getpid()}))
     (notes / "firing").rename(notes / "fired")
     kill = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
+    kill["hup"] = signal.SIGHUP
     what, _, whom = fault.what.partition(" ")
     if what == "fill":
         fill(checkpoints / "balloon")

@@ -5,12 +5,18 @@ The template itself is judged by cfn-lint. None of this was run on AWS.
 
 import base64
 import csv
+import os
 import re
+import shutil
+import signal
 import subprocess
+import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import pexpect
 import pytest
 
 pytest.importorskip("moto", reason="needs moto, cfn-lint and awscli: make .venv/all")
@@ -25,6 +31,8 @@ PRICES = list(
 )
 IMAGE_NAME = re.search(r"Default: (/aws/service/\S+)", TEMPLATE)[1]
 OWNER = "203.0.113.7"
+ACCOUNT = "123456789012"
+NOTHING = f"Left: nothing in {aws.REGION}, account {ACCOUNT}."
 EMPTY = Counter(networks=1, subnets=6, routes=1, groups=1)  # the network that every account has
 
 
@@ -79,7 +87,30 @@ def flaws(account: aws.Account) -> list[str]:
     for node in kept:
         if not re.search(r"^shutdown -h \+\$minutes$", start_of(node), re.M):
             found.append("a node that is forgotten runs on")
+    found += unwatched(account, kept)
     found += shared_folder(account, kept)
+    return found
+
+
+def unwatched(account: aws.Account, nodes: list[aws.Instance]) -> list[str]:
+    """Nodes that AWS itself does not end some time after they should have ended themselves."""
+    found = []
+    for node in nodes:
+        hours = int(re.search(r"minutes=\$\(\(60 \* (\d+)\)\)", start_of(node))[1])
+        end = "terminate" if node.lifecycle == "spot" else "stop"
+        action = f"arn:aws:automate:{aws.REGION}:ec2:{end}"
+        ends = []
+        for alarm in account.alarms():
+            watched = [(one.name, one.value) for one in alarm.dimensions]
+            if watched != [("InstanceId", node.id)] or alarm.alarm_actions != [action]:
+                continue
+            # A running node has a CPU utilization of 0 or more in every hour, a stopped one none.
+            assert (alarm.namespace, alarm.metric_name) == ("AWS/EC2", "CPUUtilization")
+            assert alarm.comparison_operator == "GreaterThanOrEqualToThreshold"
+            assert (alarm.threshold, alarm.treat_missing_data) == (0, "notBreaching")
+            ends.append(alarm.evaluation_periods * alarm.period / 3600)
+        if ends != [hours + 2]:  # the first and the last hour may be minutes
+            found.append(f"a node that hangs is ended after {ends} hours")
     return found
 
 
@@ -139,7 +170,7 @@ def test_everything_is_made_reachable_by_its_owner_and_gone_again(account: aws.A
     cost = "2 x $0.526 = $1.05 per hour, $4.21 until they switch themselves off after 4 h."
     assert cost in ran.stdout
     made = dict(instances=2, volumes=2, interfaces=3, networks=1, subnets=1, gateways=1, routes=2)
-    made |= dict(groups=2, keys=1, templates=1, placement=1, files=1, stacks=1)
+    made |= dict(groups=2, keys=1, templates=1, placement=1, alarms=2, files=1, stacks=1)
     assert account.holds() - EMPTY == Counter(made)
     assert flaws(account) == []
     # Three interfaces: the nodes', and the one under which the subnet reaches the files.
@@ -160,11 +191,76 @@ def test_everything_is_made_reachable_by_its_owner_and_gone_again(account: aws.A
         )
         assert re.search(line, ran.stdout)
 
+    last = ran.stdout.splitlines()[-1]
+    assert last == f"  AWS_REGION={aws.REGION} {HERE}/destroy.sh --name two-nodes"
     assert destroy(account, said="\n").returncode == 1
     assert account.holds()["instances"] == 2
-    ran = destroy(account, "--yes")
-    assert (ran.returncode, ran.stdout.splitlines()[-1]) == (0, "Left: nothing."), ran.stderr
+    how = {"env": account.env | {"AWS_DEFAULT_REGION": "eu-west-1"}, "timeout": 280}
+    ran = subprocess.run(f"{last} --yes", shell=True, capture_output=True, text=True, **how)
+    assert (ran.returncode, ran.stdout.splitlines()[-1]) == (0, NOTHING), ran.stderr
     assert +account.holds() == EMPTY
+
+
+@pytest.fixture
+def three_regions(account: aws.Account, tmp_path: Path) -> dict[str, str]:
+    """Variables under which an account has three regions: each takes a second to look through."""
+    real = shutil.which("aws", path=account.env["PATH"])
+    three = "grep -x -e us-east-1 -e eu-west-1 -e us-west-2"
+    (tmp_path / "aws").write_text(
+        "#!/bin/bash\n"
+        f'if [[ $2 == describe-regions ]]; then {real} "$@" | tr "\\t" "\\n" | {three}\n'
+        f'else exec {real} "$@"; fi\n'
+    )
+    (tmp_path / "aws").chmod(0o755)
+    return {"PATH": f"{tmp_path}:{account.env['PATH']}"}
+
+
+def test_in_the_wrong_region_nothing_is_said_to_be_gone(
+    account: aws.Account, three_regions: dict[str, str]
+) -> None:
+    stack_of(account, TEMPLATE)
+    wrong = {"AWS_REGION": "eu-west-1"} | three_regions
+    ran = account.call(HERE / "destroy.sh", "--name", "broken", "--yes", **wrong)
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert f"no stack broken in eu-west-1, account {ACCOUNT}" in ran.stderr
+    nodes = sorted(node["InstanceId"] for node in account.instances())
+    (line,) = re.findall(r"^  (AWS_REGION=.*)   # there: (.*)$", ran.stderr, re.M)
+    assert line[0] == f"AWS_REGION=us-east-1 {HERE}/destroy.sh --name broken"
+    assert sorted(line[1].split()) == nodes
+    assert account.holds()["instances"] == 2
+    account.stacks.delete_stack(StackName="broken")
+
+
+def test_by_a_wrong_name_nothing_is_said_to_be_gone(
+    account: aws.Account, three_regions: dict[str, str]
+) -> None:
+    ran = account.call(HERE / "destroy.sh", "--name", "two-node", "--yes", **three_regions)
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert f"no stack two-node in us-east-1, account {ACCOUNT}" in ran.stderr
+    assert f"In the 3 regions of account {ACCOUNT} no node bears this name." in ran.stderr
+
+
+def test_what_an_interrupted_deploy_leaves_is_told(
+    account: aws.Account, noted: dict[str, str]
+) -> None:
+    stub = Path(noted["NOTES"], "aws")
+    stub.write_text(stub.read_text().replace('wait) exit "$FAILS"', "wait) exec sleep 100"))
+    for number in (signal.SIGINT, signal.SIGHUP):
+        (waits := Path(noted["NOTES"], "wait")).unlink(missing_ok=True)
+        argv = ["bash", str(HERE / "deploy.sh"), "--yes", "--zone", "us-east-1a", "--name", "my"]
+        env = account.env | noted | {"AWS_PROFILE": "my lab"}
+        how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": env}
+        deploying = subprocess.Popen(argv, process_group=0, **how)
+        stop = time.monotonic() + 60
+        while not waits.exists():
+            assert time.monotonic() < stop
+            time.sleep(0.05)
+        os.killpg(deploying.pid, number)  # as Ctrl-C does, or a terminal that closes
+        _, said = deploying.communicate(timeout=60)
+        assert deploying.returncode == 128 + number
+        assert f"in us-east-1, account {ACCOUNT}, my may be being made all the same" in said
+        remove = rf"AWS_REGION=us-east-1 AWS_PROFILE=my\ lab {HERE}/destroy.sh --name my"
+        assert said.endswith(f"{remove}\n")
 
 
 # Stands in for aws where only deploy.sh is tried: notes what it is asked, and answers something.
@@ -196,6 +292,7 @@ def test_flags_reach_the_nodes(account: aws.Account, noted: dict[str, str]) -> N
     assert "2 x $4.6016 = $9.20 per hour, $64.42 until" in ran.stdout
     asked = Path(noted["NOTES"], "create-stack").read_text()
     assert "\n--on-failure\nDELETE\n" in asked
+    assert ran.stdout.endswith(f"  AWS_REGION=us-east-1 {HERE}/destroy.sh --name two-nodes\n")
     given = dict(re.findall(r"ParameterKey=(\w+),ParameterValue=(.*)", asked))
     assert given.pop("From") == "203.0.113.9/32"
     stack_of(account, TEMPLATE, **given)
@@ -231,19 +328,24 @@ def test_what_is_printed_can_be_typed(account: aws.Account, noted: dict[str, str
     assert sorted(ran.stdout.splitlines()) == sorted(typed)
 
 
-def test_a_node_s_first_start(account: aws.Account, tmp_path: Path) -> None:
+@pytest.mark.parametrize("spot", ["no", "yes"])
+def test_a_node_s_first_start(spot: str, account: aws.Account, tmp_path: Path) -> None:
     """Its script, with /etc and /efs elsewhere, and programs that only take notes."""
-    stack_of(account, TEMPLATE)
+    stack_of(account, TEMPLATE, Spot=spot)
     script = start_of(account.backend_instances()[0])
     files = account.efs.describe_file_systems()["FileSystems"][0]["FileSystemId"]
     account.stacks.delete_stack(StackName="broken")
     (tmp_path / "etc/cron.d").mkdir(parents=True)
+    (tmp_path / "etc/systemd/system").mkdir(parents=True)
+    (tmp_path / "usr/local/sbin").mkdir(parents=True)
     notes = f"{tmp_path}/notes"
-    for name in ("shutdown", "mount", "mountpoint", "chown", "sleep", "mount.nfs4", "apt-get"):
+    programs = ["shutdown", "mount", "mountpoint", "chown", "sleep", "mount.nfs4", "apt-get"]
+    for name in [*programs, "systemctl"]:
         fails = f'test "$(grep -c ^mount\\  {notes})" -gt 2' if name == "mount" else "true"
         (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@" >>{notes}\n{fails}\n')
         (tmp_path / name).chmod(0o755)
     script = script.replace("/etc/", f"{tmp_path}/etc/").replace(" /efs", f" {tmp_path}/efs")
+    script = script.replace("/usr/local/sbin/", f"{tmp_path}/usr/local/sbin/")
     env = {"PATH": f"{tmp_path}:{account.env['PATH']}"}
     subprocess.run(["bash", "-c", script], env=env, check=True, timeout=60)
     assert (tmp_path / "etc/cron.d/off-by-itself").read_text() == (
@@ -255,9 +357,84 @@ def test_a_node_s_first_start(account: aws.Account, tmp_path: Path) -> None:
     )
     assert line.endswith(",noresvport,_netdev,nofail 0 0")
     efs = f"{tmp_path}/efs"
-    wanted = ["shutdown -h +240", *[f"mount {efs}", "sleep 5"] * 2, f"mount {efs}"]
+    watched = ["systemctl enable --now spot-watch"] * (spot == "yes")
+    wanted = ["shutdown -h +240", *watched, *[f"mount {efs}", "sleep 5"] * 2, f"mount {efs}"]
     wanted += [f"mountpoint {efs}", f"chown ubuntu: {efs}"]
     assert Path(notes).read_text().splitlines() == wanted
+    unit = (tmp_path / "etc/systemd/system/spot-watch.service").read_text()
+    assert f"[Service]\nExecStart={tmp_path}/usr/local/sbin/spot-watch\n[Install]\n" in unit
+    told_to_end(tmp_path)
+
+
+# Stands in for curl on a spot node: a page that appears when it is asked for the third time.
+CURL = """#!/bin/sh
+echo "$@" >>"$NOTES/asked"
+case "$*" in
+  *--max-time*"token-ttl-seconds: 60 --request PUT http://169.254.169.254/latest/api/token")
+    echo TOKEN ;;
+  *--max-time*"-token: TOKEN http://169.254.169.254/latest/meta-data/spot/instance-action")
+    test "$(grep -c instance-action "$NOTES/asked")" -gt 2 ;;
+  *) echo "$@" >>"$NOTES/wrong" ; exit 22 ;;
+esac
+"""
+
+
+def told_to_end(folder: Path) -> None:
+    """What the watcher does once AWS has said that it takes the node: whom SIGTERM would reach."""
+    (folder / "curl").write_text(CURL)
+    (folder / "pkill").write_text(
+        '#!/bin/sh\necho "$1 $2" >>"$NOTES/signal"; pgrep -f "$3" >"$NOTES/hit"\n'
+    )
+    (folder / "sleep").write_text("#!/bin/sh\necho sleep >>$NOTES/asked\n")
+    for name in ("curl", "pkill", "sleep"):
+        (folder / name).chmod(0o755)
+    (folder / "bin").mkdir()
+    for name in ("bin/torchrun", "train.py"):
+        (folder / name).write_text("import time\ntime.sleep(1000)\n")
+    lines = [
+        [sys.executable, f"{folder}/bin/torchrun", "train.py"],
+        ["bash", "-c", 'exec -a "python -m torch.distributed.run train.py" sleep 1000'],
+        [sys.executable, "-u", f"{folder}/train.py"],
+    ]
+    started = [subprocess.Popen(line) for line in lines]
+    try:
+        time.sleep(0.5)  # bash becomes what it says
+        env = {"PATH": f"{folder}:{os.environ['PATH']}", "NOTES": str(folder)}
+        subprocess.run([folder / "usr/local/sbin/spot-watch"], env=env, check=True, timeout=60)
+        hit = {int(pid) for pid in (folder / "hit").read_text().split()}
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    assert not (folder / "wrong").exists(), (folder / "wrong").read_text()
+    assert (folder / "asked").read_text().splitlines().count("sleep") == 2
+    assert (folder / "signal").read_text() == "-TERM -f\n"  # once: a second one would cut it short
+    assert [process.pid in hit for process in started] == [True, True, False]
+
+
+def test_what_trains_overnight_outlives_its_connection(tmp_path: Path) -> None:
+    """The README's line, as ssh would have a shell run it; then the terminal is closed."""
+    (line,) = re.findall(
+        r"`ssh ubuntu@PUBLIC0 '([^']*setsid[^']*)'`", (HERE / "README.md").read_text()
+    )
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "activate").touch()
+    stub = tmp_path / "launch/launch_ddp.sh"
+    stub.write_text('#!/bin/sh\necho "$$" "$@"\nexec sleep 1000\n')
+    stub.chmod(0o755)
+    line = line.replace("/opt/pytorch/bin/activate", f"{tmp_path}/activate")
+    shell = pexpect.spawn("bash", ["-c", line.replace("/efs/", f"{tmp_path}/")], timeout=60)
+    shell.expect(pexpect.EOF)  # ssh has its prompt back
+    shell.close(force=True)
+    log = tmp_path / "node0.log"
+    stop = time.monotonic() + 60
+    while not (log.exists() and log.read_text()):
+        assert time.monotonic() < stop
+        time.sleep(0.05)
+    pid, *flags = log.read_text().split()
+    os.kill(int(pid), signal.SIGKILL)  # raises if it has ended
+    assert flags[:4] == ["--nodes", "2", "--head", "PRIVATE0"]
+    assert flags[-2:] == ["--checkpoints", f"{tmp_path}/checkpoints"]
 
 
 def test_what_cannot_be_made_is_told_with_its_reason(
@@ -277,8 +454,8 @@ def test_what_is_left_is_named(account: aws.Account) -> None:
     stack_of(account, TEMPLATE.replace("DeletionPolicy: Delete\n", "DeletionPolicy: Retain\n"))
     files = account.efs.describe_file_systems()["FileSystems"][0]["FileSystemId"]
     ran = destroy(account, "--name", "broken", "--yes")
-    assert (ran.returncode, "Left: nothing." in ran.stdout) == (2, False)
-    assert f"left in us-east-1: {files}" in ran.stderr
+    assert (ran.returncode, "Left: nothing" in ran.stdout) == (2, False)
+    assert f"left in us-east-1, account {ACCOUNT}: {files}" in ran.stderr
     account.efs.delete_file_system(FileSystemId=files)
 
 
@@ -338,6 +515,12 @@ BREAKS = {
         "files are",
     ),
     "never off": ("            shutdown -h", "            echo shutdown -h", "runs on"),
+    "an alarm for one node only": (
+        "Value: !Ref Node1}]\n      Statistic",
+        "Value: !Ref Node0}]\n      Statistic",
+        "a node that hangs is ended after [] hours",
+    ),
+    "an alarm before the time": ("Default: 6", "Default: 4", "is ended after [4.0] hours"),
     "no shared folder": ("${Files}.efs.", "fs-1.efs.", "a node mounts no files"),
 }
 
@@ -362,6 +545,20 @@ def test_the_owner_s_address_is_one_address_and_has_no_default() -> None:
         assert re.search(parameter["AllowedPattern"], good)
     for bad in ["0.0.0.0/0", "203.0.113.0/24", "203.0.113.7", "203.0.113.256/32", "::/0", "me/32"]:
         assert not re.search(parameter["AllowedPattern"], bad)
+
+
+RESNET = {"bytes": 4 * 11_689_512, "FLOP per image": 3 * 2 * 1.814e9}  # ResNet-18, 224 x 224
+PEAK = {"T4": 65e12, "L4": 121e12}  # dense, float16: NVIDIA's data sheets
+
+
+def test_what_to_expect_is_what_the_formula_says() -> None:
+    readme = (HERE / "README.md").read_text()
+    for row in PRICES:
+        gpus = 2 * int(row["gpus"])
+        seconds = 2 * (gpus - 1) / gpus * RESNET["bytes"] / (float(row["network"]) * 1e9 / 8)
+        images = seconds * PEAK[row["gpu"]] / 5 / RESNET["FLOP per image"]
+        cells = [f"`{row['instance']}`", f"{gpus} {row['gpu']}", f"{1000 * seconds:.0f}"]
+        assert f"| {' | '.join(cells)} | {images:.0f} |" in readme
 
 
 def test_template_and_readme_have_the_types_and_prices_of_the_table() -> None:

@@ -33,7 +33,7 @@ def test_kubeflow_s_types_know_every_name_of_the_trainjob() -> None:
     assert accepted(TRAINJOB)
 
 
-@pytest.mark.parametrize("name", ["numNodes", "volumeMounts", "runtimePatches", "limits"])
+@pytest.mark.parametrize("name", ["numNodes", "volumeMounts", "runtimePatches", "limits", "medium"])
 def test_a_misspelled_name_is_noticed(name: str) -> None:
     assert TRAINJOB.count(f"{name}:") == 1
     assert not accepted(TRAINJOB.replace(f"{name}:", f"{name}s:"))
@@ -53,6 +53,15 @@ def test_torchrun_reads_what_the_torch_runtime_sets(monkeypatch: pytest.MonkeyPa
     assert read.training_script == "/launch/distributed_hello.py"
 
 
+def test_a_pod_has_shared_memory_for_a_loader_s_workers() -> None:
+    (patch,) = yaml.safe_load(TRAINJOB)["spec"]["runtimePatches"]
+    (job,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = job["template"]["spec"]["template"]["spec"]
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    mounts = {mount["mountPath"]: mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+    assert volumes[mounts["/dev/shm"]]["emptyDir"] == {"medium": "Memory"}
+
+
 def test_skypilot_knows_every_name() -> None:
     assert set(SKYPILOT) == TASK
     assert set(SKYPILOT["resources"]) == RESOURCES
@@ -70,6 +79,7 @@ def test_skypilot_starts_launch_ddp_on_every_node(tmp_path: Path) -> None:
     how = {"cwd": ROOT, "env": env, "capture_output": True, "text": True, "timeout": 60}
     ran = subprocess.run(["bash", "-c", SKYPILOT["run"]], **how)
     assert ran.stdout == (
-        "--nnodes=2 --nproc-per-node=1 --local-addr=127.0.0.1 --rdzv-backend=c10d "
-        "--rdzv-endpoint=127.0.0.1:29500 --rdzv-conf=is_host=1 launch/distributed_hello.py\n"
+        "--nnodes=2 --nproc-per-node=1 --max-restarts=0 --local-addr=127.0.0.1 "
+        "--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:29500 --rdzv-conf=is_host=1 "
+        "launch/distributed_hello.py\n"
     ), ran.stderr

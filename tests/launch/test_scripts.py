@@ -52,13 +52,15 @@ def stub(folder: Path, name: str, text: str) -> None:
     (folder / name).chmod(0o755)
 
 
-def command(folder: Path, script: str, *arguments: str, **variables: str) -> dict:
+def command(folder: Path, script: str, *arguments: str, **variables: str | None) -> dict:
+    """How to start the script; a variable that is None is not set."""
     env = MARKED | {"PATH": f"{folder}:{os.environ['PATH']}"} | variables
+    env = {name: value for name, value in env.items() if value is not None}
     argv = ["bash", str(folder / "launch" / script), *arguments]
     return {"args": [*AS_NOBODY, *argv], "env": env, "cwd": folder, "text": True}
 
 
-def lines(folder: Path, script: str, *arguments: str, **variables: str) -> list[str]:
+def lines(folder: Path, script: str, *arguments: str, **variables: str | None) -> list[str]:
     how = command(folder, script, *arguments, **variables)
     ran = subprocess.run(**how, capture_output=True, timeout=200)
     assert ran.returncode == 0, ran.stderr
@@ -77,15 +79,58 @@ def test_a_script_is_well_formed(script: Path) -> None:
         assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
-def test_one_node_gets_a_rank_per_gpu_and_the_script_its_own_flags(folder: Path) -> None:
-    stub(folder, "nvidia-smi", "#!/bin/sh\nprintf 'GPU 0\nGPU 1\nGPU 2\n'\n")
-    (line,) = lines(folder, "launch_ddp.sh", "train.py", "--ranks", "9")
-    assert line.endswith(": --standalone --nproc-per-node=3 train.py --ranks 9")
-    stub(folder, "nvidia-smi", "#!/bin/sh\necho No devices were found; exit 6\n")
-    (line,) = lines(folder, "launch_ddp.sh", "train.py")
-    assert line.endswith(": --standalone --nproc-per-node=2 train.py")
-    (line,) = lines(folder, "launch_ddp.sh", "--ranks", "4", "train.py")
-    assert line.endswith(": --standalone --nproc-per-node=4 train.py")
+GPUS = "#!/bin/sh\nprintf 'GPU 0\\nGPU 1\\nGPU 2\\n'\n"
+NO_GPUS = "#!/bin/sh\necho No devices were found; exit 6\n"
+
+
+@pytest.mark.parametrize(
+    ("nvidia_smi", "visible", "ranks"),
+    [
+        (GPUS, None, "gpu"),  # torchrun asks torch, which knows the variable
+        (GPUS, "0,1", "gpu"),
+        (GPUS, "", "2"),  # it is the CPU that is wanted
+        (GPUS, "-1", "2"),
+        (NO_GPUS, None, "2"),
+        (NO_GPUS, "0", "2"),
+        (None, None, "2"),
+    ],
+)
+def test_one_node_gets_a_rank_per_gpu_that_torch_sees(
+    nvidia_smi: str | None, visible: str | None, ranks: str, folder: Path
+) -> None:
+    if nvidia_smi:
+        stub(folder, "nvidia-smi", nvidia_smi)
+    (line,) = lines(folder, "launch_ddp.sh", "train.py", CUDA_VISIBLE_DEVICES=visible)
+    assert line.endswith(f": --standalone --nproc-per-node={ranks} --max-restarts=0 train.py")
+
+
+def test_the_script_gets_its_own_flags_and_torchrun_the_others(folder: Path) -> None:
+    (line,) = lines(folder, "launch_ddp.sh", "--ranks", "4", "train.py", "--ranks", "9")
+    assert line.endswith(": --standalone --nproc-per-node=4 --max-restarts=0 train.py --ranks 9")
+    (line,) = lines(folder, "launch_ddp.sh", "--max-restarts", "3", "train.py")
+    assert line.endswith(": --standalone --nproc-per-node=2 --max-restarts=3 train.py")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"), [([], "0, own store "), (["--max-restarts", "3"], "3, own store 1")]
+)
+def test_where_several_nodes_restart_each_round_has_a_store_of_its_own(
+    flags: list[str], said: str, folder: Path
+) -> None:
+    variable = "$TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    stub(folder, "torchrun", f'#!/bin/sh\necho "$3, own store {variable}"\n')
+    nodes = ["--nodes", "2", "--head", "127.0.0.1"]
+    assert lines(folder, "launch_ddp.sh", *nodes, *flags, "train.py") == [f"--max-restarts={said}"]
+
+
+@pytest.mark.parametrize("name", ["ethernet", "infiniband"])
+def test_nccl_is_told_of_a_network_that_is_there_or_of_none(name: str) -> None:
+    source = f". {ROOT}/launch/nccl/{name}.sh; echo $?,$NCCL_SOCKET_IFNAME,$GLOO_SOCKET_IFNAME"
+    for network, told in [("", "1,,"), ("eth99", "1,,"), ("lo", "0,=lo,lo")]:
+        how = {"env": os.environ | {"NODES_NETWORK": network}, "capture_output": True}
+        ran = subprocess.run(["bash", "-c", source], **how, text=True)
+        assert ran.stdout == f"{told}\n"
+        assert ("is none of" in ran.stderr) == (network != "lo")
 
 
 @pytest.mark.parametrize(
@@ -106,10 +151,11 @@ def test_a_wrong_line_is_refused_and_told_why(folder: Path, arguments: list, sai
 @needs_namespaces
 def test_two_nodes_have_names_addresses_and_one_head_and_need_no_root(folder: Path) -> None:
     flags = "--rdzv-backend=c10d --rdzv-endpoint=10.0.0.1:29500 --rdzv-conf=is_host"
+    restarts = "--max-restarts=0"
     was = machine()
     assert lines(folder, "two_nodes_here.sh", "--ranks", "3", "train.py", "--lr", "1") == [
-        f"node{number} {address}/24: --nnodes=2 --nproc-per-node=3 --local-addr={address} "
-        f"{flags}={is_head} train.py --lr 1"
+        f"node{number} {address}/24: --nnodes=2 --nproc-per-node=3 {restarts} "
+        f"--local-addr={address} {flags}={is_head} train.py --lr 1"
         for number, address, is_head in [(0, "10.0.0.1", 1), (1, "10.0.0.2", 0)]
     ]
     assert gone()

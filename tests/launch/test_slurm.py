@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import re
+import runpy
 import shutil
 import socket
 import subprocess
@@ -92,10 +93,11 @@ class Cluster:
         assert ran.returncode == 0, ran.stdout + ran.stderr
         return ran.stdout
 
-    def submit(self, script: Path) -> str:
+    def submit(self, script: Path, *flags: str, ranks: int = 1, **variables: str) -> str:
         """Submit the script through slurm.sbatch, a rank per node; return the job's number."""
-        ranks = "--export=ALL,RANKS=1"
-        return self.call("sbatch", "--parsable", ranks, str(BATCH), str(script)).strip()
+        given = ",".join(f"{name}={value}" for name, value in variables.items())
+        export = f"--export=ALL,RANKS={ranks},{given}".rstrip(",")
+        return self.call("sbatch", "--parsable", export, *flags, str(BATCH), str(script)).strip()
 
     def output(self, job: str) -> str:
         path = self.folder / f"slurm-{job}.out"
@@ -216,6 +218,39 @@ def test_srun_alone_trains_too(cluster: Cluster) -> None:
     assert [words.partition(":")[0] for words in said] == [f"epoch {epoch}" for epoch in range(6)]
 
 
+def test_the_ranks_of_a_node_share_all_its_cpus(cluster: Cluster) -> None:
+    (script := cluster.folder / "cpus.py").write_text(
+        "import os\nprint(os.environ['SLURM_CPUS_PER_TASK'], 'CPUs', flush=True)\n"
+    )
+    for flags, cpus in [((), 2), (("--cpus-per-task=1",), 1)]:
+        job = cluster.submit(script, *flags)
+        assert cluster.end_of(job) == ("COMPLETED", "0:0"), cluster.output(job)
+        assert cluster.output(job).count(f"{cpus} CPUs\n") == 2
+
+
+def test_more_ranks_than_cpus_are_refused(cluster: Cluster) -> None:
+    job = cluster.submit(HELLO, "--cpus-per-task=1", ranks=2)
+    assert cluster.end_of(job) == ("FAILED", "2:0")
+    assert "2 ranks per node on 1 CPUs: sbatch --cpus-per-task=N" in cluster.output(job)
+    assert "rank 0" not in cluster.output(job)
+
+
+NAMES = ["gpu[03-07]", "rack[1-2]-gpu[1-4]", "n[01,03-04],m[1-2]", "login,gpu[1-2]", "node7"]
+
+
+@pytest.mark.parametrize("names", NAMES)
+def test_the_first_node_is_slurm_s_own_first(cluster: Cluster, names: str) -> None:
+    minimal = runpy.run_path(str(ROOT / "launch/ddp_minimal.py"), run_name="imported")
+    told = {"TASKS_PER_NODE": "2(x4)", "NODELIST": names, "NUM_TASKS": "8"}
+    os.environ |= {f"SLURM_STEP_{name}": value for name, value in told.items()}
+    os.environ |= {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "70001"}
+    minimal["name_ranks_as_torchrun_does"]()
+    first = cluster.call("scontrol", "show", "hostnames", names).split()[0]
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == (first, "20001")
+    named = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+    assert named == ["3", "8", "1", "2"]
+
+
 # These scripts need no torch: it is torchrun and Slurm that are tested. What fails is on the second
 # node; the first node's torchrun, which serves the meeting, would not notice by itself.
 FAILS = """
@@ -231,6 +266,29 @@ STAYS = """
 import os, time
 print("rank", os.environ["RANK"], "is there", flush=True)
 time.sleep(1000)
+"""
+
+
+# It takes longer to save than Slurm gives after the time limit (KillWait, 30 s), and than torchrun
+# would by itself: 40 s.
+SAVES = """
+import os, signal, sys, time
+rank = os.environ["RANK"]
+def save(number, frame):
+    signal.signal(number, signal.SIG_IGN)  # Slurm tells the ranks too, not torchrun alone
+    print("rank", rank, "saves", flush=True)
+    time.sleep(40)
+    print("rank", rank, "has saved", flush=True)
+    sys.exit(143)
+signal.signal(signal.SIGTERM, save)
+print("rank", rank, "is there", flush=True)
+time.sleep(1000)
+"""
+RESTARTS = """
+import os, sys
+count = os.environ["TORCHELASTIC_RESTART_COUNT"]
+print("start", count, "shares", os.environ["TORCHELASTIC_USE_AGENT_STORE"], flush=True)
+sys.exit(0 if count == "1" else 5)
 """
 
 
@@ -252,6 +310,30 @@ def test_a_rank_that_fails_ends_the_job_with_torchrun_s_exit_code(cluster: Clust
     assert cluster.end_of(job) == ("FAILED", "1:0")
     assert re.search(r"rank +: \d \(local_rank: 0\)\n +exitcode +: 5 ", cluster.output(job))
     assert soon_gone(script)
+
+
+@pytest.mark.timeout(600)
+def test_before_the_time_limit_ranks_are_told_and_have_time_to_save(cluster: Cluster) -> None:
+    """A limit of 5 minutes, and SIGTERM 5 minutes before it: as soon as Slurm looks."""
+    (script := cluster.folder / "saves.py").write_text(SAVES)
+    job = cluster.submit(script, "--time=5")
+    for _ in patience(240):
+        if cluster.output(job).count("has saved") == 2:
+            break
+    else:
+        raise AssertionError(cluster.output(job))
+    state, _ = cluster.end_of(job)
+    assert state == "FAILED"  # by torchrun, which was told to end: not TIMEOUT
+    assert re.search("Requeue=1 ", cluster.call("scontrol", "show", "job", job))
+    assert soon_gone(script)
+
+
+def test_ranks_that_fail_start_anew_as_often_as_the_job_says(cluster: Cluster) -> None:
+    (script := cluster.folder / "restarts.py").write_text(RESTARTS)
+    job = cluster.submit(script, RESTARTS="1")
+    assert cluster.end_of(job) == ("COMPLETED", "0:0"), cluster.output(job)
+    said = re.findall(r"start (\d) shares (\w+)", cluster.output(job))
+    assert sorted(said) == [("0", "False")] * 2 + [("1", "False")] * 2
 
 
 def test_scancel_leaves_no_rank(cluster: Cluster) -> None:

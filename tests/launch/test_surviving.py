@@ -20,12 +20,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from PIL import Image
 
 from course.lessons import ROOT
 from course.ranks import Outcome, attempt, run
 from tests.helpers import chaos
 from tests.helpers.leftovers import MARKED, gone
-from tests.helpers.namespaces import allowed
+from tests.helpers.namespaces import allowed, needs_namespaces
 
 SCRIPT = ROOT / "launch/ddp_surviving.py"
 EPOCHS, STEPS_PER_EPOCH = 3, 4
@@ -198,6 +199,93 @@ def test_the_last_checkpoints_are_kept(tmp: Path) -> None:
     assert left == ["lock", f"step-{LAST - SAVE_EVERY:09}", f"step-{LAST:09}"]
 
 
+def test_each_so_many_th_checkpoint_stays_for_ever(tmp: Path) -> None:
+    folder, _ = whole_run(1, tmp, keep=2, keep_every=2)
+    assert [step_of([path]) for path in saved_in(folder)] == [4, 8, 10, 12]
+
+
+STEP = "self.update(total)"
+LOSS = "return nn.functional.cross_entropy(self.ddp(x), y)"
+BAD = "(self.step == 6 and self.rank == 1)"  # the seventh step, and one rank's alone
+NOT_FINITE = {
+    "nan in a rank's data": ("float32", LOSS, f"{LOSS} * (float('nan') if {BAD} else 1)", "nan"),
+    # The gradients of such a loss are finite, and those of the other ranks' too.
+    "a rank's loss is infinite": (
+        "float32", LOSS, f"{LOSS} + (float('inf') if {BAD} else 0)", "inf"
+    ),
+    "a gradient is not a number": (
+        "float32", STEP,
+        f"next(self.ddp.parameters()).grad.mul_(float('nan') if self.step == 6 else 1); {STEP}",
+        r"\d\.\d+, the gradients' norm nan",
+    ),
+    "in float16 too": ("float16", LOSS, f"{LOSS} * (float('nan') if {BAD} else 1)", "nan"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", NOT_FINITE)
+def test_what_is_not_finite_is_neither_stepped_nor_saved(
+    what: str, tmp: Path, tmp_path: Path
+) -> None:
+    precision, old, new, told = NOT_FINITE[what]
+    how = {"precision": precision, "keep": 2, "loss_scale": 2.0**10}
+    script = changed(tmp_path, (old, new))
+    for _ in range(2):  # as torchrun would: it ends at the same step, and so do the checkpoints
+        outcomes = start(2, tmp_path, flags(2, **how), script=script)
+        for outcome in outcomes:
+            assert outcome.kind == "exited", f"{outcomes}"
+            said = rf"FloatingPointError: step 7: the loss is {told}"
+            assert re.search(said, outcome.output), outcome.output
+        assert [step_of([path]) for path in saved_in(tmp_path)] == [4, 6]
+    whole, _ = whole_run(2, tmp, **how | {"keep": 99})
+    assert same(state(tmp_path, 6), state(whole, 6))
+
+
+def images(folder: Path) -> Path:
+    """Two classes, as PNG and JPEG: one red, the other blue, and no two images are alike."""
+    dice = random.Random(0)
+    for part, count in (("train", 9), ("val", 3)):
+        for label, color in (("blue", (20, 40, 220)), ("red", (220, 40, 20))):
+            (place := folder / part / label).mkdir(parents=True)
+            for number in range(count):
+                image = Image.new("RGB", (40, 32), color)
+                spots = [(dice.randrange(40), dice.randrange(32)) for _ in range(200)]
+                for spot in spots:
+                    image.putpixel(spot, (dice.randrange(256),) * 3)
+                image.save(place / f"{number}.{('png', 'jpg')[number % 2]}")
+    return folder
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(600)
+def test_a_folder_of_images_trains_resnet_and_resumes_with_the_same_bits(tmp_path: Path) -> None:
+    """Random crops and flips by workers, batch norm's statistics, and classes by their folders."""
+    argv = [f"--data={images(tmp_path / 'data')}", "--epochs=2", "--batch=2", "--accumulate=2"]
+    argv += ["--precision=float32", "--learning-rate=0.01", "--workers=1", "--save-every=1"]
+    argv += ["--keep=9", "--log-every=1"]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    said = finish(2, whole, argv)
+    assert "step 4 of 4, loss" in said  # 18 images: 9 per rank, 2 steps of 2 x 2
+    assert re.search(r"epoch 2: \d of 6 right", said)
+    model = state(whole, 4)["model.pt"]
+    assert model["fc.weight"].shape == (2, 512)
+    assert model["bn1.num_batches_tracked"] == 4 * 2  # not what warmed up DDP's buckets
+    shutil.copytree(whole, resumed)
+    forget(resumed, but=1)
+    assert "goes on after step 1 of 4" in finish(2, resumed, argv)
+    assert same(state(resumed, 4), state(whole, 4))
+    assert not same(state(resumed, 4), state(whole, 3))
+
+
+def test_restarts_on_several_nodes_want_a_store_per_round(
+    script: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = script["shared_store_restarts"]
+    for shared, restarts in [("True", "3"), ("False", "3"), ("True", "0")]:
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+        assert asked() == ((shared, restarts) == ("True", "3"))
+
+
 @pytest.mark.parametrize(
     ("ranks", "changes", "told"),
     [
@@ -245,7 +333,7 @@ def script() -> dict:
 
 def write(script: dict, folder: Path, step: int, keep: int = 9) -> None:
     states = {name: {"step": step, "name": name} for name in script["PARTS"]}
-    script["write_checkpoint"](folder, step, states, keep)
+    script["write_checkpoint"](folder, step, states, keep, 100)
 
 
 class Died(BaseException):
@@ -578,7 +666,7 @@ def torchrun(ranks: int, folder: Path, fault: chaos.Fault, restarts: int) -> tup
 
 @pytest.mark.timeout(900)
 @pytest.mark.deep
-@pytest.mark.parametrize("what", ["kill", "kill agent", "term agent"])
+@pytest.mark.parametrize("what", ["kill", "kill agent", "term agent", "hup agent"])
 def test_under_torchrun(what: str, tmp: Path, tmp_path: Path) -> None:
     whole, lines = reference(2, tmp)
     fault = chaos.Fault(what, 1, lines[1][0] * 2 // 3)
@@ -590,5 +678,27 @@ def test_under_torchrun(what: str, tmp: Path, tmp_path: Path) -> None:
         said += again
     assert status == 0, said
     assert said.count("[rank 0] goes on after step ") == 1
+    assert ("leaves after step" in said) == (what != "kill")
+    assert what != "hup agent" or re.search(r"leaves after step \d+: SIGHUP", said)
+    assert same(state(tmp_path, LAST), state(whole, LAST))
+    assert gone()
+
+
+@needs_namespaces
+@pytest.mark.timeout(600)
+@pytest.mark.deep
+def test_a_rank_that_dies_on_one_of_two_nodes_has_all_start_anew(tmp: Path, tmp_path: Path) -> None:
+    whole, lines = reference(2, tmp)
+    fault = chaos.Fault("kill", 1, lines[1][0] * 2 // 3)
+    here = ROOT / "launch/two_nodes_here.sh"
+    argv = ["bash", str(here), "--ranks", "1", "--max-restarts", "1", chaos.__file__, str(SCRIPT)]
+    argv += [f"--checkpoints={tmp_path}/checkpoints", *flags(2, keep=2, timeout=60)]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = MARKED | {"FAULT": fault.written(), "NOTES": str(tmp_path), "PATH": path}
+    how = {"capture_output": True, "text": True, "timeout": 500, "cwd": tmp_path}
+    ran = subprocess.run(argv, env=env, **how)
+    assert ran.returncode == 0, ran.stderr
+    assert (tmp_path / "fired").exists()
+    assert ran.stdout.count("[rank 0] goes on after step ") == 1
     assert same(state(tmp_path, LAST), state(whole, LAST))
     assert gone()

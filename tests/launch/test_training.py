@@ -2,6 +2,8 @@
 
 import os
 import re
+import runpy
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,14 +11,17 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from course.lessons import ROOT
+from course.ranks import attempt, run
 from tests.helpers.leftovers import MARKED, gone, machine
 from tests.helpers.namespaces import needs_namespaces
 from tests.helpers.warm_launch import run_warm
 
 HELLO = ROOT / "launch/distributed_hello.py"
 MINIMAL = ROOT / "launch/ddp_minimal.py"
+SURVIVING = ROOT / "launch/ddp_surviving.py"
 SOME_SLOW = [pytest.param(1, marks=pytest.mark.deep), 2, pytest.param(3, marks=pytest.mark.deep)]
 
 
@@ -36,6 +41,106 @@ def test_every_rank_says_hello_and_hears_all(ranks: int, tmp_path: Path) -> None
             rf"rank {rank} of {ranks} on \S+, cpu, gloo: the ranks add up to {total}", line
         )
     assert len(said) == ranks
+
+
+# A missing GPU: each rank is on a node of its own, unless `ranks_here` says otherwise
+
+
+class Node(NamedTuple):
+    """What a rank finds: GPUs that torch sees, whether the driver has any, the variable."""
+
+    gpus: int
+    driver: bool = True
+    visible: str | None = None
+    bfloat16: bool = True
+
+
+def pretend(node: Node, ranks_here: int) -> None:
+    """Have this process find it so, for good."""
+    exists = os.path.exists
+    os.path.exists = lambda path: node.driver if path == "/dev/nvidia0" else exists(path)
+    torch.cuda.device_count = lambda: node.gpus
+    torch.cuda.set_device = lambda device: None
+    torch.cuda.is_bf16_supported = lambda emulated: node.bfloat16
+    torch.cuda.get_device_name = lambda device: "Tesla T4"
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    if node.visible is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = node.visible
+    os.environ |= {"LOCAL_WORLD_SIZE": str(ranks_here), "LOCAL_RANK": "0"}
+
+
+def start_on(script: str, nodes: list[Node], ranks_here: int, folder: str) -> None:
+    os.chdir(folder)
+    pretend(nodes[int(os.environ["RANK"])], ranks_here)
+    sys.argv = [script]
+    runpy.run_path(script, run_name="__main__")
+
+
+HERE = socket.gethostname()
+MISSING = {
+    "one node has lost its GPU": ([Node(1), Node(0)], 1),
+    "a node has no driver": ([Node(1), Node(0, driver=False)], 1),
+    "two ranks per GPU": ([Node(1), Node(1)], 2),
+    "torch cannot use the driver's GPUs": ([Node(0), Node(0)], 1),
+    "one node is told to use the CPU": ([Node(1), Node(1, visible="")], 1),
+}
+
+
+@pytest.mark.parametrize("script", [HELLO, MINIMAL, SURVIVING], ids=lambda path: path.stem)
+@pytest.mark.parametrize("what", MISSING)
+def test_a_missing_gpu_is_refused_by_all_ranks_before_any_of_them_waits(
+    what: str, script: Path, tmp_path: Path
+) -> None:
+    outcomes = attempt(start_on, 2, str(script), *MISSING[what], str(tmp_path), group=False)
+    for outcome in outcomes:
+        assert outcome.kind in ("raised", "exited"), f"{outcomes}"
+        said = outcome.text + outcome.output
+        assert re.search(r"ValueError: .*(GPU|ranks).* CUDA_VISIBLE_DEVICES= ", said), said
+    assert [*tmp_path.iterdir()] == [], "it has begun"
+
+
+def joined(script: str, node: Node) -> tuple:
+    """What a file's `join` asks of torch where a rank has what it wants."""
+    pretend(node, 1)
+    asked = []
+    dist.init_process_group = lambda backend, **how: asked.append((backend, how.get("device_id")))
+    join = runpy.run_path(script, run_name="imported")["join"]
+    flags = (["float32", dist.default_pg_timeout], [])["minimal" in script]
+    return str(join(*flags)), *[str(one) for one in asked[0]]
+
+
+@pytest.mark.parametrize(
+    ("node", "device"),
+    [
+        (Node(8), "cuda:0"),
+        (Node(0, driver=False), "cpu"),
+        (Node(8, visible="-1"), "cpu"),
+        (Node(0, visible=""), "cpu"),
+    ],
+)
+def test_a_rank_with_a_gpu_takes_it_and_one_that_wants_none_the_cpu(
+    node: Node, device: str
+) -> None:
+    bound = "None" if device == "cpu" else device
+    both = ("nccl", "cpu:gloo,cuda:nccl") if device != "cpu" else ("gloo", "gloo")
+    for script, backend in zip([MINIMAL, SURVIVING], both, strict=True):
+        assert run(joined, 1, str(script), node, group=False) == [(device, backend, bound)]
+
+
+def test_bfloat16_that_a_gpu_emulates_is_refused_by_all_ranks(tmp_path: Path) -> None:
+    nodes = [Node(1), Node(1, bfloat16=False)]
+    for outcome in attempt(start_on, 2, str(SURVIVING), nodes, 1, str(tmp_path), group=False):
+        assert outcome.kind == "exited"
+        assert f"ValueError: Tesla T4 on {HERE} emulates bfloat16" in outcome.output
+        assert "--precision float16" in outcome.output
+
+
+def test_hello_and_minimal_join_alike() -> None:
+    """They are two files to copy: what they have in common stands in both."""
+    hello, minimal = HELLO.read_text(), MINIMAL.read_text()
+    assert hello.count(minimal[minimal.index("def join(") : minimal.index("def main(")]) == 1
+    start = minimal.index("    tasks_here = re.match(")
+    assert hello.count(minimal[start : minimal.index("def join(")].rstrip()) == 1
 
 
 class Trained(NamedTuple):
