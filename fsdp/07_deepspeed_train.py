@@ -30,7 +30,7 @@ P parameters, trains on real text on n ranks: 12 updates of two micro-batches, A
     torchrun --standalone --nproc-per-node=4 07_deepspeed_train.py   # NCCL on 4 GPUs, else gloo
     python 07_deepspeed_train.py                                     # the same, started for you
     deepspeed --num_gpus 4 07_deepspeed_train.py     # its own launcher; no GPU: DS_ACCELERATOR=cpu
-    python 07_deepspeed_train.py --deepspeed_config PATH     # train with a config of your own, only
+    python 07_deepspeed_train.py --deepspeed_config PATH     # stage and precision from this file
     python 07_deepspeed_train.py --data PATH         # text of your own instead of Python's sources
 
 Not run on several GPUs.
@@ -524,7 +524,10 @@ def check_other_world(
 # ## 8. Configs for machines with GPUs
 #
 # Four configs that this lesson does not run by default, written to deepspeed_configs by
-# `--write-configs`; fsdp/README.md explains every key.
+# `--write-configs`; fsdp/README.md explains every key. They are for models of billions of
+# parameters: DeepSpeed's default sizes, its own Adam, which is compiled on first use, and a warmup
+# of 2,000 updates. Batch, learning rate and decay are yours to choose. `--deepspeed_config` puts this
+# lesson's small values in their place, and says which.
 #
 # - `fp16.json` for GPUs without bfloat16.
 # - `offload_cpu.json`: masters and moments in the host's memory. `data_types: grad_accum_dtype`
@@ -563,30 +566,44 @@ PLUS_PLUS = {
     "zero_quantized_gradients": True,
 }
 FLOAT32 = {"grad_accum_dtype": "fp32"}
+LARGE: dict = COMMON | {
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
+    },
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {
+            "warmup_type": "linear",
+            "warmup_min_lr": 0,
+            "warmup_max_lr": 3e-4,
+            "warmup_num_steps": 2000,
+        },
+    },
+}
+IN_BF16 = {"bf16": {"enabled": True}}
 CONFIGS = {
-    "fp16.json": config_of(2, fp16=FP16),
-    "offload_cpu.json": config_of(
-        2, "bf16", zero_optimization={"stage": 2, **CPU}, data_types=FLOAT32
-    ),
-    "offload_nvme.json": config_of(
-        3, "bf16", zero_optimization={"stage": 3, **NVME}, aio=ASYNCHRONOUS_IO
-    ),
-    "zeropp.json": config_of(3, "bf16", zero_optimization=PLUS_PLUS),
+    "fp16.json": LARGE | {"zero_optimization": {"stage": 2}, "fp16": FP16},
+    "offload_cpu.json": LARGE
+    | IN_BF16
+    | {"zero_optimization": {"stage": 2, **CPU}, "data_types": FLOAT32},
+    "offload_nvme.json": LARGE
+    | IN_BF16
+    | {"zero_optimization": {"stage": 3, **NVME}, "aio": ASYNCHRONOUS_IO},
+    "zeropp.json": LARGE | IN_BF16 | {"zero_optimization": PLUS_PLUS},
 }
 
 
 def check_config(
     deepspeed: ModuleType, path: str, x_ST: torch.Tensor, expected: dict, device: torch.device
 ) -> None:
-    """Train with a config of your own; what it lacks is the lesson's."""
-    config = COMMON | json.loads(Path(path).read_text())
-    engine = start_engine(deepspeed, device, config)
-    wanted = len(x_ST) // EPOCH
-    if engine.train_batch_size() != wanted:
-        raise ValueError(
-            f"{path}: train_batch_size must be {wanted} on {WORLD_SIZE} ranks; got "
-            f"{engine.train_batch_size()}; leave out all three batch sizes, and the lesson's hold"
-        )
+    """Train with the stage and precision of a file, and the lesson's batch, rates and AdamW."""
+    file = json.loads(Path(path).read_text())
+    file.pop("train_batch_size", None)  # it follows from the other two
+    replaced = [key for key in file if key in COMMON]
+    print0(f"{'':13}{Path(path).name}: this lesson's values for")
+    print0(f"{'':13}{', '.join(replaced) or 'nothing'}")
+    engine = start_engine(deepspeed, device, file | COMMON)
     losses = train(engine, x_ST, UPDATES)
     rounded = engine.bfloat16_enabled() or engine.fp16_enabled()
     engine.destroy()
@@ -966,7 +983,7 @@ def main() -> None:
         {
             "--data": {"metavar": "PATH", "help": "text to train on (Python's own sources)"},
             "--folder": {"metavar": "DIR", "help": "for checkpoints; all nodes share it (in /tmp)"},
-            "--deepspeed_config": {"metavar": "PATH", "help": "train with this config only"},
+            "--deepspeed_config": {"metavar": "PATH", "help": "only this file's stage, dtype"},
             "--write-configs": {"metavar": "DIR", "help": "write section 8's configs there first"},
             "--local_rank": {"type": int, "help": "appended by deepspeed; LOCAL_RANK says it too"},
         }
