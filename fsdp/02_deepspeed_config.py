@@ -557,8 +557,8 @@ class GPT(nn.Module):
 
 # %% [markdown]
 # The files that `--write-configs` writes are for models of billions of parameters: DeepSpeed's
-# defaults, spelled out. Batch, learning rate and decay are yours to choose. They leave the choice of
-# Adam to DeepSpeed, too, which compiles its own.
+# defaults, spelled out. Batch, learning rate and decay are yours to choose. They leave the choice
+# of Adam to DeepSpeed, too, which compiles its own.
 
 # %%
 DEFAULTS = {

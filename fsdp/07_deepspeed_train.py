@@ -526,8 +526,8 @@ def check_other_world(
 # Four configs that this lesson does not run by default, written to deepspeed_configs by
 # `--write-configs`; fsdp/README.md explains every key. They are for models of billions of
 # parameters: DeepSpeed's default sizes, its own Adam, which is compiled on first use, and a warmup
-# of 2,000 updates. Batch, learning rate and decay are yours to choose. `--deepspeed_config` puts this
-# lesson's small values in their place, and says which.
+# of 2,000 updates. Batch, learning rate and decay are yours to choose. `--deepspeed_config` puts
+# this lesson's small values in their place, and says which.
 #
 # - `fp16.json` for GPUs without bfloat16.
 # - `offload_cpu.json`: masters and moments in the host's memory. `data_types: grad_accum_dtype`
