@@ -912,7 +912,7 @@ def shared_folder(path: str | None) -> Iterator[str]:
 #    in files. DeepSpeed's own Adam rounds otherwise, and bfloat16 hides it. On GPUs offload moves
 #    Adam to another processor, which rounds otherwise as well.
 # 7. 80, nearly three times as many as one pass needs, and `fused=True` is several times faster.
-#    FSDP2 leaves the choice to you: pass `fused=True` to AdamW when the parameters are offloaded, and
+#    FSDP2 leaves the choice to you: pass `fused=True` to AdamW when parameters are offloaded, and
 #    give a rank its share of the cores (`OMP_NUM_THREADS`); here each rank has one.
 # 8. BLOCKED without a GPU. There the table prints both, and a pinned copy is at least 1.5 times as
 #    fast; two to four times is usual.
