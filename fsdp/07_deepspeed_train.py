@@ -245,15 +245,9 @@ def compare(name: str, losses: list[float], held_out: float, expected: dict) -> 
 def check_fsdp2(
     x_ST: torch.Tensor, x_ET: torch.Tensor, expected: dict, device: torch.device
 ) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        model = sharded(new_gpt(device), dtype)
-        losses = train_torch(model, lambda update: micro_batches(update, x_ST), device)
-        losses = average(losses, device)
-        if dtype == torch.float32:
-            compare("FSDP2", losses, evaluate(model, x_ET, device), expected)
-        else:
-            error = largest_difference(losses, expected["losses"])
-            claim("FSDP2 in bf16: losses, error", 0, error, atol=BF16_ERROR)
+    model = sharded(new_gpt(device), torch.float32)
+    losses = average(train_torch(model, lambda u: micro_batches(u, x_ST), device), device)
+    compare("FSDP2", losses, evaluate(model, x_ET, device), expected)
 
 
 def sharded(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -282,7 +276,7 @@ def sharded(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 # short a run hardly shows it; the weights do.
 
 # %%
-BF16_ERROR = 0.02  # of a loss near 5: 2**-8 of it, as if every logit were rounded the same way
+BF16_ERROR = 0.01  # of a loss near 5: half of 2**-8 of it
 ALL_BF16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 
 
@@ -857,6 +851,9 @@ def measure_on_gpus(deepspeed: ModuleType | None, device: torch.device) -> None:
     if device.type == "cpu" or WORLD_SIZE == 1:
         blocked("tokens per second: FSDP2, stages 1 to 3", needs="2 GPUs")
         return
+    if not torch.cuda.is_bf16_supported(False):  # in hardware, not emulated
+        blocked("tokens per second: FSDP2, stages 1 to 3", needs="2 GPUs with bfloat16")
+        return
     x_BT = torch.randint(32_768, (2, 2049), device=device)
     measure_fsdp2(x_BT)
     for stage in (1, 2, 3) if deepspeed else ():
@@ -920,15 +917,17 @@ def report(name: str, update: Callable) -> None:
 # 1. 24 calls, 12 updates, 12 steps of the scheduler. A schedule written in calls, or in sequences,
 #    is off by a factor that changes with the accumulation; DeepSpeed's counts updates.
 # 2. Two: the rate is 0 when the scheduler is made, and 0 again after its first step. That costs a
-#    run two updates. It costs a day whoever compares DeepSpeed with another trainer step by step.
+#    run two updates. It costs a day to anyone who compares DeepSpeed with another trainer step by
+#    step.
 # 3. By less than 1e-6 of 5.7, which is rounding. What stages 1 to 3 and FSDP2 learn is what one
 #    process learns, held-out loss included. The choice among them is about memory and messages.
 # 4. None, and all 320. In bfloat16 alone every LayerNorm stays at its initial ones forever, and the
-#    loss of 12 updates does not tell. With masters it moves, and the losses stay within 0.02 of
+#    loss of 12 updates does not tell. With masters it moves, and the losses stay within 0.01 of
 #    float32's. FSDP2 needs no key for that: its shards *are* float32.
-# 5. In float32 16 in stage 1, of which rank 0 writes 4 for the weights and each rank 12/n. In
-#    bfloat16 it is 14. In stage 3 it is 12, each rank 12/n, and the files named after the model
-#    hold no weights. A model of 7B parameters fills 84 to 98 GB each time it is saved.
+# 5. Stage 1 takes 16 bytes per parameter in float32 and 14 in bfloat16: rank 0 writes the weights,
+#    and each rank its 12/n of masters and moments. Stage 3 takes 12, each rank 12/n, and the files
+#    named after the model hold no weights. A model of 7B parameters fills 84 to 98 GB each time it
+#    is saved.
 # 6. With n ranks none, to the bit: masters, moments, rate, counters and data are as they were. With
 #    fewer ranks the plain checkpoint is refused. From the universal one the losses agree within
 #    rounding, since sums over other ranks add up in another order.
@@ -946,7 +945,7 @@ def report(name: str, update: Callable) -> None:
 #
 # **Where it bites.** `save_checkpoint` on rank 0 only waits forever for the others. A checkpoint of
 # n shares needs a file system that all nodes share, or the same ranks on the same nodes. And
-# whoever changes the number of ranks and keeps the config has changed the batch.
+# another number of ranks with the same config is another batch.
 
 
 # %%

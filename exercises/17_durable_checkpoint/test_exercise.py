@@ -247,6 +247,7 @@ def nothing(answer, wire, seed: int) -> None:
     expect_found(answer, folder, 0, [], "an empty folder", seed)
     for step in (1, 2):
         answer.save(folder, step, parts_of(step, seed))
+    for step in (1, 2):
         (folder / f"step-{step:06}" / "model").unlink()
     try:
         got = answer.newest_whole(folder)

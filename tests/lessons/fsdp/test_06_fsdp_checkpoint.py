@@ -87,9 +87,14 @@ def test_all_ranks_name_the_same_damage(what: str, tmp_path: Path) -> None:
     assert first[0].startswith(told)
 
 
-def test_no_whole_checkpoint_is_no_reason_to_start_anew(tmp_path: Path) -> None:
+def refused_without_any(folder: Path) -> bool:
     with pytest.raises(ValueError, match="no whole checkpoint"):
-        load(LESSON).newest_whole(tmp_path)
+        load(LESSON).newest_whole(folder)
+    return True
+
+
+def test_no_whole_checkpoint_is_no_reason_to_start_anew(tmp_path: Path) -> None:
+    assert run(refused_without_any, 2, tmp_path) == [True, True]
 
 
 def saved_over(folder: Path, damaged: bool) -> tuple[str, list[str], bool]:

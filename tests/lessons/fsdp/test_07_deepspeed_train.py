@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from course.lessons import ROOT
 from course.playing import load, play
@@ -121,6 +122,15 @@ def test_the_ranks_together_save_everything_once(n: int) -> None:
         assert 12 * sum(sizes) <= total <= 12 * sum(sizes) + padding
 
 
+def test_two_epochs_differ_in_order_and_each_holds_every_sequence_once() -> None:
+    lesson = load(LESSON)
+    x_ST = torch.arange(lesson.EPOCH * 8).view(-1, 1)
+    updates = [lesson.sequences_of(update, x_ST).flatten().tolist() for update in range(12)]
+    epochs = [sum(updates[:6], []), sum(updates[6:], [])]
+    assert [sorted(epoch) for epoch in epochs] == [x_ST.flatten().tolist()] * 2
+    assert epochs[0] != epochs[1]
+
+
 ALL = "    engine = start_engine(deepspeed, device, config_of(2))\n    losses = check_counting"
 NO_OTHER_WORLD = ("    check_other_world(deepspeed, saved, x_ST, expected, device)\n", "")
 NO_BF16 = ("    check_bf16(deepspeed, x_ST, folder, expected, device)\n", "")
@@ -139,8 +149,8 @@ LINES = {  # each a set of breaks that meet different claims
             ),
             ('config_of(2, "bf16"))', "config_of(2, bf16=ALL_BF16))"),
             (
-                "train_torch(model, lambda update: micro_batches(update, x_ST), device)",
-                "train_torch(model, lambda update: micro_batches(update, 0 * x_ST), device)",
+                "train_torch(model, lambda u: micro_batches(u, x_ST), device)",
+                "train_torch(model, lambda u: micro_batches(u, 0 * x_ST), device)",
             ),
         ],
         {
@@ -156,7 +166,6 @@ LINES = {  # each a set of breaks that meet different claims
             "bf16: losses, error against float32's",
             "FSDP2: losses, error",
             "FSDP2: held-out loss, error",
-            "FSDP2 in bf16: losses, error",
         },
     ),
     "smaller micro-batches; masters where none should be; a mean of means; moments left behind": (
