@@ -516,6 +516,9 @@ def check_on_gpus(deepspeed: ModuleType, device: torch.device) -> None:
     if device.type == "cpu" or WORLD_SIZE == 1:
         blocked("peak memory of stage 3 / stage 0", needs="2 GPUs")
         return
+    if not torch.cuda.is_bf16_supported(False):  # in hardware, not emulated
+        blocked("peak memory of stage 3 / stage 0", needs="2 GPUs with bfloat16")
+        return
     peaks = {}
     for stage in range(4):
         config = zero_config(stage) | {"zero_optimization": {"stage": stage}}  # all else by default

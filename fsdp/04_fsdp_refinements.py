@@ -38,6 +38,7 @@ In `check_drawing` write `manual_seed(RANK)`: what fails on CPUs, and why is tha
 
 import argparse
 import ctypes
+import gc
 import json
 import logging
 import math
@@ -584,6 +585,9 @@ def check_on_gpus(mesh: DeviceMesh) -> None:
     if mesh.device_type == "cpu" or WORLD_SIZE == 1:
         blocked("share of the communication that is exposed", needs="2 GPUs")
         return
+    if not torch.cuda.is_bf16_supported(False):  # in hardware, not emulated
+        blocked("share of the communication that is exposed", needs="2 GPUs with bfloat16")
+        return
     x_BT = torch.randint(32_768, (2, 2049), device="cuda")
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     plain = large_gpt().bfloat16()
@@ -609,6 +613,8 @@ def check_on_gpus(mesh: DeviceMesh) -> None:
             hidden = (alone + collectives - milliseconds) / min(alone, collectives)
             claim("hidden / what can be hidden, at least", 0.2, hidden, ">=", timed=True)
         del model
+        gc.collect()  # FSDP's hooks and the model hold each other
+        torch.cuda.empty_cache()
 
 
 def large_gpt() -> "GPT":

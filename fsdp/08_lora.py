@@ -874,8 +874,8 @@ def time_steps(
 #    the first forward pass. Cast all that is trained to one dtype.
 # 7. Most: between half and four fifths after 12 steps, with 7% of the parameters. How much it is
 #    depends on how far the new text is from the old one, and on the learning rates; with others the
-#    adapters may reach all of it. On the code that the base had learned, neither is much worse after
-#    so short a training.
+#    adapters may reach all of it. On the code that the base had learned, neither is much worse
+#    after so short a training.
 # 8. 4 and 64. A change of full rank is not better by itself; here, tuned on text of another kind,
 #    it does gain more.
 # 9. By less than 1e-13 in float64. In bfloat16 four fifths of W do not move at all when the change
