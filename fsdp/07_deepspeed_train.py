@@ -567,12 +567,7 @@ LARGE: dict = COMMON | {
     },
     "scheduler": {
         "type": "WarmupLR",
-        "params": {
-            "warmup_type": "linear",
-            "warmup_min_lr": 0,
-            "warmup_max_lr": 3e-4,
-            "warmup_num_steps": 2000,
-        },
+        "params": COMMON["scheduler"]["params"] | {"warmup_max_lr": 3e-4, "warmup_num_steps": 2000},
     },
 }
 IN_BF16 = {"bf16": {"enabled": True}}

@@ -5,7 +5,7 @@ from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
 LESSON = "fsdp/04_fsdp_refinements.py"
 GRADIENTS = {f"{name}: gradients, error" for name in ("as a rule", "with prefetch")}
 BACKWARD = "Communication() as counted:\n        mean_loss(model, random_bytes(mesh, RANK))"
-BACKWARD += ".backward()\n    inside"
+BACKWARD += ".backward()\n    first"
 SYNC = "            model.set_requires_gradient_sync(last)\n"
 
 LINES = {
@@ -84,8 +84,8 @@ ON_FOUR_RANKS = {
                 "0))\n        forward = len(counted.log)\n        kept",
             ),
             (
-                "RANK)).backward()\n    inside",
-                "0)).backward()\n    inside",
+                "RANK)).backward()\n    first",
+                "0)).backward()\n    first",
             ),
         ],
         {"resharded: gradients, error", "HSDP: gradients, error"},

@@ -42,8 +42,8 @@ BROKEN_FSDP2 = {  # each a set of breaks that meet different claims
         [
             ("if places and crosses:", "if places and up:"),
             (
-                "    return sharded(device, dtype, reshard, policy)\n",
-                "    model = sharded(device, dtype, reshard, policy)\n"
+                "    return sharded(build(device), device, dtype, reshard, policy)\n",
+                "    model = sharded(build(device), device, dtype, reshard, policy)\n"
                 "    with torch.no_grad():\n"
                 "        [parameter.mul_(1.1) for parameter in model.parameters()]\n"
                 "    return model\n",
