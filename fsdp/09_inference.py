@@ -701,9 +701,9 @@ def check_on_gpus(device: torch.device) -> None:
 #    heads x 128 features x 2 bytes = 0.33 MB per token, 2.7 GB for a text of 8192 tokens. It would
 #    be 8 times as much if its 64 query heads did not share 8 heads of keys and values (GQA). The
 #    cache, not the weights, decides how many requests fit.
-# 3. Less than 4 times: about twice as long on a CPU, whose caches hold so small a model's weights. On
-#    a GPU 32 requests take hardly longer than one, until B nears the FLOPs per byte of the device: B
-#    requests make B / 2 FLOPs per byte of float32 weights, B in bfloat16.
+# 3. Less than 4 times: about twice as long on a CPU, whose caches hold so small a model's weights.
+#    On a GPU 32 requests take hardly longer than one, until B nears the FLOPs per byte of the
+#    device: B requests make B / 2 FLOPs per byte of float32 weights, B in bfloat16.
 # 4. 2 L all-reduces per step, after `out` and `down` of each block, and D elements per token in
 #    each. That is 3 kB for four requests here, 64 kB at D = 8192 in bfloat16: messages that are all
 #    latency. Tensor parallel decoding therefore lives inside one NVLink domain, and pays for models
