@@ -274,7 +274,7 @@ def sync_folder(folder: Path) -> None:
 
 # %% [markdown]
 # What does a death in the middle leave? Here the last rank stops at the worst moment, before its
-# own file, and rank 0 hears of it. (If it were killed, rank 0 would wait for it in vain; on the
+# own file, and rank 0 hears of it. (If it were killed, rank 0 would wait until its timeout; on the
 # disk there would be the same.)
 #
 # DCP collects what went wrong on which rank, and raises a `CheckpointException` on *all* ranks. It

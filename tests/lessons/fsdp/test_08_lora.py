@@ -237,3 +237,15 @@ def test_own_text(tmp_path: Path) -> None:
     played = play(LESSON, 1, argv=(*QUICK, "--data", str(path)))
     played.expect(set())
     assert {THIRD, GAIN}.isdisjoint(row["claim"] for row in played.ledger)
+
+
+def test_the_change_is_alpha_over_r_times_the_product() -> None:
+    """Twice the matrix rank, and zeros in the new half: half the change."""
+    lesson = load(LESSON)
+    small, large = (lesson.LoRALinear(torch.nn.Linear(6, 5), r, 8.0) for r in (2, 4))
+    with torch.no_grad():
+        small.lora_B.normal_()
+        large.lora_A.zero_()[:2] = small.lora_A
+        large.lora_B.zero_()[:, :2] = small.lora_B
+    assert torch.allclose(small.change(), 4.0 * small.lora_B @ small.lora_A)
+    assert torch.allclose(large.change(), small.change() / 2)
