@@ -144,7 +144,9 @@ def save_sharded(
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Let each rank of the group write its own shards. All of its ranks must call it."""
-    if not from_rank_0(is_there(path), group):
+    there = [is_there(path)]
+    dist.broadcast_object_list(there, group=group)  # rank 0 decides for all
+    if not there[0]:
         state = state_of(model, optimizer)
         dcp.save(state, storage_writer=PublishingWriter(path), process_group=group)
 
@@ -799,10 +801,10 @@ class CopiedBytes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def from_rank_0(value: object, group: dist.ProcessGroup | None = None) -> object:
-    """Return rank 0's `value` on every rank of the group."""
+def from_rank_0(value: object) -> object:
+    """Return rank 0's `value` on every rank."""
     values = [value]
-    dist.broadcast_object_list(values, group=group)
+    dist.broadcast_object_list(values)
     return values[0]
 
 

@@ -442,7 +442,8 @@ def host_adam(fused: bool) -> torch.optim.Optimizer:
 
 
 def check_adam_on_the_host() -> None:
-    plain, fused = host_adam(False), host_adam(True)
+    plain = host_adam(fused=False)
+    fused = host_adam(fused=True)
     with TouchedBytes() as touched:
         plain.step()
     text = "plain AdamW: bytes read and written"

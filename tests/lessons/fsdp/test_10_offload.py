@@ -152,7 +152,7 @@ BROKEN_COUNTERS = {
 }
 
 
-BOTH_FUSED = ("host_adam(False), host_adam(True)", "host_adam(True), host_adam(True)")
+BOTH_FUSED = ("host_adam(fused=False)", "host_adam(fused=True)")
 BROKEN_ADAM = {
     "a single pass, too": (BOTH_FUSED, {"plain AdamW: bytes read and written"}),
     "no weight decay": (
