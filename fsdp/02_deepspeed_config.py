@@ -10,7 +10,8 @@ do something else than their name says, or nothing at all?
    does one update see on n ranks?
 2. The optimizer's `type` is `"Adam"`, with weight decay. Does the decay go through Adam's moments,
    as in `torch.optim.Adam`, or straight to the weights, as in AdamW?
-3. The config has no key `gradient_clipping`. To what norm is a long gradient clipped?
+3. The config has no key `gradient_clipping`. To what norm is a long gradient clipped? (This
+   changed in July 2026, with DeepSpeed 0.19.3.)
 4. Stages 0 to 3, and stage 2 with its optimizer on the CPU: by how much do losses and gradient
    norms differ from those of one process?
 5. P elements of gradients go through a `reduce_bucket_size` of 100,000. How many all-reduces is
@@ -173,11 +174,16 @@ def check_adam_is_adamw(deepspeed: ModuleType, device: torch.device) -> None:
 
 
 # %% [markdown]
-# ## 3. Clipping is on by default
+# ## 3. Clipping: a default that has changed, so write the key
 #
-# A config without `gradient_clipping` clips at a norm of 1.0; to switch that off, say 0. Plain SGD
-# with learning rate 1 shows it: the weights move by just the gradient, so the length of a step is
-# the norm that is left. The loss is made 100 times larger so that there is something to clip.
+# Since DeepSpeed 0.19.3 (July 2026) a config without `gradient_clipping` clips at a norm of 1.0; to
+# switch that off, say 0. Up to 0.19.2 the default was 0: such a config did not clip, and most
+# tutorials still say so. The same file trains differently before and after an upgrade, so always
+# write the key. (This course asks for 0.19.4 or newer.)
+#
+# Plain SGD with learning rate 1 shows it: the weights move by just the gradient, so the length of a
+# step is the norm that is left. The loss is made 100 times larger so that there is something to
+# clip.
 
 
 # %%
@@ -212,7 +218,9 @@ def check_clipping(deepspeed: ModuleType, device: torch.device) -> None:
 #
 # Stages 1 and 2 lay all tensors end to end in one flat buffer and cut that into n parts; gradients
 # are reduced in **buckets** of neighbouring tensors. Stage 3 flattens and cuts every tensor by
-# itself, and gathers tensors as the modules need them. So each has keys of its own:
+# itself, and gathers tensors as the modules need them. So each has keys of its own. Their values
+# here suit this small model, so that it has several buckets and frees what it has gathered; they
+# would cripple a large one. The files in fsdp/deepspeed_configs have DeepSpeed's defaults.
 
 # %%
 BUCKET = 100_000
@@ -524,8 +532,8 @@ class GPT(nn.Module):
 #    unless you give `train_batch_size` and let the engine derive the accumulation.
 # 2. It is AdamW: unused weights shrink to 0.997 of themselves. With `adam_w_mode` false they move
 #    by 0.03, which is the learning rate times three steps, whatever the decay is.
-# 3. To 1.0. A comparison "with and without DeepSpeed" that forgets this compares clipped with
-#    unclipped training.
+# 3. To 1.0 since DeepSpeed 0.19.3, and not at all before. A comparison "with and without DeepSpeed"
+#    that forgets this compares clipped with unclipped training. Write the key.
 # 4. By less than 1e-6, which is rounding. If a job learns differently under another stage, look for
 #    a changed batch, clipping or decay, not for ZeRO.
 # 5. 3 all-reduces, and 1 with a bucket ten times as large. But there is one all-gather whatever
@@ -547,18 +555,53 @@ class GPT(nn.Module):
 # (`engine.config`), and count what you meant to change.
 
 
+# %% [markdown]
+# The files that `--write-configs` writes are for models of billions of parameters: DeepSpeed's
+# defaults, spelled out. Batch, learning rate and decay are yours to choose. They leave the choice
+# of Adam to DeepSpeed, too, which compiles its own.
+
 # %%
+DEFAULTS = {
+    1: {
+        "reduce_bucket_size": 500_000_000,
+        "allgather_bucket_size": 500_000_000,
+        "use_multi_rank_bucket_allreduce": True,
+    },
+    3: {
+        "reduce_bucket_size": 500_000_000,
+        "stage3_prefetch_bucket_size": 50_000_000,
+        "stage3_param_persistence_threshold": 100_000,
+        "stage3_max_live_parameters": 1_000_000_000,
+        "stage3_max_reuse_distance": 1_000_000_000,
+    },
+}
+DEFAULTS[2] = DEFAULTS[1]
+LARGE_ADAMW = {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+
+
 def write_configs(folder: str) -> None:
-    """Write the configs of stages 1 to 3 as files for `deepspeed --deepspeed_config`."""
+    """Write configs of stages 1 to 3 for large models as files."""
     for stage in (1, 2, 3):
-        text = json.dumps(ZERO[stage], indent=2) + "\n"
+        optimizer = {"type": "AdamW", "params": LARGE_ADAMW}
+        config = COMMON | {"optimizer": optimizer}
+        config["zero_optimization"] = {"stage": stage, **DEFAULTS[stage]}
+        text = json.dumps(config, indent=2) + "\n"
         Path(folder, f"zero{stage}.json").write_text(text)
+
+
+def read_config(path: str) -> dict:
+    """Return the lesson's config in float32 with the file's `zero_optimization`, and say so."""
+    file = json.loads(Path(path).read_text())
+    others = ", ".join(key for key in file if key != "zero_optimization")
+    print0(f"{'':13}Of {Path(path).name} only zero_optimization is tried, in float32 and with")
+    print0(f"{'':13}this lesson's batch, AdamW and clipping. Not tried: {others or 'nothing'}")
+    return in_float32(COMMON) | {"zero_optimization": file.get("zero_optimization", {})}
 
 
 def main() -> None:
     options = command_line(
         {
-            "--deepspeed_config": {"metavar": "PATH", "help": "check only this config's values"},
+            "--deepspeed_config": {"metavar": "PATH", "help": "check only its zero_optimization"},
             "--write-configs": {"metavar": "DIR", "help": "write zero1.json to zero3.json first"},
             "--cpu-adam": {"action": "store_true", "help": "compile DeepSpeed's CPU Adam, use it"},
             "--local_rank": {"type": int, "help": "appended by deepspeed; LOCAL_RANK says it too"},
@@ -573,10 +616,8 @@ def main() -> None:
     os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1"))  # by deepspeed
     device = setup()
     deepspeed = import_deepspeed(device, options.cpu_adam)
-    if path:  # what it lacks is the lesson's
-        check_values(
-            deepspeed, device, {Path(path).name: COMMON | json.loads(Path(path).read_text())}
-        )
+    if path:
+        check_values(deepspeed, device, {Path(path).name: read_config(path)})
         finish()
     configs = {f"stage {stage}": config for stage, config in enumerate(ZERO)}
     adam = {"type": "AdamW", "params": {**ADAMW, "torch_adam": not options.cpu_adam}}

@@ -238,9 +238,9 @@ def check_elements(steps: dict[int, "Step"]) -> None:
 # | `offload_optimizer: device`          | cpu           | masters, moments, gradients: the host  |
 #
 # `grad_accum_dtype` deserves a word. ZeRO's 16 bytes hold gradients in bfloat16, and DeepSpeed's
-# default adds micro-batches up in the dtype of the model, too. Added in 8 bits, many small
-# gradients vanish beside a large sum. Megatron-LM therefore insists on float32 gradients: 18 bytes
-# per parameter, or 6 + 12/n with a sharded optimizer.
+# default adds micro-batches up in the dtype of the model, too. With bfloat16's 8 significant bits,
+# many small gradients vanish beside a large sum. Megatron-LM therefore insists on float32
+# gradients: 18 bytes per parameter, or 6 + 12/n with a sharded optimizer.
 #
 # Offloading (Ren et al. 2021, ZeRO-Offload) keeps 16P/n bytes on the host, of which 4P/n are
 # gradients in float32; the CPU updates, and the GPU holds no float32 at all.
@@ -516,6 +516,9 @@ def check_on_gpus(deepspeed: ModuleType, device: torch.device) -> None:
     if device.type == "cpu" or WORLD_SIZE == 1:
         blocked("peak memory of stage 3 / stage 0", needs="2 GPUs")
         return
+    if not torch.cuda.is_bf16_supported(False):  # in hardware, not emulated
+        blocked("peak memory of stage 3 / stage 0", needs="2 GPUs with bfloat16")
+        return
     peaks = {}
     for stage in range(4):
         config = zero_config(stage) | {"zero_optimization": {"stage": stage}}  # all else by default
@@ -568,7 +571,8 @@ def time_engine(engine: nn.Module, device: torch.device) -> tuple[float, int]:
 # 5. 18/n. Gradients cost 4 bytes, and that is Megatron's arithmetic too. For 7B parameters without
 #    sharding it is 126 GB against 112 GB.
 # 6. 16/n: masters, moments and float32 gradients; on the GPU only the 2P bytes of weights and some
-#    gradients are left. Each step moves 4P/n bytes over PCIe and waits for the CPU's Adam.
+#    gradients are left. With one micro-batch a step moves 6P/n bytes over PCIe, 4 down and 2 up
+#    (10_offload.py counts them; the paper has 2 and 2), and waits for the CPU's Adam.
 #
 # **Try.** A persistence threshold of 10**5 keeps every tensor of this small model whole: stage 3
 # then holds 2P bytes more and gathers less. With `use_multi_rank_bucket_allreduce=True` stage 2

@@ -14,7 +14,8 @@ P parameters in 4 blocks, a unit per block and one for the rest (the root); ther
    in how many is a gradient reduced, and in how many does the optimizer hold a weight?
 3. Three micro-batches, gradients synchronised once: how many all-gathers and reduce-scatters?
 4. A model is built on the meta device. Every rank then draws the shards of a weight under the same
-   seed. How many of the 4 shards are alike?
+   seed. How many of the 4 shards are rank 0's, on CPUs and on GPUs? And how many elements of a
+   non-persistent buffer does a state dict fill?
 5. After forward, blocks are sharded again over 2 of the 4 ranks. Among how many ranks does backward
    gather, and what share of the blocks does a rank hold meanwhile?
 6. Two groups of two ranks shard inside and replicate across. What share of P does a rank hand to
@@ -28,7 +29,7 @@ P parameters in 4 blocks, a unit per block and one for the rest (the root); ther
 Not run on several GPUs.
 
 **Try.** Remove the line with `set_requires_gradient_sync`: the gradients stay right, so what fails?
-In `check_meta_device` write `manual_seed(RANK)`: what fails, and why is that no failure at all?
+In `check_drawing` write `manual_seed(RANK)`: what fails on CPUs, and why is that no failure at all?
 
 **Before.** fsdp/01_fsdp_basics.py: units, all-gathers, reduce-scatters.
 
@@ -37,6 +38,7 @@ In `check_meta_device` write `manual_seed(RANK)`: what fails, and why is that no
 
 import argparse
 import ctypes
+import gc
 import json
 import logging
 import math
@@ -230,34 +232,61 @@ def check_accumulation(mesh: DeviceMesh, micro_batches: int = 3) -> None:
 #     to_empty(device=...)                 memory for the shards, with garbage in it
 #     ?                                    something must fill them
 #
-# The trap is the last step. On CPU an initialiser that runs under one seed draws the same elements
-# on every rank, so the "whole" weight is one shard n times over, with nothing but a warning. A full
-# state dict, read by rank 0 and sent out piece by piece, has no such problem; nor has a sharded
-# checkpoint.
+# On a mesh of GPUs the model's own initialisers may do it, under one seed on all ranks: DTensor
+# gives each shard its own part of the generator's sequence. On a mesh of CPUs it does not. There
+# every rank draws the same elements, so the "whole" weight is one shard n times over, with nothing
+# but a warning.
 
 
 # %%
-def check_meta_device(mesh: DeviceMesh) -> None:
+def check_drawing(mesh: DeviceMesh) -> None:
     with torch.device("meta"):
         model = shard_blocks(GPT().double(), mesh)
     model.to_empty(device=mesh.device_type)
 
     torch.manual_seed(0)
     weight = model.blocks[0].up.weight
-    with warnings.catch_warnings(action="ignore"):  # torch warns of just this
+    with warnings.catch_warnings(action="ignore"):  # torch warns of just this, on CPUs
         nn.init.normal_(weight)
     shards = weight.full_tensor().chunk(WORLD_SIZE)
     alike = [shard.equal(shards[0][: len(shard)]) for shard in shards]  # the last may be shorter
     if WORLD_SIZE == 1:
-        blocked("the trap: shards that equal rank 0's", needs="2 ranks")
-    elif mesh.device_type == "cpu":  # on GPUs DTensor keeps the generators apart
-        claim("the trap: shards that equal rank 0's", WORLD_SIZE, sum(alike), question=4)
+        blocked("one seed on all ranks: shards like rank 0's", needs="2 ranks")
+        return
+    expected = WORLD_SIZE if mesh.device_type == "cpu" else 1  # itself
+    claim("one seed on all ranks: shards like rank 0's", expected, sum(alike), question=4)
 
-    state = new_gpt(mesh).state_dict() if RANK == 0 else {}
+
+# %% [markdown]
+# A full state dict, read by rank 0 into the host's memory and sent out piece by piece, gives the
+# same weights on every mesh; so does a sharded checkpoint. But neither fills everything. `to_empty`
+# leaves garbage in **buffers**, too, and a buffer that was registered with `persistent=False`, such
+# as a table of rotary positions, is in no state dict: compute it again after `to_empty`.
+
+
+# %%
+def with_angles(model: "GPT") -> "GPT":
+    """Give the model a table as of rotary positions, which its state dict leaves out."""
+    model.register_buffer("angles", torch.arange(64.0), persistent=False)
+    return model
+
+
+def check_meta_device(mesh: DeviceMesh) -> None:
+    with torch.device("meta"):
+        model = shard_blocks(with_angles(GPT().double()), mesh)
+    model.to_empty(device=mesh.device_type)
+    model.angles.fill_(math.nan)  # garbage that can be told from values
+
+    state = {}
+    if RANK == 0:
+        torch.manual_seed(0)
+        state = with_angles(GPT().double()).state_dict()
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, state, options=options)
     error = weights_error(model, new_gpt(mesh))
     claim("the cure: distance from rank 0's weights", 0, error)
+    filled = len(model.angles) - model.angles.isnan().sum().item()
+    claim("elements of a non-persistent buffer filled", 0, filled, question=4)
 
 
 # %% [markdown]
@@ -331,8 +360,9 @@ def check_hybrid_sharding(device: torch.device) -> None:
     model = shard_blocks(new_gpt(mesh), mesh)
     with CountedCommunication() as counted:
         mean_loss(model, random_bytes(mesh, RANK)).backward()
-    inside = tuple(dist.get_process_group_ranks(mesh.get_group("shard")))
-    across = tuple(dist.get_process_group_ranks(mesh.get_group("replicate")))
+    first = RANK // s * s  # of this rank's group, whose ranks are neighbours
+    inside = tuple(range(first, first + s))
+    across = tuple(range(RANK % s, WORLD_SIZE, s))
     whole = new_gpt(mesh)
     P = padded_elements(whole, s)
     P_blocks = padded_elements(whole.blocks, s)
@@ -555,6 +585,9 @@ def check_on_gpus(mesh: DeviceMesh) -> None:
     if mesh.device_type == "cpu" or WORLD_SIZE == 1:
         blocked("share of the communication that is exposed", needs="2 GPUs")
         return
+    if not torch.cuda.is_bf16_supported(False):  # in hardware, not emulated
+        blocked("share of the communication that is exposed", needs="2 GPUs with bfloat16")
+        return
     x_BT = torch.randint(32_768, (2, 2049), device="cuda")
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     plain = large_gpt().bfloat16()
@@ -580,6 +613,8 @@ def check_on_gpus(mesh: DeviceMesh) -> None:
             hidden = (alone + collectives - milliseconds) / min(alone, collectives)
             claim("hidden / what can be hidden, at least", 0.2, hidden, ">=", timed=True)
         del model
+        gc.collect()  # FSDP's hooks and the model hold each other
+        torch.cuda.empty_cache()
 
 
 def large_gpt() -> "GPT":
@@ -640,19 +675,22 @@ def median_ms(work: Callable, repeats: int = 20) -> float:
 # 3. 27 all-gathers, three times the 9 of one micro-batch, but only 5 reduce-scatters. Accumulation
 #    under FSDP saves a third of the traffic and costs whole gradients; where those do not fit,
 #    reduce every micro-batch.
-# 4. All 4. The model trains on, with n identical slices in every weight, and reaches a poor loss
-#    for no visible reason. That is why a checkpoint or a state dict should fill it.
+# 4. On CPUs all 4: the model trains on, with n identical slices in every weight, and reaches a poor
+#    loss for no visible reason, so fill it from a state dict or a checkpoint. On GPUs only rank 0's
+#    own: there `to_empty` and then the model's initialisers is the usual way. On both no element of
+#    the buffer: if it is not computed again, the model trains on garbage.
 # 5. Among 2, and a rank keeps half of the blocks. On 16 nodes of 8 GPUs, k = 8 keeps 16 times more
 #    than a shard over 128 ranks, but in bfloat16, and backward's gathers never leave the node.
-# 6. P/2, while 2.84 P in gathers and scatters stay inside the group. With 8 GPUs per node it
-#    is P/8: each GPU's own network card carries an eighth of a DDP all-reduce.
+# 6. P/2 per rank, while 2.84 P in gathers and scatters stay inside the group. With 8 GPUs per node
+#    it is P/8 per rank. A node's 8 ranks together all-reduce P over its border, as DDP does; full
+#    sharding gathers and scatters 3P over it, and does so for every micro-batch.
 #
 # Every setting leaves the gradients at those of one process, to about 1e-16 in float64. They change
 # bytes, order and groups, never what is learned.
 #
 # **Try.** Without `set_requires_gradient_sync` every micro-batch reduces its gradients; the sum is
 # the same, and only the count of reduce-scatters tells. With a seed per rank the shards differ, as
-# they should: the claim that fails is the one that says the trap exists.
+# they should: the claim that fails is the one that says the trap exists. On GPUs nothing fails.
 #
 # **On real systems** accumulation under HSDP has a second switch: `set_requires_all_reduce(False)`
 # leaves out only the all-reduce between groups, and keeps the cheap reduce-scatter inside. Which
@@ -669,6 +707,7 @@ def main() -> None:
     check_prefetch(mesh, prefetch=True)
     check_dtypes(mesh)
     check_accumulation(mesh)
+    check_drawing(mesh)
     check_meta_device(mesh)
     check_resharding(mesh)
     check_hybrid_sharding(device)

@@ -1,8 +1,8 @@
-"""Train a GPT with FSDP2: memory, recomputation, FLOPs, MFU and precision, foretold
-=================================================================================
+"""Train a GPT with FSDP2: memory, recomputation, FLOPs, MFU and precision, predicted
+==================================================================================
 
 **Question.** Before a training run you must know whether it fits, how fast it should be, and which
-settings leave the result alone. Can all of that be foretold from the model's shape and the number
+settings leave the result alone. Can all of that be predicted from the model's shape and the number
 of ranks?
 
 **Predict**, and write it down before you run. A GPT of L blocks, D wide, has P parameters and is
@@ -47,6 +47,7 @@ import json
 import logging
 import math
 import os
+import re
 import signal
 import sys
 import sysconfig
@@ -112,7 +113,8 @@ PEAK_LR = {"tiny": 6e-3, "124m": 6e-4, "350m": 3e-4, "1b": 2e-4, "7b": 1.2e-4}  
 # %% [markdown]
 # ## 1. The recipe: recompute, compile, shard, in this order
 #
-# Three wrappers go around a block, and each must see what the one before did:
+# Three wrappers go around a block, and each must see what the one before did. (`block.compile()`
+# will not do: it compiles the call with all hooks, so FSDP2's end up inside and break the graph.)
 #
 #     fully_shard(         gathers before and frees after, by hooks that no graph should hold
 #       compile(           sees the block and its recomputation, and may fuse either
@@ -155,7 +157,7 @@ def build(model: "GPT", mesh: DeviceMesh, recipe: Recipe, **options: object) -> 
         elif recipe.recompute == "selective":
             block = checkpoint_wrapper(block, context_fn=keep_results)
         if recipe.compiler:
-            block.compile(backend=recipe.compiler)
+            block = torch.compile(block, backend=recipe.compiler)
         model.blocks[i] = block
     for unit in units_of(model, recipe.least):
         fully_shard(unit, mesh=mesh, **options)
@@ -390,8 +392,7 @@ def check_peak(mesh: DeviceMesh, tokens: int = 512) -> None:
 # once for the input's gradient, once for the weight's. Forward, per token:
 #
 #     four products of a block     24 D^2     2 (3 + 1 + 4 + 4) D^2
-#     attention of a block         4 D T      two products with T keys; causality would spare half,
-#                                             but the usual count does not
+#     attention of a block         4 D T      two products with T keys
 #     the head                     2 D V
 #
 # **Model FLOPs** are three times the sum of these, whatever you recompute. Divided by time and by
@@ -404,7 +405,17 @@ def check_peak(mesh: DeviceMesh, tokens: int = 512) -> None:
 # scores again; they are hardware FLOPs in any case.
 #
 # The rule of 6 P FLOPs per token ("6ND", Kaplan et al. 2020) takes every parameter for a factor of
-# a product. The embeddings are not, and attention has FLOPs without parameters.
+# a product. The embeddings are not, and attention has FLOPs without parameters. So an MFU means
+# little until its convention is named. For one and the same run:
+#
+#     counted per token                              "124m"    "7b"      used by, for example
+#     6 P                                            1.15      0.96      scaling laws
+#     products + 12 L D T: all T keys                1         1         here, torchtitan
+#     products + 6 L D T: causality spares half      0.93      0.96      Megatron-LM since 2024
+#
+# The divisor has conventions, too. Datasheets print peaks with sparsity, which are twice those of
+# dense products. And a run that multiplies in fp8 has another peak: an H100 that does 734 TFLOP/s
+# in fp8 reaches 37% of its 1,979, and "74%" if they are divided by bfloat16's 989.
 
 
 # %%
@@ -460,7 +471,7 @@ def check_sizes() -> None:
         claim(f"{size}: parameters", shape.P, parameters, kind="theory")
         expected = 6 * shape.P / model_flops(shape)
         counted = 6 * parameters / flops
-        claim(f"{size}: 6 P / FLOPs", expected, counted, question=3, kind="theory")
+        claim(f"{size}: 6 P / FLOPs", expected, counted, question=3)
         hfu = hardware_flops(shape, "full") / model_flops(shape)
         gigabytes = []
         for recompute in ("none", "selective", "full"):
@@ -529,7 +540,7 @@ def check_losses(mesh: DeviceMesh, compiler: str | None) -> None:
     model = build(new_gpt(mesh, shape), mesh, Recipe(), mp_policy=policy_of("bfloat16"))
     error = largest_error(losses_of(model, random_bytes(mesh, RANK)).double(), oracle)
     claim("bfloat16: losses, error, at least", 1e-6, error, ">=", question=4)
-    claim("bfloat16: losses, error, at most", 0.05, error, "<=", question=4)
+    claim("bfloat16: losses, error, at most", 0.002, error, "<=", question=4)
     check_masters(mesh)
 
 
@@ -876,17 +887,24 @@ def wait_for(device: torch.device) -> None:
 # usual sense, and nothing is claimed of it.
 
 # %%
-PEAKS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12}
-PEAKS |= {"A100": 312e12, "L40S": 362e12, "A10": 125e12, "4090": 165e12}  # FLOP/s, first that fits
+PEAKS = {"T4": 65e12, "V100": 125e12, "L4": 121e12, "A10": 125e12, "A10G": 70e12, "L40S": 362e12}
+PEAKS |= {"4090": 165e12, "A100": 312e12, "H100": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12}
+PEAKS |= {"H200": 989e12, "GH200": 989e12, "B200": 2250e12, "B300": 2250e12, "GB200": 2500e12}
+PEAKS |= {"GB300": 2500e12}  # dense FLOP/s in bfloat16; of T4 and V100, which lack it, in float16
+
+
+def datasheet_of(gpu: str) -> str | None:
+    """Return the longest name in PEAKS that occurs in a GPU's name as a word."""
+    names = [name for name in PEAKS if re.search(rf"\b{name}\b", gpu)]
+    return max(names, key=len, default=None)
 
 
 def peak_flops(device: torch.device) -> tuple[float, str]:
     """Return the FLOP/s that this device should reach, and where the number comes from."""
     if device.type == "cuda":
         gpu = torch.cuda.get_device_name()
-        for name, peak in PEAKS.items():
-            if name in gpu:
-                return peak, f"{name}'s datasheet, dense bfloat16"
+        if name := datasheet_of(gpu):
+            return PEAKS[name], f"{name}'s datasheet, dense 16-bit products"
         return math.nan, f"no datasheet known for {gpu}"
     matrix = torch.ones(512, 512)
     matrix @ matrix
@@ -959,6 +977,9 @@ def compare_on_gpus(mesh: DeviceMesh, options: argparse.Namespace) -> None:
     if mesh.device_type == "cpu":
         blocked("peak memory, MFU and HFU of each setting", needs="1 GPU")
         return
+    if not torch.cuda.is_bf16_supported(False):  # in hardware, not emulated
+        blocked("peak memory, MFU and HFU of each setting", needs="1 GPU with bfloat16")
+        return
     shape = SIZES[options.size]
     text_N = torch.randint(256, (100_000,), device="cuda", dtype=torch.uint8)
     tokens = options.batch * shape.T
@@ -966,7 +987,7 @@ def compare_on_gpus(mesh: DeviceMesh, options: argparse.Namespace) -> None:
     settings = {name: Recipe(None, name, options.compile) for name in ("full", "selective", "none")}
     settings["by size"] = Recipe(shape.D**2, "none", options.compile)
     settings["compiled"] = Recipe(None, "none", options.compile or "inductor")
-    head = f"{'setting':10} {'tokens/s':>12} {'MFU':>6} {'HFU':>6} {'peak GB':>8} {'foretold':>8}"
+    head = f"{'setting':10} {'tokens/s':>12} {'MFU':>6} {'HFU':>6} {'peak GB':>8} {'formula':>8}"
     print0(f"{'':13}{head}")
     for name, recipe in settings.items():
         expected = 12 * shape.P / WORLD_SIZE + predicted_peak(shape, recipe.recompute, tokens)
@@ -985,10 +1006,36 @@ def compare_on_gpus(mesh: DeviceMesh, options: argparse.Namespace) -> None:
         row = f"{name:10} {tokens / seconds * WORLD_SIZE:12,.0f} {mfu:6.1%} {hfu:6.1%}"
         print0(f"{'':13}{row} {held / 1e9:8.2f} {expected / 1e9:8.2f}")
         if name in ("full", "selective", "none"):
-            claim(f"{name}: peak memory / foretold", 1, held / expected, atol=0.15)
+            claim(f"{name}: peak memory / predicted", 1, held / expected, atol=0.15)
         if name == "compiled" and options.size in ("1b", "7b") and peak > 0:
-            claim("compiled: MFU, at least", 0.4, mfu, ">=", timed=True)
+            claim_mfu(mfu)
         del model
+
+
+def claim_mfu(mfu: float) -> None:
+    """Claim it where the links between the GPUs are not what decides: NVLink, or one GPU."""
+    gathered = gather_speed() if WORLD_SIZE > 1 else math.inf
+    if gathered < 100e9:
+        print0(f"{'':13}an all-gather brings {gathered / 1e9:.0f} GB/s: the links decide")
+        blocked("compiled: MFU, at least", needs="1 GPU, or NVLink between them")
+        return
+    claim("compiled: MFU, at least", 0.4, mfu, ">=", timed=True)
+
+
+def gather_speed(nbytes: int = 2**26) -> float:
+    """Return the bytes per second that a rank receives in an all-gather of `nbytes` from each."""
+    shard = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
+    whole = shard.new_empty(nbytes * WORLD_SIZE)
+    dist.all_gather_into_tensor(whole, shard)  # connects
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(5):
+        dist.all_gather_into_tensor(whole, shard)
+    end.record()
+    end.synchronize()
+    seconds = start.elapsed_time(end) / 5e3
+    return min(gather_objects(nbytes * (WORLD_SIZE - 1) / seconds))
 
 
 # %% [markdown]
@@ -1005,7 +1052,8 @@ def compare_on_gpus(mesh: DeviceMesh, options: argparse.Namespace) -> None:
 # 3. 3.71 times forward. Without any recomputation it is 3.05 already, since FlashAttention computes
 #    scores twice; without early stop it would be 4.00: one more attention and no second head. For
 #    the real sizes HFU/MFU is 1.20 to 1.24. 6 P is 15% too many for "124m", a quarter of which is
-#    the embedding, and 4.5% too few for 7 billion, where attention outweighs the embedding.
+#    the embedding (its head is untied here, so it has 163 million parameters), and 4.5% too few for
+#    7 billion, where attention outweighs the embedding.
 # 4. All but bfloat16 have one process's losses, to 1e-15 or so. The recomputed ones have the
 #    default's weights to the last bit. bfloat16's losses differ in the fourth digit: too much for
 #    a comparison of implementations, too little to hurt training, as long as the masters are
@@ -1059,7 +1107,8 @@ def main() -> None:
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # counters make it
     on_gpus = device.type == "cuda"
     options.size = options.size or ("1b" if on_gpus else "tiny")
-    options.precision = options.precision or ("bfloat16" if on_gpus else "float32")
+    half = "bfloat16" if on_gpus and torch.cuda.is_bf16_supported(False) else "float16"
+    options.precision = options.precision or (half if on_gpus else "float32")
     mesh = init_device_mesh(device.type, (WORLD_SIZE,), mesh_dim_names=("shard",))
     check_units(mesh)
     check_bytes_at_rest(mesh)

@@ -144,8 +144,11 @@ def save_sharded(
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Let each rank of the group write its own shards. All of its ranks must call it."""
-    state = state_of(model, optimizer)
-    dcp.save(state, storage_writer=PublishingWriter(path), process_group=group)
+    there = [is_there(path)]
+    dist.broadcast_object_list(there, group=group)  # rank 0 decides for all
+    if not there[0]:
+        state = state_of(model, optimizer)
+        dcp.save(state, storage_writer=PublishingWriter(path), process_group=group)
 
 
 def check_sizes(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
@@ -196,6 +199,11 @@ def check_sizes(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path
 # on rank 0 alone, and only when all ranks' results have been gathered there: DCP's own barrier is
 # in the right place. Before that, `prepare_global_plan` runs on rank 0 while nobody writes, and can
 # remove what a killed job has left.
+#
+# A folder of that name may be there already. A job that refused a damaged step 3 goes on from step
+# 2, and comes to step 3 again; a rename onto a folder that holds files fails, and would fail again
+# after every restart. So `save_sharded` asks `is_there` first: a damaged one is put aside, and a
+# whole one stays as it is, since SIGTERM may come right after a regular save.
 
 
 # %%
@@ -233,6 +241,18 @@ class PublishingWriter(dcp.FileSystemWriter):
         sync_folder(self.final.parent)
 
 
+def is_there(path: Path) -> bool:
+    """Whether that checkpoint is there and whole, as rank 0 sees it; a damaged one is put aside."""
+    if RANK != 0 or not path.exists():
+        return False
+    if not damage_in(path):
+        return True
+    aside = path.with_suffix(".damaged")
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
+    return False
+
+
 def fingerprint(path: Path) -> dict:
     """Return what tells this file from any other: its bytes and its sha256."""
     with open(path, "rb") as file:
@@ -256,7 +276,7 @@ def sync_folder(folder: Path) -> None:
 
 # %% [markdown]
 # What does a death in the middle leave? Here the last rank stops at the worst moment, before its
-# own file, and rank 0 hears of it. (If it were killed, rank 0 would wait for it in vain; on the
+# own file, and rank 0 hears of it. (If it were killed, rank 0 would wait until its timeout; on the
 # disk there would be the same.)
 #
 # DCP collects what went wrong on which rank, and raises a `CheckpointException` on *all* ranks. It
@@ -301,14 +321,15 @@ def check_death(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path
 # since the file is a zip archive; `torch.load` does not look at it. Only what moves a length or a
 # name is noticed, and a missing or shortened file.
 #
-# So the checksums are compared before anything is loaded. The ranks share the reading: each takes
-# every n-th file, and all tell all what they found, so that all decide alike. A rank that decided
-# alone would load another step than its peers.
+# So the checksums are compared before anything is loaded. Rank 0 lists the folder and tells the
+# others, since a network's file system may show a new name to one node seconds before another. The
+# ranks share the reading: each takes every n-th file, and all tell all what they found. So all
+# decide alike; a rank that decided alone would load another step than its peers.
 
 
 # %%
 def newest_first(folder: Path) -> list[Path]:
-    """The checkpoints of a folder; step-000002.tmp is none."""
+    """The checkpoints of a folder; step-000002.tmp and step-000002.damaged are none."""
     return sorted((path for path in folder.glob("step-*") if not path.suffix), reverse=True)
 
 
@@ -317,7 +338,7 @@ def newest_whole(folder: Path) -> Path:
 
     Raises ValueError if there is none: to start anew must not happen by accident.
     """
-    for path in newest_first(folder):
+    for path in from_rank_0(newest_first(folder)):
         damage = find_damage(path)
         if not damage:
             return path
@@ -328,14 +349,19 @@ def newest_whole(folder: Path) -> Path:
 
 def find_damage(path: Path) -> list[str]:
     """Return what is wrong with a checkpoint's files, each by its name. All ranks must call it."""
+    return sorted(set(chain(*gather_objects(damage_in(path, RANK, WORLD_SIZE)))))
+
+
+def damage_in(path: Path, first: int = 0, step: int = 1) -> list[str]:
+    """The same, of every step-th file: the ranks share the reading."""
     found = []
     try:
         sums = json.loads((path / CHECKSUMS).read_bytes())
-        for name in sorted(sums)[RANK::WORLD_SIZE]:  # the ranks share the reading
+        for name in sorted(sums)[first::step]:
             found += [f"{name}: {why}" for why in compare(path / name, sums[name])]
     except (OSError, ValueError, TypeError, LookupError) as error:
         found.append(f"{CHECKSUMS}: {error}")
-    return sorted(set(chain(*gather_objects(found))))
+    return found
 
 
 def compare(path: Path, expected: dict) -> list[str]:
@@ -370,7 +396,8 @@ def load(
 # %% [markdown]
 # Each kind of damage is done to a copy of the newest checkpoint, always to the last rank's file.
 # Then *every* rank flips one bit of one weight in its own file: the highest bit of the exponent, so
-# that a small number becomes a huge one. DCP alone loads that, too.
+# that a small number becomes a huge one. DCP alone loads that, too. At last the damaged step is
+# saved again, as by a job that went on from the step before.
 
 
 # %%
@@ -411,9 +438,9 @@ def check_flipped_bits(
     load(model, optimizer, newest_whole(folder))
     wrong = elements_that_differ(whole_state(model, optimizer), saved)
     claim("the checkpoint before it: elements loaded wrong", 0, from_rank_0(wrong))
-    dist.barrier()
-    if RANK == 0:
-        shutil.rmtree(path)
+    save_sharded(model, optimizer, path)
+    text = "its step saved again: the step that is loaded"
+    claim(text, 3, step_of(newest_whole(folder)))
 
 
 def refused_by_dcp(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> int:
@@ -998,9 +1025,10 @@ def settle(mesh: DeviceMesh) -> None:
 #
 # **Where it bites.** An `except Exception` around `dcp.load`, meant to fall back to the checkpoint
 # before, catches nothing. `.metadata` is a pickle, so whoever wrote the checkpoint can run code in
-# your job. All ranks must see one folder: rank 0 collects the others' checksums from it. A
-# checkpoint holds what you put into it: the order of the data, the random generators and the
-# learning rate's schedule belong to it (exercises/16_resume_exactly).
+# your job. All ranks must see one folder: rank 0 collects the others' checksums from it. The ranks
+# that wait while rank 0 writes 84 GB need a longer `timeout` of the process group than these
+# lessons' two minutes. A checkpoint holds what you put into it: the order of the data, the random
+# generators and the learning rate's schedule belong to it (exercises/16_resume_exactly).
 
 
 # %%

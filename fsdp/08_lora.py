@@ -36,8 +36,8 @@ rank r = 4. All adapters together have Q parameters. There are n ranks.
 
 Not run on several GPUs.
 
-**Try.** In `add_adapters` leave out `model.requires_grad_(False)`: who notices, and who ends it in
-which words? In `fine_tune` make the optimizer before `shard_model`: what fails?
+**Try.** In `add_adapters` leave out `model.requires_grad_(False)`: what notices, and with which
+error does it end? In `fine_tune` make the optimizer before `shard_model`: what fails?
 
 **Before.** fsdp/01_fsdp_basics.py: units, all-gathers, reduce-scatters.
 
@@ -437,8 +437,9 @@ def check_against_one_process(mesh: DeviceMesh) -> None:
 # batch. Then it is tuned on prose, the text behind Python's `help("topics")`: once with all weights
 # trained, once with adapters. What counts is the loss on text that was held out, the last tenth.
 #
-# Two bounds hold the result. The adapters must reach a third of what full fine-tuning gains; and
-# they must not gain more, since all that they can do full fine-tuning can do as well.
+# The adapters must reach a third of what full fine-tuning gains. There is no upper bound: in a few
+# steps, on text that neither has seen, and at a learning rate of its own, LoRA may do as well or
+# better.
 
 
 # %%
@@ -494,7 +495,6 @@ def check_gains(losses: dict[str, list[float]], weights: dict[str, dict], own_da
     reached = losses["base"][1] - losses["LoRA"][1]
     text = "gain of the adapters, at least a third of it"
     claim(text, gain / 3, reached, ">=", question=7, varies=True)
-    claim("gain of the adapters, at most all of it", gain, reached, "<=", question=7, varies=True)
     print0(f"{'':13}{reached:.2f} of {gain:.2f} nats per byte")
 
 
@@ -523,8 +523,13 @@ def check_change(mesh: DeviceMesh, weights: dict[str, dict]) -> None:
     tuned = add_adapters(new_gpt(mesh), ADAPTED, MATRIX_RANK, ALPHA)
     tuned.load_state_dict(weights["LoRA"])
     tuned.double()
-    ranks = [matrix_rank(layer.change()) for layer in adapters_of(tuned)]
-    claim("LoRA: largest matrix rank of a change", MATRIX_RANK, max(ranks), question=8)
+    merged = merge_adapters(copy.deepcopy(tuned))
+    ranks = []
+    for name, layer in tuned.named_modules():
+        if isinstance(layer, LoRALinear):
+            ranks.append(matrix_rank(merged.get_submodule(name).weight - layer.base.weight))
+    furthest = max(ranks, key=lambda rank: abs(rank - MATRIX_RANK))
+    claim("LoRA: matrix rank of what merging changed", MATRIX_RANK, furthest, question=8)
     ranks = []
     for name, weight in weights["base"].items():
         if weight.dim() == 2 and name.startswith("blocks"):
@@ -532,7 +537,6 @@ def check_change(mesh: DeviceMesh, weights: dict[str, dict]) -> None:
     claim("full: smallest matrix rank of a change", 64, min(ranks), question=8)
 
     x_BT = random_bytes(mesh, RANK)[:, :-1]
-    merged = merge_adapters(copy.deepcopy(tuned))
     error = largest_error(merged(x_BT), tuned(x_BT))
     slack = 2000 * 32 * 2**-53
     claim("merged in float64: outputs, error", 0, error, atol=slack, question=9)
@@ -807,6 +811,9 @@ def check_on_gpus(mesh: DeviceMesh, width: int, L: int = 16, T: int = 2048, B: i
     if mesh.device_type == "cpu":
         blocked("bytes at rest by the allocator / formula", needs="1 GPU")
         return
+    if not torch.cuda.is_bf16_supported(False):  # in hardware, not emulated
+        blocked("bytes at rest by the allocator / formula", needs="1 GPU with bfloat16")
+        return
     x_BT = torch.randint(32_768, (B, T + 1), device="cuda")
     print0(f"{'':13}{'':16} {'at rest GB':>10} {'peak GB':>10} {'ms':>8} {'tokens/s':>12}")
     for name in ("full", "LoRA, bfloat16"):
@@ -866,8 +873,9 @@ def time_steps(
 # 6. Yes, frozen weights may have any dtype. No: "FSDP expects uniform original parameter dtype", in
 #    the first forward pass. Cast all that is trained to one dtype.
 # 7. Most: between half and four fifths after 12 steps, with 7% of the parameters. How much it is
-#    depends on how far the new text is from the old one. On the code that the base had learned,
-#    neither is much worse after so short a training.
+#    depends on how far the new text is from the old one, and on the learning rates; with others the
+#    adapters may reach all of it. On the code that the base had learned, neither is much worse
+#    after so short a training.
 # 8. 4 and 64. A change of full rank is not better by itself; here, tuned on text of another kind,
 #    it does gain more.
 # 9. By less than 1e-13 in float64. In bfloat16 four fifths of W do not move at all when the change

@@ -3,7 +3,12 @@
 MISTAKES = [
     (
         "written under its own name",
-        ('    temporary = final.with_suffix(".tmp")\n', "    temporary.rename(final)\n"),
+        (
+            '    temporary = final.with_suffix(".tmp")\n',
+            "    if final.exists():  # damaged: the job has come to this step again\n"
+            '        final.rename(final.with_suffix(".damaged"))\n'
+            "    temporary.rename(final)\n",
+        ),
         ("    temporary = final\n", ""),
         "test_killed",
         "half a checkpoint has the name of a whole one: ['step-000003']",
@@ -12,54 +17,47 @@ MISTAKES = [
         "the checksums last, under the final name",
         (
             "    write(temporary / CHECKSUMS, json.dumps(sums).encode())\n",
-            "    flush(folder)\n    for old in",
+            "    flush(folder)\n    found = ",
         ),
         (
             "",
             "    write(final / CHECKSUMS, json.dumps(sums).encode())\n"
-            "    flush(folder)\n    for old in",
+            "    flush(folder)\n    found = ",
         ),
         "test_killed",
         "half a checkpoint has the name of a whole one: ['step-000003']",
     ),
     (
         "old ones deleted before the new one is there",
-        (
-            "    temporary.mkdir()\n",
-            "    for old in newest_first(folder)[keep:]:\n"
-            '        old.rename(old.with_suffix(".tmp"))\n',
-        ),
-        (
-            "    for old in newest_first(folder):\n        shutil.rmtree(old)\n"
-            "    temporary.mkdir()\n",
-            "",
-        ),
+        "    temporary.mkdir()\n",
+        "    for old in newest_first(folder):\n        shutil.rmtree(old)\n    temporary.mkdir()\n",
         "test_save",
         "after steps 1, 2, 5, 12 with keep=2, left in the folder",
     ),
     (
         "what a kill left stands in the way",
-        "    shutil.rmtree(temporary, ignore_errors=True)\n",
-        "",
+        "    remove_leftovers(folder)\n    temporary = ",
+        "    temporary = ",
         "test_killed",
         "FileExistsError",
     ),
     (
         "leftovers stay",
         (
-            "    for old in newest_first(folder)[keep:]:\n"
-            '        old.rename(old.with_suffix(".tmp"))\n'
-            '    for leftover in folder.glob("*.tmp"):\n'
-            "        shutil.rmtree(leftover)\n"
+            '            old.rename(old.with_suffix(".tmp"))\n    remove_leftovers(folder)\n',
+            "    remove_leftovers(folder)\n    temporary = ",
         ),
-        "    for old in newest_first(folder)[keep:]:\n        shutil.rmtree(old)\n",
+        (
+            "            shutil.rmtree(old)\n",
+            "    shutil.rmtree(final.with_suffix('.tmp'), ignore_errors=True)\n    temporary = ",
+        ),
         "test_killed",
         ", then saved up to step 4: in the folder",
     ),
     (
         "the oldest kept instead of the newest",
-        "newest_first(folder)[keep:]",
-        "newest_first(folder)[:-keep]",
+        "    kept = [path for path in found if read_whole(path) is not None][:keep]\n",
+        "    kept = [path for path in found if read_whole(path) is not None][-keep:]\n",
         "test_save",
         "after steps 1, 2, 5, 12 with keep=2, left in the folder",
     ),
@@ -118,6 +116,37 @@ MISTAKES = [
         "        damaged.append(path.name)\n        shutil.rmtree(path)\n",
         "test_damaged",
         "newest_whole, damaged: expected ['step-000003', 'step-000002'], got ['step-000002']",
+    ),
+    (
+        "the damaged one stands in the way of its own step",
+        (
+            "    if final.exists():  # damaged: the job has come to this step again\n"
+            '        final.rename(final.with_suffix(".damaged"))\n'
+        ),
+        "",
+        "test_saved_again",
+        "Directory not empty",
+    ),
+    (
+        "a name is taken for a checkpoint",
+        "    if read_whole(final) is not None:\n        return\n",
+        "    if final.exists():\n        return\n",
+        "test_saved_again",
+        "and step 3 saved once more: newest_whole, step: expected 3, got 2",
+    ),
+    (
+        "a damaged one counts as kept",
+        "    kept = [path for path in found if read_whole(path) is not None][:keep]\n",
+        "    kept = found[:keep]\n",
+        "test_saved_again",
+        "and step 4 saved: left in the folder: expected ['step-000002', 'step-000004']",
+    ),
+    (
+        "a whole one is written once more",
+        "    if read_whole(final) is not None:\n        return\n",
+        "",
+        "test_saved_again",
+        "saved once more while it is whole",
     ),
     (
         "from nothing, by accident",

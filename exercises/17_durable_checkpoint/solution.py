@@ -34,38 +34,70 @@ def newest_first(folder: Path) -> list[Path]:
     return sorted((path for path in folder.glob("step-*") if not path.suffix), reverse=True)
 
 
+def remove_leftovers(folder: Path) -> None:
+    """Delete step-000012.tmp, step-000012.damaged and the like: no process is writing them."""
+    for leftover in folder.glob("step-*.*"):
+        shutil.rmtree(leftover)
+
+
+def read_whole(path: Path) -> dict[str, bytes] | None:
+    """The parts of the checkpoint at `path`, all with their checksums; None if it is not whole.
+
+    It is not if it does not exist, a file is missing or cut off, a bit is flipped, or CHECKSUMS is
+    unreadable.
+    """
+    # --- yours
+    try:
+        sums = json.loads((path / CHECKSUMS).read_bytes())
+        parts = {name: (path / name).read_bytes() for name in sums}
+        if all(hashlib.sha256(parts[name]).hexdigest() == sums[name] for name in sums):
+            return parts
+    except (OSError, ValueError, TypeError):
+        pass
+    return None
+    # --- end
+
+
 def save(folder: Path, step: int, parts: dict[str, bytes], keep: int = 2) -> None:
     """Write the checkpoint folder/step-000012: a file per part, and CHECKSUMS.
 
     Wherever the process is killed, this checkpoint is there whole or not at all, and the ones
     before it are whole. When it has its name, files and names are on the disk: a power cut loses
-    nothing. At the end the last `keep` checkpoints are left, and nothing else in the folder, not
-    even what a process left that was killed here earlier.
+    nothing. At the end the last `keep` whole checkpoints are left, and nothing else in the folder,
+    not even what a process left that was killed here earlier.
+
+    If a whole checkpoint of this step is there, it stays, and nothing is written. A damaged one
+    gives way.
     """
     # --- yours
     final = folder / f"step-{step:06}"
+    if read_whole(final) is not None:
+        return
+    remove_leftovers(folder)
     temporary = final.with_suffix(".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     sums = {name: hashlib.sha256(data).hexdigest() for name, data in parts.items()}
     for name, data in parts.items():
         write(temporary / name, data)
     write(temporary / CHECKSUMS, json.dumps(sums).encode())
     flush(temporary)
+    if final.exists():  # damaged: the job has come to this step again
+        final.rename(final.with_suffix(".damaged"))
     temporary.rename(final)
     flush(folder)
-    for old in newest_first(folder)[keep:]:
-        old.rename(old.with_suffix(".tmp"))
-    for leftover in folder.glob("*.tmp"):
-        shutil.rmtree(leftover)
+    found = newest_first(folder)
+    kept = [path for path in found if read_whole(path) is not None][:keep]
+    for old in found:
+        if old not in kept:
+            old.rename(old.with_suffix(".tmp"))
+    remove_leftovers(folder)
     # --- end
 
 
 def newest_whole(folder: Path) -> tuple[int, dict[str, bytes], list[str]]:
     """The newest checkpoint whose files all have their checksums: (step, parts, damaged).
 
-    damaged: names of newer ones, newest first, that are not whole: a file is missing or cut off,
-    a bit is flipped, CHECKSUMS is unreadable. They are left as they are.
+    damaged: names of newer ones, newest first, that are not whole. They are left as they are.
 
     (0, {}, []) if there is no checkpoint at all. Raises ValueError that names all of them if there
     are some and none is whole: to start from nothing must not happen by accident.
@@ -73,13 +105,9 @@ def newest_whole(folder: Path) -> tuple[int, dict[str, bytes], list[str]]:
     # --- yours
     damaged = []
     for path in newest_first(folder):
-        try:
-            sums = json.loads((path / CHECKSUMS).read_bytes())
-            parts = {name: (path / name).read_bytes() for name in sums}
-            if all(hashlib.sha256(parts[name]).hexdigest() == sums[name] for name in sums):
-                return int(path.name.removeprefix("step-")), parts, damaged
-        except (OSError, ValueError, TypeError):
-            pass
+        parts = read_whole(path)
+        if parts is not None:
+            return int(path.name.removeprefix("step-")), parts, damaged
         damaged.append(path.name)
     if damaged:
         raise ValueError(f"no checkpoint is whole: {damaged}")

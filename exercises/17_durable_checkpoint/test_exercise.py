@@ -1,4 +1,7 @@
-"""Grader of 17: killed before every line, power cuts by the order of writes, bits flipped."""
+"""Grader of 17: killed before every line, power cuts by the order of writes, bits flipped.
+
+What was damaged is saved once more.
+"""
 
 import os
 import random
@@ -60,15 +63,18 @@ def test_save(answer: Path, seed: int) -> None:
     grade(answer, saved, 1, seed)
 
 
-def killed(answer, wire, seed: int) -> int:
+def killed(answer, wire, seed: int, over_damage: bool) -> int:
     """How many lines of the answer were tried."""
     file = answer.__file__
     os.fsync = lambda descriptor: None  # it is slow, and a kill loses nothing that was written
+    steps = (1, 2, 3) if over_damage else (1, 2)
     line = 0
     done = False
     while not done:
         line += 1
-        folder = folder_with(answer, seed, 1, 2)
+        folder = folder_with(answer, seed, *steps)
+        if over_damage:
+            damage(folder / "step-000003" / "model", "cut off", random.Random(seed))
         left = [line]
 
         def count(frame, event, argument, left=left):
@@ -89,17 +95,17 @@ def killed(answer, wire, seed: int) -> int:
             where = f"killed before line {last} of the answer"
         finally:
             sys.settrace(None)
-        check_after(answer, folder, where, seed)
+        check_after(answer, folder, where, seed, ["step-000003"] if over_damage else [])
         shutil.rmtree(folder)
     return line - 1
 
 
-def check_after(answer, folder: Path, where: str, seed: int) -> None:
+def check_after(answer, folder: Path, where: str, seed: int, was_damaged: list[str]) -> None:
     try:
         step, parts, damaged = answer.newest_whole(folder)
     except ValueError as error:
         raise Wrong(f"{where}: newest_whole finds none: {error}") from None
-    if damaged:
+    if damaged and damaged != was_damaged:
         raise Wrong(f"{where}: half a checkpoint has the name of a whole one: {damaged}")
     if step not in (2, 3) or parts != parts_of(step, seed):
         raise Wrong(f"{where}: the newest whole checkpoint is that of step {step}")
@@ -115,9 +121,14 @@ def check_after(answer, folder: Path, where: str, seed: int) -> None:
 
 def test_killed(answer: Path, seed: int) -> None:
     """Killed before any line of save, it leaves whole checkpoints"""
-    (lines,) = grade(answer, killed, 1, seed, deadline=60)
+    (lines,) = grade(answer, killed, 1, seed, False, deadline=60)
     if lines < 10:
         raise Wrong(f"only {lines} lines of the answer ran: is all of it in the file?")
+
+
+def test_killed_again(answer: Path, seed: int) -> None:
+    """The same while it saves a step whose damaged checkpoint exists"""
+    grade(answer, killed, 1, seed, True, deadline=60)
 
 
 def ordered(answer, wire, seed: int) -> None:
@@ -199,11 +210,44 @@ def test_damaged(answer: Path, seed: int) -> None:
     grade(answer, read, 1, seed, deadline=30)
 
 
+def again(answer, wire, seed: int) -> None:
+    """A job goes on from the checkpoint before a damaged one, and comes to its step again."""
+    dice = random.Random(seed)
+    for how in ("missing", "a bit is flipped", "cut off"):
+        for file in ("model", "checksums.json"):
+            folder = folder_with(answer, seed, 1, 2, 3)
+            damage(folder / "step-000003" / file, how, dice)
+            where = f"{file} of step-000003: {how}"
+            expect_found(answer, folder, 2, ["step-000003"], where, seed)
+            copy = folder.with_suffix(".4")
+            shutil.copytree(folder, copy)
+            answer.save(copy, 4, parts_of(4, seed))
+            due = ["step-000002", "step-000004"]
+            expect(names(copy), due, f"{where}, and step 4 saved: left in the folder")
+            answer.save(folder, 3, parts_of(3, seed))
+            where += ", and step 3 saved once more"
+            expect_found(answer, folder, 3, [], where, seed)
+            expect(names(folder), ["step-000002", "step-000003"], f"{where}: left in the folder")
+            before = (folder / "step-000003").stat().st_ino
+            answer.save(folder, 3, parts_of(3, seed))
+            if (folder / "step-000003").stat().st_ino != before:
+                raise Wrong(f"{where}: saved once more while it is whole: it is another folder")
+            expect_found(answer, folder, 3, [], f"{where}, twice", seed)
+            shutil.rmtree(copy)
+            shutil.rmtree(folder)
+
+
+def test_saved_again(answer: Path, seed: int) -> None:
+    """A step whose damaged checkpoint exists can be saved, and a damaged one is not kept"""
+    grade(answer, again, 1, seed, deadline=30)
+
+
 def nothing(answer, wire, seed: int) -> None:
     folder = folder_with(answer, seed)
     expect_found(answer, folder, 0, [], "an empty folder", seed)
     for step in (1, 2):
         answer.save(folder, step, parts_of(step, seed))
+    for step in (1, 2):
         (folder / f"step-{step:06}" / "model").unlink()
     try:
         got = answer.newest_whole(folder)

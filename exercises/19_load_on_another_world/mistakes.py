@@ -189,4 +189,11 @@ MISTAKES = [
         "test_values",
         "rows of step [] on rank 0",
     ),
+    (
+        "it raises only if none of its rows are there",
+        "        if missing:\n",
+        "        if 0 < missing == stop - start:\n",
+        "test_gap",
+        "rows of token.weight lie in no shard, and load says nothing",
+    ),
 ]

@@ -179,10 +179,13 @@ def test_cost(answer: Path, seed: int, n: int) -> None:
 
 
 def with_a_gap(answer, wire, seed: int) -> str:
-    """What load says when the last shard of one tensor is listed nowhere."""
+    """What load says when the last shard of one tensor is listed nowhere.
+
+    It was saved by 2 and is loaded by 3: rank 1 misses some of its rows, and rank 2 all.
+    """
     dice = random.Random(seed)
     tensors = tensors_of(seed)
-    folder = write(tensors, 3, dice)
+    folder = write(tensors, 2, dice)
     metadata = json.loads((folder / "metadata.json").read_text())
     gone = metadata["token.weight"]["shards"].pop()
     (folder / "metadata.json").write_text(json.dumps(metadata))

@@ -19,6 +19,20 @@ MISTAKES = [
         "rank 0, unit 0: share of what is trained: element",
     ),
     (
+        "the trained share is a view, which keeps the whole unit alive",
+        "share = my_share(torch.cat([nothing, *flat[True]])).clone()",
+        "share = my_share(torch.cat([nothing, *flat[True]]))",
+        "test_shares",
+        "alive: it is a view of the whole unit",
+    ),
+    (
+        "the frozen share is a view, which keeps the whole base alive",
+        "self.frozen.append(my_share(torch.cat([nothing, *flat[False]])).clone())",
+        "self.frozen.append(my_share(torch.cat([nothing, *flat[False]])))",
+        "test_shares",
+        "alive: it is a view of the whole unit",
+    ),
+    (
         "the units keep their parameters",
         "p.data = p.data.new_empty(0)",
         "pass",

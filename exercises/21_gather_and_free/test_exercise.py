@@ -89,6 +89,13 @@ def hold(answer, wire, seed: int) -> list:
     held = []
     for k, unit in enumerate(units):
         left = sum(p.untyped_storage().nbytes() // 8 for p in unit.parameters())
+        for kind, share in (("trained", model.trained[k]), ("frozen", model.frozen[k])):
+            behind = share.untyped_storage().nbytes() // 8
+            if behind > share.numel():
+                raise Wrong(
+                    f"unit {k}: its share of what is {kind} has {share.numel()} elements, and "
+                    f"keeps {behind} alive: it is a view of the whole unit"
+                )
         held.append((copy_of(model.trained[k]), copy_of(model.frozen[k]), left))
     names = [name for name, _ in model.named_parameters()]
     return [held, names]

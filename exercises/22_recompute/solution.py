@@ -14,6 +14,9 @@ def recompute(module: Callable, *inputs: object) -> torch.Tensor:
     Backward computes the module once more, with the random numbers that forward drew, so that
     dropout masks are the same, and leaves the generator as it found it. If the parameters are what
     has gradients, and no input requires one, backward must compute them nevertheless.
+
+    Do not use it inside `torch.autocast`, whose state backward does not have; torch's own
+    `checkpoint` brings that back, too.
     """
     if not torch.is_grad_enabled():
         return module(*inputs)  # nobody will ask for gradients

@@ -97,7 +97,7 @@ LINES = {
     ),
     "attention looks ahead (Try)": ([("is_causal=True", "is_causal=False")], {LATER, SUM}),
     "labels are not shifted": (
-        [("x_BT[:, 1:], reduction", "x_BT[:, :-1], reduction")],
+        [("    y_BT = x_BT[:, 1:]\n", "    y_BT = x_BT[:, :-1]\n")],
         {SUM},
     ),
     "every rank trains on rank 0's data": (
@@ -181,7 +181,7 @@ BREAKS = [
     Breaks(
         {
             "a loss that is too good": (
-                ("x_BT[:, 1:], reduction", "x_BT[:, :-1], reduction"),
+                ("    y_BT = x_BT[:, 1:]\n", "    y_BT = x_BT[:, :-1]\n"),
                 {"mean of the last losses, and one bit per byte", SUM},
             )
         }
@@ -208,3 +208,11 @@ def test_own_text_and_its_entropy(tmp_path: Path) -> None:
     assert row["predicted"] == pytest.approx(math.log(2), abs=1e-6)
     assert row["verdict"] == "PASS"
     played.expect(set())
+
+
+def test_a_gpus_peak_is_that_of_its_longest_known_name() -> None:
+    peak_of = load(LESSON).peak_of
+    assert peak_of("NVIDIA A10G") == 70e12 < peak_of("NVIDIA A10") == 125e12
+    assert peak_of("NVIDIA H100 PCIe") == 756e12 < peak_of("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_of("NVIDIA L4") == 121e12 < peak_of("NVIDIA L40S") == 362e12
+    assert math.isnan(peak_of("NVIDIA L40"))

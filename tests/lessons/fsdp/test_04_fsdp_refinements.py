@@ -5,7 +5,7 @@ from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
 LESSON = "fsdp/04_fsdp_refinements.py"
 GRADIENTS = {f"{name}: gradients, error" for name in ("as a rule", "with prefetch")}
 BACKWARD = "Communication() as counted:\n        mean_loss(model, random_bytes(mesh, RANK))"
-BACKWARD += ".backward()\n    inside"
+BACKWARD += ".backward()\n    first"
 SYNC = "            model.set_requires_gradient_sync(last)\n"
 
 LINES = {
@@ -52,7 +52,11 @@ LINES = {
     ),
     "seeds differ (Try)": (
         ("    torch.manual_seed(0)\n    weight", "    torch.manual_seed(RANK)\n    weight"),
-        {"the trap: shards that equal rank 0's"},
+        {"one seed on all ranks: shards like rank 0's"},
+    ),
+    "the state dict holds the buffer": (
+        ("torch.arange(64.0), persistent=False)", "torch.arange(64.0))"),
+        {"elements of a non-persistent buffer filled"},
     ),
     "one setting's gradients are not one process's": (
         (
@@ -80,8 +84,8 @@ ON_FOUR_RANKS = {
                 "0))\n        forward = len(counted.log)\n        kept",
             ),
             (
-                "RANK)).backward()\n    inside",
-                "0)).backward()\n    inside",
+                "RANK)).backward()\n    first",
+                "0)).backward()\n    first",
             ),
         ],
         {"resharded: gradients, error", "HSDP: gradients, error"},
@@ -96,13 +100,22 @@ ON_FOUR_RANKS = {
         ],
         {"HSDP: elements handed over inside a group", "HSDP: elements handed over across groups"},
     ),
+    "groups are made of every second rank": (
+        [
+            (
+                "mesh = init_device_mesh(device.type, (r, s), ",
+                "mesh = DeviceMesh(device.type, torch.arange(WORLD_SIZE).view(s, r).T, ",
+            )
+        ],
+        {"HSDP: elements handed over inside a group", "HSDP: elements handed over across groups"},
+    ),
 }
 
 
 BREAKS = [Breaks(LINES), Breaks(ON_FOUR_RANKS, ranks=4)]
 ON_GPUS = OnGpus(
     [
-        ("    check_meta_device(mesh)\n", ""),  # DTensor asks for the GPU's random numbers' state
+        ("    check_drawing(mesh)\n", ""),  # DTensor asks for the GPU's random numbers' state
         ("torch.randint(32_768, (2, 2049)", "torch.randint(1024, (2, 65)"),
         (
             "GPT(L=16, D=2048, T=2048, V=32_768, heads=16)",

@@ -5,12 +5,17 @@ A break plays only the section that it is in, and those that it does not touch.
 
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from course.lessons import ROOT
 from course.playing import Played, load, play
+from course.ranks import run
 from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
 
 LESSON = "fsdp/05_fsdp_transformer.py"
@@ -139,7 +144,7 @@ VALUES = {
             ),
             (
                 "(losses_of(model, random_bytes(mesh, RANK)).double()",
-                "(losses_of(model, random_bytes(mesh, RANK) % 2).double()",
+                "(losses_of(model, random_bytes(mesh, 0)).double()",
             ),
         ],
         {
@@ -260,7 +265,7 @@ ON_GPUS = OnGpus(
     ],
     argv=("--size", "tiny", "--steps", "2", "--batch", "2"),
     hardware={
-        f"{name}: peak memory / foretold": "of a tiny model; gloo's threads let go when they like"
+        f"{name}: peak memory / predicted": "of a tiny model; gloo's threads let go when they like"
         for name in ("full", "selective", "none")
     },
     ranks=(1, 2),
@@ -334,6 +339,90 @@ def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
     text.write_bytes(b"too short")
     played = play_section(TRAINING, 1, argv=("--data", str(text)))
     assert "--data needs over 640 bytes; it has 9" in str(played.code) + played.output
+
+
+def graphs_of_a_step() -> tuple[list[int], int]:
+    """The matrix products in each graph that the compiler is given, and how often graphs break."""
+    lesson = load(LESSON)
+    graphs = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+        linear = torch.nn.functional.linear
+        graphs.append(
+            sum(node.target in (linear, torch._C._nn.linear) for node in graph.graph.nodes)
+        )
+        return graph.forward
+
+    mesh = init_device_mesh("cpu", (1,))
+    shape = lesson.Shape(L=2, D=48, T=64, V=256, heads=4)
+    model = lesson.build(lesson.new_gpt(mesh, shape), mesh, lesson.Recipe(compiler=compiler))
+    lesson.mean_loss(model, lesson.random_bytes(mesh, 0)).backward()
+    return graphs, sum(torch._dynamo.utils.counters["graph_break"].values())
+
+
+def test_a_compiled_block_is_one_graph() -> None:
+    """The hooks of FSDP2 stay outside: inside they would break it."""
+    ((graphs, breaks),) = run(graphs_of_a_step, 1)
+    assert breaks == 0
+    assert graphs
+    assert set(graphs) == {4}
+
+
+def test_a_gpu_has_its_own_peak() -> None:
+    lesson = load(LESSON)
+    names = {
+        "Tesla T4": "T4",
+        "Tesla V100-SXM2-16GB": "V100",
+        "NVIDIA L4": "L4",
+        "NVIDIA L40S": "L40S",
+        "NVIDIA L40": None,
+        "NVIDIA A10": "A10",
+        "NVIDIA A10G": "A10G",
+        "NVIDIA A100-SXM4-80GB": "A100",
+        "NVIDIA H100 80GB HBM3": "H100",
+        "NVIDIA H100 PCIe": "H100 PCIe",
+        "NVIDIA H200": "H200",
+        "NVIDIA GH200 480GB": "GH200",
+        "NVIDIA B200": "B200",
+        "NVIDIA GB200": "GB200",
+        "NVIDIA B300 SXM6 AC": "B300",
+        "NVIDIA GeForce RTX 4090": "4090",
+        "NVIDIA T400": None,
+    }
+    assert {name: lesson.datasheet_of(name) for name in names} == names
+    assert lesson.PEAKS["A10G"] < lesson.PEAKS["A10"]
+
+
+def test_conventions_of_mfu_are_as_the_table_says() -> None:
+    lesson = load(LESSON)
+    for size, by_6p, by_half in ("124m", "1.15", "0.93"), ("7b", "0.96", "0.96"):
+        shape = lesson.SIZES[size]
+        full = lesson.model_flops(shape)
+        assert f"{6 * shape.P / full:.2f}" == by_6p
+        assert f"{1 - 6 * shape.L * shape.D * shape.T / full:.2f}" == by_half
+
+
+def test_training_and_held_out_text_do_not_overlap() -> None:
+    lesson = load(LESSON)
+    seen = {}
+
+    def train(model: object, text_N: torch.Tensor, *_: object) -> tuple[list[float], float]:
+        seen["train"] = text_N
+        return [5.0, 5.0], 1.0
+
+    def validate(model: object, text_N: torch.Tensor, options: object) -> float:
+        seen["held out"] = text_N
+        return 2.0
+
+    lesson.train, lesson.validation_loss = train, validate
+    for name in ("new_gpt", "build", "print_rates", "print0", "claim"):
+        setattr(lesson, name, lambda *_, **__: None)
+    options = {"size": "tiny", "batch": 2, "steps": 2, "data": None, "units": None}
+    options |= {"recompute": "none", "compile": None, "precision": "float32"}
+    lesson.check_training(SimpleNamespace(device_type="cpu"), SimpleNamespace(**options))
+    end = seen["train"].data_ptr() + len(seen["train"])
+    assert seen["held out"].data_ptr() == end
+    assert len(seen["held out"]) == (len(seen["train"]) + len(seen["held out"])) // 10
 
 
 @pytest.mark.deep

@@ -87,9 +87,61 @@ def test_all_ranks_name_the_same_damage(what: str, tmp_path: Path) -> None:
     assert first[0].startswith(told)
 
 
-def test_no_whole_checkpoint_is_no_reason_to_start_anew(tmp_path: Path) -> None:
+def refused_without_any(folder: Path) -> bool:
     with pytest.raises(ValueError, match="no whole checkpoint"):
-        load(LESSON).newest_whole(tmp_path)
+        load(LESSON).newest_whole(folder)
+    return True
+
+
+def test_no_whole_checkpoint_is_no_reason_to_start_anew(tmp_path: Path) -> None:
+    assert run(refused_without_any, 2, tmp_path) == [True, True]
+
+
+def saved_over(folder: Path, damaged: bool) -> tuple[str, list[str], bool]:
+    """Save one step again and again: what is found, all names, whether it is the first folder."""
+    lesson = load(LESSON)
+    lesson.RANK = dist.get_rank()
+    lesson.WORLD_SIZE = dist.get_world_size()
+    training = lesson.new_training(init_device_mesh("cpu", (lesson.WORLD_SIZE,)))
+    path = folder / "step-000003"
+    first = None
+    for _ in range(3):
+        lesson.save_sharded(*training, path)
+        first = first or path.stat().st_ino
+        dist.barrier()
+        if damaged and lesson.RANK == 0:
+            (path / "__0_0.distcp").write_bytes(b"")
+        dist.barrier()
+    lesson.save_sharded(*training, path)
+    found = lesson.newest_whole(folder).name
+    return found, sorted(file.name for file in folder.iterdir()), path.stat().st_ino == first
+
+
+def test_a_step_whose_damaged_checkpoint_exists_is_saved_again(tmp_path: Path) -> None:
+    """Every time, not only the first: what was put aside before may not stand in the way."""
+    told = run(saved_over, 2, tmp_path, True)
+    assert told == [("step-000003", ["step-000003", "step-000003.damaged"], False)] * 2
+
+
+def test_a_whole_checkpoint_of_the_step_stays(tmp_path: Path) -> None:
+    assert run(saved_over, 2, tmp_path, False) == [("step-000003", ["step-000003"], True)] * 2
+
+
+def found_where_names_come_late(folder: Path) -> str:
+    lesson = load(LESSON)
+    lesson.RANK = dist.get_rank()
+    lesson.WORLD_SIZE = dist.get_world_size()
+    training = lesson.new_training(init_device_mesh("cpu", (lesson.WORLD_SIZE,)))
+    for step in (1, 2):
+        lesson.save_sharded(*training, folder / f"step-00000{step}")
+    dist.barrier()
+    if lesson.RANK == 1:  # the node of rank 1 does not yet see the newest name
+        lesson.newest_first = lambda folder: [folder / "step-000001"]
+    return lesson.newest_whole(folder).name
+
+
+def test_rank_0_lists_the_checkpoints_for_all(tmp_path: Path) -> None:
+    assert run(found_where_names_come_late, 2, tmp_path) == ["step-000002"] * 2
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -135,6 +187,7 @@ COPIED = "async_save: bytes copied per element of a shard"
 BEFORE = "loaded: elements that differ from before them"
 REFUSED = "n bits flipped: files that checksums refuse"
 THE_ONE_BEFORE = "the checkpoint before it: elements loaded wrong"
+AGAIN = "its step saved again: the step that is loaded"
 SAFE = "safetensors: elements that differ"
 
 SAVE_AT_ONCE = """\
@@ -161,6 +214,7 @@ LINES = {
             (
                 "        return super().prepare_global_plan(plans)\n",
                 "        if not self.path.is_symlink():\n"
+                "            shutil.rmtree(self.final, ignore_errors=True)\n"
                 "            self.path.rename(self.final)\n"
                 "            self.path.symlink_to(self.final)\n"
                 "        return super().prepare_global_plan(plans)\n",
@@ -168,6 +222,7 @@ LINES = {
             ("        self.path.rename(self.final)  # at", "        self.path.unlink()  # at"),
             ('"full_state_dict": True, "cpu_offload": True', '"full_state_dict": True'),
             ('        found.append(f"{CHECKSUMS}: {error}")\n', "        found = []\n"),
+            ("    if not there[0]:\n", "    if True:\n"),
             ("        train(*training, mesh, steps=1)\n", ""),
         ],
         {
@@ -207,7 +262,10 @@ LINES = {
     ),
     "ranks keep what they find to themselves; the save blocks; one place for all tensors": (
         [
-            ("chain(*gather_objects(found))", "found"),
+            (
+                "chain(*gather_objects(damage_in(path, RANK, WORLD_SIZE)))",
+                "damage_in(path, RANK, 2)",
+            ),
             ("        future = dcp.async_save(\n", "        future = save_at_once(\n"),
             ("def check_asynchronous(", SAVE_AT_ONCE),
             ("PATIENCE = 60.0", "PATIENCE = 0.5"),
@@ -262,6 +320,7 @@ LINES = {
             ),
             ("not path.suffix), reverse=True)", "not path.suffix))"),
             ("data[data.index(inside) + 3]", "data[3]"),  # of a header
+            ("    if not damage_in(path):\n", "    if path.exists():\n"),
             (
                 "        error = raised\n",
                 "        error = RuntimeError()\n        error.failures = raised.failures\n",
@@ -278,6 +337,7 @@ LINES = {
             "n bits flipped: elements loaded wrong",
             "n bits flipped: loads that DCP refuses",
             THE_ONE_BEFORE,
+            AGAIN,
             "Adam's state forgotten: distance / way, at least",
             COPIED,
             BEFORE,

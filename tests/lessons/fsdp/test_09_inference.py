@@ -8,8 +8,12 @@ from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
 
 LESSON = "fsdp/09_inference.py"
 NO_DEEPSPEED = ("    deepspeed = import_deepspeed(prompt_BT.device)\n", "    deepspeed = None\n")
-NO_STEPS = ("for B in (1, 4, 16):", "for B in (4,):")
+NO_STEPS = [
+    ("for B in (1, 4, 16):", "for B in (4,):"),
+    ("ratio = times[4] / times[1]", "ratio = 0.0"),
+]
 CACHED = "KV cache: tokens that differ from those without"
+LOGITS = "a decode step's logits, error"
 CUT = "cut in 2: tokens that differ"
 SUMS = "cut in 2: all-reduces per step, 2 L"
 SIZE = "cut in 2: elements summed per token, 2 L D"
@@ -41,11 +45,19 @@ LINES = {
     ),
     "the newest token sees only the first (Try)": (
         [("device).tril(total - new)", "device).tril()")],
-        {CACHED, CUT},
+        {CACHED, CUT, LOGITS},
+    ),
+    "the prompt sees one token ahead": (
+        [("device).tril(total - new)", "device).tril(total - new + 1)")],
+        {LOGITS},
+    ),
+    "the step that is timed is at the position after": (
+        [("cache.length = x_BT.shape[1] - 1", "cache.length = x_BT.shape[1]")],
+        {LOGITS},
     ),
     "positions start anew": (
         [("    start = caches[0].length\n", "    start = 0\n")],
-        {CACHED, CUT},
+        {CACHED, CUT, LOGITS},
     ),
     "a layer is computed twice": (
         [
@@ -54,7 +66,7 @@ LINES = {
                 "block.norm2(h_BTD)) + 0 * block.up(h_BTD)))\n    return",
             )
         ],
-        {"B = 4: FLOPs per byte of weights, B / 2", "KV cache: tokens through a block per request"},
+        {"KV cache: tokens through a block per request"},
     ),
     "the cache holds a rank's share, and the prediction the whole": (
         [("2 * L * D * 4 / n, held", "2 * L * D * 4, held")],
@@ -91,13 +103,29 @@ ON_ONE_RANK = {
 }
 
 
+ONE_BY_ONE = {
+    "one request after another": (
+        [
+            (
+                "        step = decode_step(model, x_BT)\n        milliseconds",
+                "        one = decode_step(model, x_BT[:1])\n"
+                "        step = lambda: [one() for _ in range(B)]\n"
+                "        milliseconds",
+            )
+        ],
+        {"a step's time, B = 4 / B = 1, at most"},
+    )
+}
+
+
 ANY_LOSS = ("bytes' entropy\", entropy, final", "bytes' entropy\", 9.0, final")  # for five steps
 FIVE = ("--steps", "5")
 BREAKS = [
-    Breaks(LINES, changes=[NO_DEEPSPEED, NO_STEPS, ANY_LOSS], argv=FIVE),
-    Breaks(UNLEARNED, changes=[NO_DEEPSPEED, NO_STEPS]),
-    Breaks(OF_DEEPSPEED, changes=[NO_STEPS, ANY_LOSS], argv=FIVE),
-    Breaks(ON_ONE_RANK, ranks=1, changes=[NO_STEPS, ANY_LOSS], argv=FIVE),
+    Breaks(LINES, changes=[NO_DEEPSPEED, *NO_STEPS, ANY_LOSS], argv=FIVE),
+    Breaks(ONE_BY_ONE, changes=[NO_DEEPSPEED, ANY_LOSS], argv=FIVE, clock=True),
+    Breaks(UNLEARNED, changes=[NO_DEEPSPEED, *NO_STEPS]),
+    Breaks(OF_DEEPSPEED, changes=[*NO_STEPS, ANY_LOSS], argv=FIVE),
+    Breaks(ON_ONE_RANK, ranks=1, changes=[*NO_STEPS, ANY_LOSS], argv=FIVE),
 ]
 ON_GPUS = OnGpus(
     [

@@ -11,12 +11,11 @@ import pytest
 from course.lessons import ROOT
 from course.playing import load, play
 from tests.helpers.deepspeed_built import FOLDER, built
-from tests.helpers.together import merged
 from tests.lessons.every import Breaks, OnGpus, Without, test_lesson  # noqa: F401
 
 LESSON = "fsdp/10_offload.py"
 NO_DEEPSPEED = ("    deepspeed = import_deepspeed(device)\n", "    deepspeed = None\n")
-NO_SLEEP = ("    check_when_it_pays(device)\n", "")
+NO_ADAM = ("    check_adam_on_the_host()\n", "")
 
 BROKEN_FSDP2 = {  # each a set of breaks that meet different claims
     "weights stay for backward; no offload in bfloat16; one micro-batch": (
@@ -43,8 +42,8 @@ BROKEN_FSDP2 = {  # each a set of breaks that meet different claims
         [
             ("if places and crosses:", "if places and up:"),
             (
-                "    return sharded(device, dtype, reshard, policy)\n",
-                "    model = sharded(device, dtype, reshard, policy)\n"
+                "    return sharded(build(device), device, dtype, reshard, policy)\n",
+                "    model = sharded(build(device), device, dtype, reshard, policy)\n"
                 "    with torch.no_grad():\n"
                 "        [parameter.mul_(1.1) for parameter in model.parameters()]\n"
                 "    return model\n",
@@ -135,10 +134,15 @@ BROKEN_COUNTERS = {
                 "    engine = start_engine(deepspeed, device, OPTIMIZER_ON_HOST, cpu_adam)\n"
                 '    ADAM["lr"] = 1e-3\n',
             ),
+            (
+                "DeepSpeedCPUAdam([theirs], **adam)",
+                "DeepSpeedCPUAdam([theirs], **adam, adamw_mode=False)",
+            ),
         ],
         {
             "stage 3: losses, error against one process",
             "DeepSpeedCPUAdam: losses, error",
+            "DeepSpeedCPUAdam: weights of 10 steps, error",
             "disk: bytes read",
             "disk: bytes written",
             "disk: bytes of the files",
@@ -148,17 +152,31 @@ BROKEN_COUNTERS = {
 }
 
 
+BOTH_FUSED = ("host_adam(fused=False)", "host_adam(fused=True)")
+BROKEN_ADAM = {
+    "a single pass, too": (BOTH_FUSED, {"plain AdamW: bytes read and written"}),
+    "no weight decay": (
+        ("AdamW([weight], **ADAM, fused=fused)", "AdamW([weight], weight_decay=0, fused=fused)"),
+        {"plain AdamW: bytes read and written"},
+    ),
+}
+SLOW_ADAM = {"both fused": ([BOTH_FUSED], {"plain AdamW's seconds / fused, at least"})}
+
+
 BEFORE = '    os.environ |= {"DS_ACCELERATOR"'
 BUILT = (BEFORE, f'    os.environ["TORCH_EXTENSIONS_DIR"] = "{FOLDER}"\n{BEFORE}')
 ANY_COUNT = [  # the kernel counts pages that are loaded meanwhile, too
     ("claim(text, 20, read", "claim(text, 0, read"),
     ("claim(text, 18, written", "claim(text, 0, written"),
 ]
+NO_FEW_BYTES = ("claim(text, 80, touched.nbytes / ELEMENTS", "claim(text, 0, 0")
 BREAKS = [
-    Breaks(BROKEN_FSDP2, changes=[NO_DEEPSPEED, NO_SLEEP]),
-    Breaks(OVER_ALL, ranks=4, changes=[NO_DEEPSPEED, NO_SLEEP]),
-    Breaks(BROKEN_DEEPSPEED, changes=[NO_FSDP2, NO_SLEEP, BUILT, *ANY_COUNT], most=1),
-    Breaks(BROKEN_COUNTERS, changes=[NO_FSDP2, NO_SLEEP, BUILT], most=1),
+    Breaks(BROKEN_ADAM, changes=[NO_DEEPSPEED, NO_FSDP2]),
+    Breaks(SLOW_ADAM, changes=[NO_DEEPSPEED, NO_FSDP2, NO_FEW_BYTES], clock=True),
+    Breaks(BROKEN_FSDP2, changes=[NO_DEEPSPEED, NO_ADAM]),
+    Breaks(OVER_ALL, ranks=4, changes=[NO_DEEPSPEED, NO_ADAM]),
+    Breaks(BROKEN_DEEPSPEED, changes=[NO_FSDP2, NO_ADAM, BUILT, *ANY_COUNT], most=1),
+    Breaks(BROKEN_COUNTERS, changes=[NO_FSDP2, NO_ADAM, BUILT], most=1),
 ]
 SEEN_IN_BACKWARD = "the pretence does not see what comes down in backward"
 ON_GPUS = OnGpus(  # there nothing is updated: what comes down in backward has no place
@@ -168,6 +186,8 @@ ON_GPUS = OnGpus(  # there nothing is updated: what comes down in backward has n
         ("math.ceil(1024 / WORLD_SIZE)", "math.ceil(64 / WORLD_SIZE)"),
         ("return 512 * WORLD_SIZE", "return 32 * WORLD_SIZE"),
         ("nbytes = 2**28", "nbytes = 2**16"),
+        ("features: int = 8192, pairs: int = 8", "features: int = 64, pairs: int = 2"),
+        ("ELEMENTS = 2**22", "ELEMENTS = 2**12"),
         ("(64, 1024, 16_384)", "(4, 16)"),
         ("repeats: int = 20", "repeats: int = 1"),
     ],
@@ -179,7 +199,7 @@ ON_GPUS = OnGpus(  # there nothing is updated: what comes down in backward has n
     },
 )
 WITHOUT = {"deepspeed": Without([NO_DEEPSPEED], {"DeepSpeed on the host and on a disk"})}
-NO_DEVICE = {"wait": "a sleep stands for a link and for the work"}
+NO_DEVICE = {"seconds_of": "Adam on the host"}
 
 pytestmark = pytest.mark.timeout(1800)  # one waits while another compiles
 
@@ -199,38 +219,10 @@ def compiled(request: pytest.FixtureRequest) -> None:
 def test_deepspeed_on_the_host_and_on_a_disk() -> None:
     """Nothing is mocked: DeepSpeed's own Adam, its asynchronous reads and writes, real files."""
     built()
-    played = play(LESSON, 2, NO_FSDP2, NO_SLEEP, BUILT)
+    played = play(LESSON, 2, NO_FSDP2, NO_ADAM, BUILT)
     played.expect(set())
     blocked = [row["claim"] for row in played.ledger if row["verdict"] == "BLOCKED"]
     assert blocked == ["pinned copies / pageable ones, bytes per second"]
-
-
-IN_NO_TIME = (
-    "    time.sleep(seconds)\n    return time.perf_counter() - start\n",
-    "    return seconds\n",
-)
-PAYS = {
-    "one b of examples for nine": (
-        ("device, times * b)", "device, b)"),
-        {"9 b examples: the link's share"},
-    ),
-    "weights that stay for backward": (
-        (
-            "model = offloaded(device, torch.float32, True)\n    link_seconds",
-            "model = offloaded(device, torch.float32, False)\n    link_seconds",
-        ),
-        {"b examples: the link's share"},
-    ),
-}
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("names", [(), (*PAYS,)], ids=["as it is", "; ".join(PAYS)])
-def test_a_share_of_the_link_is_seen(names: tuple[str, ...]) -> None:
-    """Each wait says that it was as long as it should be, so that no clock decides."""
-    changes, claims = merged(PAYS, names)
-    played = play(LESSON, 2, NO_DEEPSPEED, IN_NO_TIME, *changes)
-    played.expect(set(), by_clock=claims)
 
 
 @pytest.mark.parametrize("n", [1, 3, 8])
