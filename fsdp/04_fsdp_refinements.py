@@ -645,7 +645,7 @@ def median_ms(work: Callable, repeats: int = 20) -> float:
 # 5. Among 2, and a rank keeps half of the blocks. On 16 nodes of 8 GPUs, k = 8 keeps 16 times more
 #    than a shard over 128 ranks, but in bfloat16, and backward's gathers never leave the node.
 # 6. P/2, while 2.84 P in gathers and scatters stay inside the group. With 8 GPUs per node it
-#    is P/8: each GPU's own network card carries an eighth of a DDP all-reduce.
+#    is P/8 per rank, P for the node: over its border go the bytes of a hierarchical all-reduce.
 #
 # Every setting leaves the gradients at those of one process, to about 1e-16 in float64. They change
 # bytes, order and groups, never what is learned.
