@@ -6,7 +6,7 @@ from course.playing import play
 from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
 
 LESSON = "parallelism/01_data_parallelism_ddp.py"
-HAND, DDP = "by hand: ", "DDP: "
+HAND, DDP, SMALL = "by hand: ", "DDP: ", "DDP, buckets of 0.1 MiB: "
 BETWEEN, ERROR = "weights, difference between ranks", "weights, error against one process"
 MICRO, MICRO_ALL = "4 micro-batches, no_sync: ", "4 micro-batches, without no_sync: "
 QUICK = (("EPOCHS = 10 ", "EPOCHS = 2 "), ('new digits", 0.95,', 'new digits", 0.0,'))
@@ -40,6 +40,10 @@ LINES = {
         ("use_no_sync and i < pieces - 1", "use_no_sync"),
         {MICRO + "bytes", MICRO + "error"},
     ),
+    "gradients in bfloat16 are not averaged": (
+        ("    average_gradients(model)\n    for parameter, master", "    for parameter, master"),
+        {"bfloat16: masters, difference between ranks"},
+    ),
     "float32 gradients stay": (
         [
             ("storages = [tensor.", "held += [m.grad for m in masters]; storages = [tensor."),
@@ -60,15 +64,20 @@ LINES = {
         {"different samples among them"},
     ),
     "DDP with smaller buckets": (
-        [
-            (
-                'if device.type == "cuda" else None)',
-                'if device.type == "cuda" else None, bucket_cap_mb=0.1)',
-            ),
-            # In its first step DDP has one bucket, whatever the cap.
-            ("        train(ddp, [mine])\n", "        train(ddp, [mine] * 2)\n"),
-        ],
-        {DDP + "all-reduces per step", DDP + "bytes per step"},
+        ("bucket_cap_mb=bucket_mib)", "bucket_cap_mb=0.1)"),
+        {DDP + "all-reduces per step"},
+    ),
+    "DDP with one bucket": (
+        ("bucket_cap_mb=bucket_mib)", "bucket_cap_mb=25)"),
+        {SMALL + "all-reduces per step"},
+    ),
+    "DDP's first step is counted": (
+        ("        train(ddp, [mine] * 2)\n", ""),
+        {SMALL + "all-reduces per step"},
+    ),
+    "DDP counted over two steps": (
+        ("            train(ddp, [mine])\n", "            train(ddp, [mine] * 2)\n"),
+        {way + what for way in (DDP, SMALL) for what in ("all-reduces per step", "bytes per step")},
     ),
 }
 TOO_SHORT = {
