@@ -406,7 +406,7 @@ def refused_in_step(way: Callable, words: str, device: torch.device) -> int:
         try:
             ddp(torch.ones(8, 64, device=device)).sum().backward()
         except RuntimeError as error:
-            print0(f"{'':13}DDP: {str(error).partition('. ')[0]}")
+            print0(f"{'':13}DDP: {str(error)[:70]} ...")
             return step if words in str(error) else -1
     return 0
 

@@ -228,7 +228,8 @@ CLOCK_LINES = {
     ),
 }  # fmt: skip
 
-BREAKS = [Breaks(LINES, changes=[QUICK]), Breaks(CLOCK_LINES, ranks=4, clock=True)]
+ALONE = ["GPipe is 1F1B in disguise"]  # where activations are kept, it holds as many as GPipe
+BREAKS = [Breaks(LINES, changes=[QUICK], alone=ALONE), Breaks(CLOCK_LINES, ranks=4, clock=True)]
 
 NO_DEVICE = {"act": "a sleep stands for the work"}
 
