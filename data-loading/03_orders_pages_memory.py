@@ -29,8 +29,8 @@ out `indices=mine`: training would go on as before, so what tells you?
 
 **Before.** data-loading/02_beton_file.py: pages, and what a loader's buffers are.
 
-**Next.** fundamentals/04_latency_and_bandwidth.py, for what a network file system adds; or back to
-the README's path.
+**Next.** exercises/12_beton, or back to the README's path. What a network file system adds is
+measured nowhere in this course.
 """
 
 import argparse
@@ -310,7 +310,8 @@ def check_shares(path: Path, page_of: np.ndarray) -> None:
     mine = shard(RANK, WORLD_SIZE, N)
     loader = open_beton(path, 4, "QUASI_RANDOM", indices=mine, os_cache=False)
     delivered = np.concatenate([index.numpy().flatten() for *_, index in loader])
-    claim("pages that a rank reads", len(set(page_of[mine])), len(set(page_of[delivered])))
+    text = "pages of the samples that a rank was delivered"
+    claim(text, len(set(page_of[mine])), len(set(page_of[delivered])))
     times = np.bincount(np.concatenate(gather_objects(delivered)), minlength=N)
     claim("samples that an epoch leaves out", 0, int((times == 0).sum()))
     claim("samples that come twice", -N % WORLD_SIZE, int((times - 1).sum()), question=4)
@@ -343,8 +344,8 @@ def check_shards() -> None:
 # 4. -N mod n: two on 4 ranks and on 3, none on 2, where the ledger rightly says so.
 #
 # **Try.** Shares that begin one sample late leave out sample 0 (and `check_shards` says in how many
-# cases). Without `indices=mine` every rank reads the whole file: the pages that a rank reads and
-# the samples that come twice give it away; a loss curve would not.
+# cases). Without `indices=mine` every rank reads the whole file: the pages of what it was delivered
+# and the samples that come twice give it away; a loss curve would not.
 #
 # On a thousand ranks with data on Lustre or S3, the choice is the same but dearer: pages of many
 # MiB in quasi-random order, one share per *node*, so that its ranks share a page cache.

@@ -79,7 +79,7 @@ Group = dist.ProcessGroup | None
 # float32 the weight is its own master: 4 + 4 + 8, sixteen again.
 #
 # Data parallelism stores all of it n times. The Zero Redundancy Optimizer, **ZeRO** (Rajbhandari
-# et al., 2019), lets each rank keep one n-th, a **shard**: in stage 1 of what the optimizer needs,
+# et al., 2020), lets each rank keep one n-th, a **shard**: in stage 1 of what the optimizer needs,
 # in stage 2 of the gradients too, in stage 3 of the weights as well. **FSDP** is stage 3 in
 # PyTorch, by the function `fully_shard` (fsdp/01_fsdp_basics.py). This is what one of 4 ranks holds
 # in mixed precision, to scale:
@@ -482,7 +482,10 @@ def whole_state(zero: ZeRO1) -> dict[int, dict]:
             master = zero.pieces[p].master
             mine[i] = dict(zero.optimizer.state.get(master, {}))
             if master.dtype != p.dtype:
-                mine[i]["master"] = master.detach().clone()
+                mine[i]["master"] = master.detach()
+            for key, value in mine[i].items():  # pickled, a tensor would land on its sender's GPU
+                if isinstance(value, torch.Tensor):
+                    mine[i][key] = value.cpu().clone()
     by_rank = [mine]
     if zero.shards > 1:
         by_rank = [None] * zero.shards
@@ -500,7 +503,7 @@ def joined(parts: list[dict], shape: torch.Size) -> dict:
     whole = {}
     for key, value in parts[0].items():
         if isinstance(value, torch.Tensor) and value.dim() == 1:
-            value = torch.cat([part[key].cpu() for part in parts]).view(shape)
+            value = torch.cat([part[key] for part in parts]).view(shape)
         whole[key] = value
     return whole
 
@@ -767,9 +770,9 @@ def check_elements(
 
 # %%
 def measure_on_gpus(device: torch.device) -> None:
-    if device.type == "cpu":
-        blocked("GPU: bytes allocated per parameter, stage 0", needs="1 GPU")
-        blocked("GPU: bytes allocated per parameter, stage 1", needs="1 GPU")
+    if device.type == "cpu" or not torch.cuda.is_bf16_supported(False):
+        blocked("GPU: bytes allocated per parameter, stage 0", needs="1 GPU with bfloat16")
+        blocked("GPU: bytes allocated per parameter, stage 1", needs="1 GPU with bfloat16")
         return
     x_BD = torch.randn(64, 8192, device=device, dtype=torch.bfloat16)
     for stage in (0, 1):
@@ -809,8 +812,9 @@ def measure_on_gpus(device: torch.device) -> None:
 #    `--figure PATH` draws memory over the number of ranks.
 # 3. With data parallelism P elements go through an all-reduce; with ZeRO-1, P through a
 #    reduce-scatter and P through an all-gather, which are the two halves of one. Over a ring both
-#    send 2(n-1)/n P, so stage 1 is free, and there is hardly a reason to train without it. (On
-#    gloo it is not: see section 5.)
+#    send 2(n-1)/n P: stage 1 is free in bytes, on gloo apart (section 5). In time it is free only
+#    if the all-gather hides behind the next forward, as Megatron's does. Here it is exposed after
+#    the step, and the reduce-scatters start in `step`, not during backward as DDP's all-reduces do.
 # 4. None. That says that every update has reached the weights. It does not say that the masters are
 #    right: they are fed gradients that were computed and added up in bfloat16, with 8 significant
 #    bits, and drift from those of float32 training accordingly. A comparison of masters with a

@@ -62,6 +62,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 # A *rank* is one of WORLD_SIZE processes that run this same file. `claim(text, predicted,
 # measured)` prints one row of the ledger and must be called by every rank. It, `setup`, `print0`,
@@ -344,15 +345,14 @@ class BucketedDDP(nn.Module):
 #
 # DDP's reducer is written in C++ and has one trick more. The order in which parameters are defined
 # is only a guess at the order in which their gradients come. So in the first step all of them share
-# one bucket and nothing overlaps; DDP notes the true order and *rebuilds* its buckets from it. Of
-# its options,
+# one bucket and nothing overlaps; DDP notes the true order and *rebuilds* its buckets from it.
+# (With `find_unused_parameters=True` it does neither.) Of its options,
 #
 # - `gradient_as_bucket_view=True` makes gradients views of the buckets, as ours are;
-# - `find_unused_parameters=True` looks in every step for parameters without a gradient. Without it,
-#   DDP refuses the step after one in which there was one;
+# - `find_unused_parameters=True` looks in every step for parameters without a gradient;
 # - `static_graph=True` promises that all steps use the same parameters, so that looking once is
 #   enough;
-# - `bucket_cap_mb` counts in MiB, 25 by default.
+# - `bucket_cap_mb` counts in MiB, 25 by default, where the first bucket has 1.
 
 
 # %%
@@ -361,6 +361,54 @@ def torch_ddp(model: nn.Module, **options: object) -> DistributedDataParallel:
     device = next(model.parameters()).device
     ids = [device] if device.type == "cuda" else None
     return DistributedDataParallel(model, ids, bucket_cap_mb=CAPACITY / 2**20, **options)
+
+
+# %% [markdown]
+# DDP waits for exactly one gradient of every parameter in every step. A model that makes none, or
+# two, meets one of its two classic errors:
+#
+# - **"Expected to have finished reduction in the prior iteration"**: a parameter got no gradient,
+#   so the *next* forward finds a bucket that never left. If all ranks leave the same layer out,
+#   remove it from the model; otherwise set `find_unused_parameters=True`. If only some ranks leave
+#   it out, the others wait in their all-reduce: there you see a hang, and the error on one rank.
+# - **"Expected to mark a variable ready only once"**: a parameter got two. That happens when
+#   re-entrant activation checkpointing wraps a layer that is used twice, since each of its backward
+#   passes is one of its own. Use `use_reentrant=False`, or `static_graph=True`.
+
+
+# %%
+class Pair(nn.Module):
+    """Two layers, used as `way` says."""
+
+    def __init__(self, way: Callable) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.second = nn.Linear(64, 64)
+        self.way = way
+
+    def forward(self, x_BD: torch.Tensor) -> torch.Tensor:
+        return self.way(self, x_BD)
+
+
+def leave_one_out(pair: Pair, x_BD: torch.Tensor) -> torch.Tensor:
+    return pair.first(x_BD)
+
+
+def checkpoint_one_twice(pair: Pair, x_BD: torch.Tensor) -> torch.Tensor:
+    x_BD = checkpoint(pair.first, pair.second(x_BD), use_reentrant=True)
+    return checkpoint(pair.first, x_BD, use_reentrant=True)
+
+
+def refused_in_step(way: Callable, words: str, device: torch.device) -> int:
+    """Let DDP take two steps; return in which one it raises an error with these words, or 0."""
+    ddp = torch_ddp(Pair(way).to(device))
+    for step in (1, 2):
+        try:
+            ddp(torch.ones(8, 64, device=device)).sum().backward()
+        except RuntimeError as error:
+            print0(f"{'':13}DDP: {str(error)[:70]} ...")
+            return step if words in str(error) else -1
+    return 0
 
 
 # %% [markdown]
@@ -599,6 +647,14 @@ class LateWork:
         dist.all_reduce(self.flat)
 
 
+def check_errors(device: torch.device) -> None:
+    """Claim in which step DDP notices that a parameter got no gradient, or two."""
+    step = refused_in_step(leave_one_out, "finished reduction in the prior iteration", device)
+    claim("a layer left out: DDP raises in step", 2, step)
+    step = refused_in_step(checkpoint_one_twice, "mark a variable ready only once", device)
+    claim("a layer checkpointed twice, re-entrantly: in step", 1, step)
+
+
 def check_variants(device: torch.device) -> None:
     """Three steps each: micro-batches, a late network, a static graph."""
     samples = digits(device)
@@ -765,8 +821,8 @@ def gradient_copies(model: nn.Module, buckets: list[torch.Tensor]) -> float:
 
 # %%
 def measure_on_gpus(device: torch.device) -> None:
-    if device.type == "cpu" or WORLD_SIZE == 1:
-        blocked("ms per step, 25 MB buckets / one bucket", needs="2 GPUs")
+    if device.type == "cpu" or WORLD_SIZE == 1 or not torch.cuda.is_bf16_supported(False):
+        blocked("ms per step, 25 MB buckets / one bucket", needs="2 GPUs with bfloat16")
         return
     x_BD = torch.randn(8192, 4096, device=device, dtype=torch.bfloat16)
     times = {}
@@ -862,6 +918,7 @@ def main() -> None:
     device = setup()
     rows = check_training(device)
     check_variants(device)
+    check_errors(device)
     check_odd_model(device)
     check_memory(device)
     measure_on_gpus(device)

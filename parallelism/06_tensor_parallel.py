@@ -481,15 +481,16 @@ def check_dtensor(whole: TransformerBlock) -> None:
 # At this size the block is arithmetic-bound on one GPU. n ranks do 1/n of it each, apart from norms
 # and residuals, which every rank does on all tokens, and add two all-reduces of T B D elements,
 # which nothing hides in a forward pass. So the block should take what is split divided by n, what
-# is not, and the two sums, each measured alone. CUDA events are the clock: a host clock would see
+# is not, and the two sums, each measured alone. The claim allows half of what the sums take:
+# without them, or with twice as many, it fails. CUDA events are the clock: a host clock would see
 # nothing before the stream is synchronised.
 
 
 # %%
 def measure_on_gpus(device: torch.device) -> None:
     """Claim that a split block takes 1/n of what is split, all of the rest, and two all-reduces."""
-    if device.type == "cpu":
-        blocked("ms of a block 9216 wide, split / the model's", needs="2 GPUs")
+    if device.type == "cpu" or not torch.cuda.is_bf16_supported(False):
+        blocked("ms of a block 9216 wide, split / the model's", needs="2 GPUs with bfloat16")
         return
     factory = {"device": device, "dtype": torch.bfloat16}
     x_TBD = torch.randn(4096, 1, 9216, **factory)
@@ -503,7 +504,8 @@ def measure_on_gpus(device: torch.device) -> None:
     print0(f"{'':13}of which two all-reduces of {x_TBD.nbytes / 1e6:.0f} MB take {sums:.2f} ms,")
     print0(f"{'':13}norms and residuals, which sequence parallelism splits too, {kept:.2f} ms")
     model = (alone - kept) / WORLD_SIZE + kept + sums
-    claim("ms of a block 9216 wide, split / the model's", 1, split / model, atol=0.3, timed=True)
+    slack = max(0.05, sums / model / 2)
+    claim("ms of a block 9216 wide, split / the model's", 1, split / model, atol=slack, timed=True)
 
 
 def median_ms(work: Callable, repeats: int = 20) -> float:

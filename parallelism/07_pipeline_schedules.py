@@ -5,8 +5,8 @@
 for its neighbors most of the time. In which order should it work, how long does it still idle, and
 how many activations must it hold?
 
-**Predict**, and write it down before you run. There are four stages (one per rank) of equal size; a
-backward pass takes twice as long as a forward pass; a message takes no time.
+**Predict**, and write it down before you run. There are four stages (one per rank) that take
+equally long; a backward pass takes twice as long as a forward pass; a message takes no time.
 
 1. The batch goes through whole: forward through all stages, then backward through all. What share
    of the time does a stage idle?
@@ -64,7 +64,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
 MICRO_BATCHES = 8
 ROWS, WIDTH = 4, 32  # of one micro-batch
-LAYERS = 2 * WORLD_SIZE + 1  # does not divide evenly: one stage has a layer more than the others
+LAYERS = 2 * WORLD_SIZE + 1  # does not divide evenly; a slot is one pass, whatever its layers
 
 # %% [markdown]
 # ## 1. GPipe: micro-batches fill the pipeline
@@ -111,8 +111,9 @@ def gpipe(stage: int, p: int, m: int) -> list[Action]:
 # ## 2. 1F1B: one forward, one backward
 #
 # When stage 2 has done F0 it could do B0 at once. It need not wait for F4. In **1F1B** each stage
-# runs ahead only as far as it must, to have something to do until the first gradient comes back:
-# p-1-s forwards on stage s (**warm-up**). Then it does one forward and one backward in turn
+# runs ahead only as far as it must, by one micro-batch for each stage behind it: p-1-s forwards on
+# stage s (**warm-up**). More would not bring the first gradient back any earlier, and stage 0 waits
+# for it all the same. Then each stage does one forward and one backward in turn
 # (**steady state**), and at the end the backwards that are left (**cooldown**):
 #
 #     1F1B   slot  0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15 16 17 18 19 20    holds
@@ -333,8 +334,9 @@ def check_slots(case: Case) -> dict[str, list[dict[Action, int]]]:
 
         show(name, runs[name])
         claim(f"{name}: error of the gradients", 0, error, atol=TOLERANCE)
-        expected = min(m, WORLD_SIZE - RANK) if name == "1F1B" else m
-        claim(f"{name}: micro-batches held at most", expected, stage.most_held, question=3)
+        if m > 1:
+            expected = min(m, WORLD_SIZE - RANK) if name == "1F1B" else m
+            claim(f"{name}: micro-batches held at most", expected, stage.most_held, question=3)
     if WORLD_SIZE == 1:
         blocked("share of slots idle, on the clock too", needs="2 ranks")
         return runs
@@ -441,21 +443,31 @@ def check_clock(case: Case) -> dict[str, list[list]]:
 
 # %% [markdown]
 # `--figure` draws each schedule twice: above as its slots were counted, below as the clock saw it.
+# On GPUs it draws what section 5 has measured.
 
 
 # %%
-def draw(path: str, slots: dict[str, list], clocked: dict[str, list]) -> None:
+def as_bars(slots: dict[str, list]) -> dict[str, list[list]]:
+    """The counted slots of each schedule, as the clock would log them."""
+    runs = {}
+    for name, stages in slots.items():
+        runs[name] = []
+        for stage in stages:
+            bars = [(d, slot * SLOT, (slot + SLOTS[d]) * SLOT) for (d, _), slot in stage.items()]
+            runs[name].append(bars)
+    return runs
+
+
+def draw(path: str, rows: dict[str, dict[str, list[list]]]) -> None:
+    """Draw a row of panels for each way to look, {way: {schedule: log of every stage}}."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(15, 5), layout="constrained")
-    axes = figure.subplots(2, len(ORDERS), sharey=True)
-    for column, name in enumerate(ORDERS):
-        in_slots = []
-        for stage in slots[name]:
-            bars = [(d, slot * SLOT, (slot + SLOTS[d]) * SLOT) for (d, _), slot in stage.items()]
-            in_slots.append(bars)
-        draw_gantt(axes[0, column], f"{name}, slots counted", in_slots)
-        draw_gantt(axes[1, column], f"{name}, on the clock", clocked[name])
+    figure = Figure(figsize=(15, 2.5 * len(rows)), layout="constrained")
+    columns = max(map(len, rows.values()))
+    panels = figure.subplots(len(rows), columns, sharey=True, squeeze=False)
+    for row, (way, runs) in zip(panels, rows.items(), strict=True):
+        for axes, (name, logs) in zip(row, runs.items(), strict=True):
+            draw_gantt(axes, f"{name}, {way}", logs)
     figure.savefig(path)
 
 
@@ -485,7 +497,7 @@ class EventTimer(Stage):
 
     def __init__(self, *given: object) -> None:
         super().__init__(*given)
-        self.events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self.events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     def act(self, action: Action, arrived: torch.Tensor, inputs: Sequence) -> torch.Tensor | None:
         start = torch.cuda.Event(enable_timing=True)
@@ -493,12 +505,14 @@ class EventTimer(Stage):
         start.record()
         result = super().act(action, arrived, inputs)
         end.record()
-        self.events.append((start, end))
+        self.events.append((action[0], start, end))
         return result
 
 
-def step_on_gpu(order: Callable, layers: nn.Module, device: torch.device) -> tuple[float, float]:
-    """Return the idle share of a step, and the GB that it allocates at its peak."""
+def step_on_gpu(
+    order: Callable, layers: nn.Module, device: torch.device
+) -> tuple[float, float, list]:
+    """Return a step's idle share, the GB that it allocates at its peak, and its log in seconds."""
     batch = torch.randn(MICRO_BATCHES * 2048, 8192, device=device, dtype=torch.bfloat16)
     inputs = batch.chunk(MICRO_BATCHES)
     for _ in range(2):
@@ -506,33 +520,41 @@ def step_on_gpu(order: Callable, layers: nn.Module, device: torch.device) -> tup
         stage = EventTimer(layers, lambda y, k: y.float().square().mean(), MICRO_BATCHES)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
+        begin = torch.cuda.Event(enable_timing=True)
         dist.barrier()
         torch.cuda.synchronize()
+        begin.record()
         start = time.perf_counter()
         stage.step(order(RANK, WORLD_SIZE, MICRO_BATCHES), inputs)
         torch.cuda.synchronize()
-        ms = 1e3 * (time.perf_counter() - start)
-    computing = sum(start.elapsed_time(end) for start, end in stage.events)
-    return 1 - computing / ms, (torch.cuda.max_memory_allocated() - before) / 1e9
+        seconds = time.perf_counter() - start
+    log = []
+    for direction, start, end in stage.events:
+        log.append((direction, begin.elapsed_time(start) / 1e3, begin.elapsed_time(end) / 1e3))
+    computing = sum(end - start for _, start, end in log)
+    return 1 - computing / seconds, (torch.cuda.max_memory_allocated() - before) / 1e9, log
 
 
-def measure_on_gpus(device: torch.device) -> None:
-    if device.type == "cpu" or WORLD_SIZE == 1:
-        blocked("idle share and peak memory of real stages", needs="2 GPUs")
-        return
+def measure_on_gpus(device: torch.device) -> dict[str, list[list]]:
+    """Claim idle share and memory of both schedules; return the logs of all stages of each."""
+    if device.type == "cpu" or WORLD_SIZE == 1 or not torch.cuda.is_bf16_supported(False):
+        blocked("idle share and peak memory of real stages", needs="2 GPUs with bfloat16")
+        return {}
     linears = [nn.Linear(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(16)]
     layers = nn.Sequential(*linears)
-    idle_gpipe, gb_gpipe = step_on_gpu(gpipe, layers, device)
-    idle_1f1b, gb_1f1b = step_on_gpu(one_f_one_b, layers, device)
+    idle_gpipe, gb_gpipe, log_gpipe = step_on_gpu(gpipe, layers, device)
+    idle_1f1b, gb_1f1b, log_1f1b = step_on_gpu(one_f_one_b, layers, device)
     expected = bubble(MICRO_BATCHES)
-    print0(f"{'':13}GPipe: {idle_gpipe:.1%} idle, {gb_gpipe:.2f} GB of activations on stage 0;")
-    print0(f"{'':13}1F1B: {idle_1f1b:.1%} idle, {gb_1f1b:.2f} GB; formula: {float(expected):.1%}")
+    print0(f"{'':13}stage 0, GPipe: {idle_gpipe:.1%} idle, {gb_gpipe:.2f} GB of activations;")
+    print0(f"{'':13}stage 0, 1F1B: {idle_1f1b:.1%} idle, {gb_1f1b:.2f} GB;")
+    print0(f"{'':13}formula: {float(expected):.1%}. The rows below show the worst stage's.")
     claim("real stages, GPipe: share of time idle", expected, idle_gpipe, atol=0.1, timed=True)
     claim("real stages, 1F1B: share of time idle", expected, idle_1f1b, atol=0.1, timed=True)
     # One micro-batch more than held may be alive: what arrives, what is being computed; and, for a
     # moment in either schedule, the gradients of one layer.
     at_most = (min(MICRO_BATCHES, WORLD_SIZE - RANK) + 1) / MICRO_BATCHES
     claim("1F1B's activations / GPipe's, in bytes", at_most, gb_1f1b / gb_gpipe, "<=", atol=0.05)
+    return {"GPipe": gather_objects(log_gpipe), "1F1B": gather_objects(log_1f1b)}
 
 
 # %% [markdown]
@@ -561,16 +583,18 @@ def measure_on_gpus(device: torch.device) -> None:
 #
 # **What the formula leaves out.** Stages of unequal size: the slowest sets the pace, every other
 # one idles in each slot; an embedding or a vocabulary-wide head counts as layers when you cut. The
-# time of messages: p-1 hops each way are exposed. A batch that is too small for many micro-batches:
-# kernels on one sequence fill no GPU. **Interleaving** (Narayanan et al., 2021) gives each rank v
-# small pieces of the model instead of one: the bubble becomes (p-1) / (vm+p-1) of the time, for v
-# times as many messages and some more activations. **Zero-bubble** schedules (Qi et al., 2023)
-# split B into the gradient of the inputs, which the neighbor waits for, and that of the weights,
-# which fills gaps.
+# time of messages: p-1 hops each way are exposed at least, and here, where `exchange` waits between
+# all actions, up to two per micro-batch, so that more micro-batches expose more. A batch that is
+# too small for many micro-batches: kernels on one sequence fill no GPU. **Interleaving** (Narayanan
+# et al., 2021) gives each rank v small pieces of the model instead of one: the bubble becomes (p-1)
+# / (vm+p-1) of the time, for v times as many messages and some more activations. **Zero-bubble**
+# schedules (Qi et al., 2023) split B into the gradient of the inputs, which the neighbor waits for,
+# and that of the weights, which fills gaps.
 #
-# On real systems pipeline parallelism is what goes over the slow links, between nodes: it sends one
-# activation per micro-batch, where tensor parallelism sends four per layer. Gradient clipping needs
-# a norm over all stages, and an embedding tied to the head a sum over the first and the last.
+# On real systems pipeline parallelism is what goes over the slow links, between nodes: a stage
+# sends one activation on and one gradient back per micro-batch, where tensor parallelism
+# all-reduces four activations per block, two forward and two backward. Gradient clipping needs a
+# norm over all stages, and an embedding tied to the head a sum over the first and the last.
 
 
 # %%
@@ -581,11 +605,15 @@ def main() -> None:
     device = setup()
     case = Case(device)
     slots = check_slots(case)
+    rows = {}
     if WORLD_SIZE > 1 and device.type == "cpu":
         clocked = check_clock(case)
-        if options.figure and RANK == 0:
-            draw(options.figure, slots, clocked)
-    measure_on_gpus(device)
+        rows = {"slots counted": as_bars(slots), "on the clock": clocked}
+    on_gpus = measure_on_gpus(device)
+    if on_gpus:
+        rows = {"on GPUs": on_gpus}
+    if options.figure and rows and RANK == 0:
+        draw(options.figure, rows)
     finish()
 
 

@@ -353,12 +353,12 @@ def train_step(stage: Stage, mesh: dist.DeviceMesh, tokens_BT: torch.Tensor) -> 
         if not stage.last:
             send(y.detach(), pipe, 1)
         passes.append((x, y, tokens_bT[:, 1:]))
-    total = 0.0
+    losses = []
     for x, y, targets_bT in passes:
         if stage.last:
             loss = F.cross_entropy(y.flatten(0, 1), targets_bT.flatten(), reduction="sum") / (B * T)
             loss.backward()
-            total += loss.item()
+            losses.append(loss.detach())  # read at the end: `.item()` would stop the pipeline
         else:
             y.backward(receive_like(y, pipe, 1))
         if not stage.first:
@@ -366,7 +366,7 @@ def train_step(stage: Stage, mesh: dist.DeviceMesh, tokens_BT: torch.Tensor) -> 
     if mesh["dp"].size() > 1:
         for parameter in stage.parameters():
             dist.all_reduce(parameter.grad, group=mesh.get_group("dp"))
-    return total / mesh["tp"].size()
+    return float(sum(losses)) / mesh["tp"].size()
 
 
 def activations_like(tokens_bT: torch.Tensor) -> torch.Tensor:
@@ -681,8 +681,8 @@ def check_gather_after_every_layer(device: torch.device) -> None:
 # %%
 def check_busy_share_on_gpus(device: torch.device) -> None:
     """Claim that the share of time spent computing does not grow with the batch."""
-    if device.type == "cpu" or WORLD_SIZE == 1:
-        blocked("share of time computing, batch x 4 / batch", needs="2 GPUs")
+    if device.type == "cpu" or WORLD_SIZE == 1 or not torch.cuda.is_bf16_supported(False):
+        blocked("share of time computing, batch x 4 / batch", needs="2 GPUs with bfloat16")
         return
     W = 1024 // WORLD_SIZE * WORLD_SIZE
     shares = []

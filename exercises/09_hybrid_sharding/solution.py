@@ -42,7 +42,9 @@ def predict(model: nn.Module, nodes: int, per_node: int) -> tuple[int, int]:
     does: of B bytes, a rank of n sends (n - 1)/n in an all-gather or a reduce-scatter, twice that
     in an all-reduce.
 
-    100 B in blocks and 20 B outside, on 2 nodes of 2 ranks: (170, 60).
+    100 B in blocks and 20 B outside, on 2 nodes of 2 ranks: (170, 60). Its two ranks together send
+    120 B out of a node. Sharded over all 4, in one ring, each rank would send 255 B, and so would
+    the node, which one edge of the ring leaves.
     """
     # --- yours
     in_blocks = sum(p.nbytes for p in model.blocks.parameters())

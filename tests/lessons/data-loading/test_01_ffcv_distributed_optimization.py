@@ -57,6 +57,11 @@ LINES = {
         {PLACE},
     ),
     # The mean of what is delivered gives it away.
+    "red and blue are exchanged": (
+        "NormalizeImage(255 * MEAN, 255 * STD, np",
+        "NormalizeImage(255 * MEAN[::-1].copy(), 255 * STD, np",
+        MEANS,
+    ),
     "pixels that are normalised as if they were floats, as in Try": (
         "NormalizeImage(255 * MEAN, 255 * STD, np",
         "NormalizeImage(MEAN, STD, np",

@@ -64,7 +64,7 @@ def test_pages_open_equal_a_count_batch_by_batch(batches: list, ahead: int) -> N
 
 LEFT = "samples that an epoch leaves out"
 TWICE = "samples that come twice"
-READS = "pages that a rank reads"
+READS = "pages of the samples that a rank was delivered"
 CACHE = "pages in a cache of one's own, of 8"
 LINES = {
     "a share begins late, as in Try": (

@@ -6,8 +6,9 @@ from course.playing import play
 from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
 
 LESSON = "parallelism/01_data_parallelism_ddp.py"
-HAND, DDP = "by hand: ", "DDP: "
+HAND, DDP, SMALL = "by hand: ", "DDP: ", "DDP, buckets of 0.1 MiB: "
 BETWEEN, ERROR = "weights, difference between ranks", "weights, error against one process"
+MASTERS = "bfloat16: masters, difference between ranks"
 MICRO, MICRO_ALL = "4 micro-batches, no_sync: ", "4 micro-batches, without no_sync: "
 QUICK = (("EPOCHS = 10 ", "EPOCHS = 2 "), ('new digits", 0.95,', 'new digits", 0.0,'))
 
@@ -26,7 +27,7 @@ LINES = {
     ),
     "by hand: averages the parameters": (
         ("dist.all_reduce(parameter.grad)", "dist.all_reduce(parameter.data)"),
-        {HAND + BETWEEN, HAND + ERROR},
+        {HAND + BETWEEN, HAND + ERROR, MASTERS},
     ),
     "micro-batches are not divided": (
         ("(loss / pieces).backward()", "loss.backward()"),
@@ -36,9 +37,21 @@ LINES = {
         ("use_no_sync and i < pieces - 1", "False"),
         {MICRO + "bytes"},
     ),
+    "no_sync where it was not asked for": (
+        ("use_no_sync and i < pieces - 1", "i < pieces - 1"),
+        {MICRO_ALL + "bytes"},
+    ),
+    "DDP is left out": (
+        ("train(wrap(ddp), my_share", "train(ddp, my_share"),
+        {DDP + BETWEEN, DDP + ERROR},
+    ),
     "no micro-batch communicates": (
         ("use_no_sync and i < pieces - 1", "use_no_sync"),
         {MICRO + "bytes", MICRO + "error"},
+    ),
+    "gradients in bfloat16 are not averaged": (
+        ("    average_gradients(model)\n    for parameter, master", "    for parameter, master"),
+        {MASTERS},
     ),
     "float32 gradients stay": (
         [
@@ -60,15 +73,20 @@ LINES = {
         {"different samples among them"},
     ),
     "DDP with smaller buckets": (
-        [
-            (
-                'if device.type == "cuda" else None)',
-                'if device.type == "cuda" else None, bucket_cap_mb=0.1)',
-            ),
-            # In its first step DDP has one bucket, whatever the cap.
-            ("        train(ddp, [mine])\n", "        train(ddp, [mine] * 2)\n"),
-        ],
-        {DDP + "all-reduces per step", DDP + "bytes per step"},
+        ("bucket_cap_mb=bucket_mib)", "bucket_cap_mb=0.1)"),
+        {DDP + "all-reduces per step"},
+    ),
+    "DDP with one bucket": (
+        ("bucket_cap_mb=bucket_mib)", "bucket_cap_mb=25)"),
+        {SMALL + "all-reduces per step"},
+    ),
+    "DDP's first step is counted": (
+        ("        train(ddp, [mine] * 2)\n", ""),
+        {SMALL + "all-reduces per step"},
+    ),
+    "DDP counted over two steps": (
+        ("            train(ddp, [mine])\n", "            train(ddp, [mine] * 2)\n"),
+        {way + what for way in (DDP, SMALL) for what in ("all-reduces per step", "bytes per step")},
     ),
 }
 TOO_SHORT = {
@@ -77,7 +95,8 @@ TOO_SHORT = {
         {HAND + "accuracy on new digits", DDP + "accuracy on new digits"},
     ),
 }
-BREAKS = [Breaks(LINES, changes=QUICK), Breaks(TOO_SHORT)]
+ALONE = ["DDP's first step is counted"]  # where buckets are small it has one, too
+BREAKS = [Breaks(LINES, changes=QUICK, alone=ALONE), Breaks(TOO_SHORT)]
 
 ON_GPUS = OnGpus(
     changes=[("EPOCHS = 10", "EPOCHS = 3"), ("repeats: int = 20", "repeats: int = 1")],

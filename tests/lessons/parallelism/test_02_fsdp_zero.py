@@ -117,4 +117,10 @@ LINES = {
 
 BREAKS = Breaks(LINES)
 
-ON_GPUS = OnGpus(ranks=(1, 2))  # four ranks are there what two are: no rings, no stages, no mesh
+# A CUDA tensor in an object would be unpickled onto its sender's GPU, by every rank.
+OBJECTS = "        dist.all_gather_object(by_rank, mine, zero.group)\n"
+LOOK = "        assert not any(value.is_cuda for s in mine.values() for value in s.values())\n"
+ON_GPUS = OnGpus(
+    changes=[(OBJECTS, LOOK + OBJECTS)],
+    ranks=(1, 2),  # four ranks are there what two are: no rings, no stages, no mesh
+)

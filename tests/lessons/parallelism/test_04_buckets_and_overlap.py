@@ -447,6 +447,17 @@ LINES = {
         ),
         {ODD, "different orders of buckets over ranks"},
     ),
+    "no layer is left out": (
+        ("return pair.first(x_BD)", "return pair.second(pair.first(x_BD))"),
+        {"a layer left out: DDP raises in step"},
+    ),
+    "checkpointing that is not re-entrant": (
+        [
+            ("pair.second(x_BD), use_reentrant=True)", "pair.second(x_BD), use_reentrant=False)"),
+            ("(pair.first, x_BD, use_reentrant=True)", "(pair.first, x_BD, use_reentrant=False)"),
+        ],
+        {"a layer checkpointed twice, re-entrantly: in step"},
+    ),
     "PyTorch's is asked for no views": (
         ("gradient_as_bucket_view=views", "gradient_as_bucket_view=False"),
         {TORCH + "views=True: the same"},

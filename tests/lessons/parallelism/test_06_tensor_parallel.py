@@ -88,6 +88,27 @@ def test_a_block_equals_one_process(n: int, drawn: list) -> None:
     assert max(run(largest, n, block_error, cases)) < CLOSE
 
 
+def test_the_whole_block_is_torchs_own() -> None:
+    """Whole and split blocks share `attention`: this one does not."""
+    torch.manual_seed(0)
+    ours = load(LESSON).TransformerBlock(12, 3, dtype=torch.float64)
+    theirs = nn.TransformerEncoderLayer(12, 3, 48, 0.0, "gelu", norm_first=True).double()
+    parts = {"self_attn.out_proj": ours.out, "linear1": ours.up, "linear2": ours.down}
+    parts |= {"norm1": ours.norm1, "norm2": ours.norm2}
+    state = {f"{name}.{key}": t for name, p in parts.items() for key, t in p.state_dict().items()}
+    for key, tensor in ours.qkv.state_dict().items():  # by head, then q, k, v: torch turns it round
+        by_kind = tensor.unflatten(0, (3, 3, 4)).transpose(0, 1).flatten(0, 2)
+        state[f"self_attn.in_proj_{key}"] = by_kind
+    theirs.load_state_dict(state)
+    x_TBD = torch.randn(5, 2, 12).double()
+    mask_TT = torch.full((5, 5), -torch.inf).double().triu(1)
+    assert (ours(x_TBD) - theirs(x_TBD, mask_TT)).abs().max() < CLOSE
+
+
+def test_what_is_saved_twice_counts_once() -> None:
+    assert load(LESSON).saved_elements(lambda x: x * x, torch.randn(5)) == 5
+
+
 def refusal(heads: int) -> str:
     lesson = load(LESSON)
     with pytest.raises(ValueError, match="heads") as error:

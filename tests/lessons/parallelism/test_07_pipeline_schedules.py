@@ -1,6 +1,8 @@
 """Schedules against their definitions, stages against one process, claims against broken lines."""
 
 import functools
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 
 from course.playing import Played, load, play
 from course.ranks import run
+from tests.helpers.pretended_gpus import play_on_gpus
 from tests.lessons.every import Breaks, test_lesson  # noqa: F401
 
 LESSON = "parallelism/07_pipeline_schedules.py"
@@ -179,6 +182,13 @@ LINES = {
         {G + GRAD, O1 + GRAD},
     ),
     "activations are kept": (("self.held.pop(k)", "self.held[k]"), {O1 + HELD}),
+    "GPipe is 1F1B in disguise": (
+        (
+            '    return [("F", k) for k in range(m)] + [("B", k) for k in range(m)]\n',
+            "    return one_f_one_b(stage, p, m)\n",
+        ),
+        {G + HELD},
+    ),
     "1F1B is GPipe in disguise": ((WARMUP, "num_warmup = m"), {O1 + HELD}),
     "1F1B does not run ahead": ((WARMUP, "num_warmup = 0"), {O1 + IDLE, O1 + HELD}),
     "the run follows another order": (
@@ -218,6 +228,28 @@ CLOCK_LINES = {
     ),
 }  # fmt: skip
 
-BREAKS = [Breaks(LINES, changes=[QUICK]), Breaks(CLOCK_LINES, ranks=4, clock=True)]
+ALONE = ["GPipe is 1F1B in disguise"]  # where activations are kept, it holds as many as GPipe
+BREAKS = [Breaks(LINES, changes=[QUICK], alone=ALONE), Breaks(CLOCK_LINES, ranks=4, clock=True)]
 
 NO_DEVICE = {"act": "a sleep stands for the work"}
+
+
+@pytest.mark.deep
+def test_the_figure_of_gpus_is_drawn(tmp_path: Path) -> None:
+    """What the timer saw of both schedules; the rows themselves are every.py's."""
+    path = tmp_path / "gantt.png"
+    smaller = [("MICRO_BATCHES * 2048, 8192", "MICRO_BATCHES * 8, 64")]
+    smaller += [("nn.Linear(8192, 8192, device", "nn.Linear(64, 64, device")]
+    play_on_gpus(LESSON, 2, *smaller, argv=("--figure", str(path)))
+    assert path.stat().st_size > 10_000
+
+
+def test_every_run_gets_a_panel(tmp_path: Path) -> None:
+    slots = {name: simulator().simulate(lists_of(name, 3, 4)) for name in ("gpipe", "one_f_one_b")}
+    bars = lesson().as_bars(slots)
+    assert lesson().idle_on_the_clock(bars["gpipe"]) == pytest.approx(1 / 3)
+    with patch.object(lesson(), "draw_gantt") as drawn:
+        lesson().draw(str(tmp_path / "gantt.png"), {"slots counted": bars, "on GPUs": bars})
+    titles = [call.args[1] for call in drawn.call_args_list]
+    ways = "slots counted", "on GPUs"
+    assert titles == [f"{name}, {way}" for way in ways for name in ("gpipe", "one_f_one_b")]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from course.playing import changed, load
@@ -91,6 +92,40 @@ def test_mixed_dtypes_odd_pieces_and_small_parameters(stage: int) -> None:
     assert max(run(train, 2, stage, "", True, 1)) < 3 * 1000 * 2**-24
     assert max(run(train, 2, stage, "", False, 4)) < 3 * 1000 * 2**-53
     assert max(run(train, 3, stage, "", False, 2, 8)) < 3 * 1000 * 2**-53
+
+
+def normalized(unit: nn.Linear) -> None:
+    unit.register_forward_pre_hook(lambda module, args: (args[0] / module.weight.norm(),))
+
+
+def pruned(unit: nn.Linear) -> None:
+    prune.l1_unstructured(unit, "weight", amount=0.5)
+
+
+HOOKED = {"normalized": normalized, "weight_norm": nn.utils.weight_norm, "pruned": pruned}
+
+
+def with_hooks_of_its_own(stage: int, kind: str) -> float:
+    """Before it is sharded, each unit has a hook that uses its weight before the forward."""
+    alone = layers([4, 6, 5])
+    model = layers([4, 6, 5])
+    for unit in (*alone, *model):
+        HOOKED[kind](unit)
+    fsdp = mini(model, model, stage)
+    rank = dist.get_rank()
+    for x_RBD in samples(3, 4):
+        for bare, x_BD in ((alone, x_RBD.flatten(0, 1)), (model, x_RBD[rank])):
+            sgd = SGD(bare.parameters())
+            sgd.zero_grad()
+            bare(x_BD).square().mean().backward()
+            sgd.step()
+    return far_from(fsdp, alone)
+
+
+@pytest.mark.parametrize("kind", HOOKED)
+@both_stages
+def test_a_hook_that_the_unit_had_before_sees_whole_weights(stage: int, kind: str) -> None:
+    assert max(run(with_hooks_of_its_own, 2, stage, kind)) < DOUBLE
 
 
 @pytest.mark.parametrize("again", ["reentrant", "not reentrant"])
