@@ -11,9 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from course.lessons import ROOT
 from course.playing import load, play
+from course.ranks import run
 from tests.helpers.deepspeed_built import built
 from tests.helpers.deepspeed_launcher import verdicts_under_deepspeed
 from tests.lessons.every import Breaks, OnGpus, Without, test_lesson  # noqa: F401
@@ -51,6 +53,17 @@ def test_the_file_that_is_tried_says_what_is_not(tmp_path: Path) -> None:
     file = json.loads((FOLDER / "fp16.json").read_text())
     for key in set(file) - {"zero_optimization"}:
         assert key in " ".join(said), key
+
+
+def dtype_of_the_engine() -> str:
+    lesson = load(LESSON)
+    device = torch.device("cpu")
+    engine = lesson.start_engine(lesson.import_deepspeed(device), device, lesson.COMMON)
+    return str(engine.module.head.weight.dtype)
+
+
+def test_the_common_config_computes_in_bfloat16() -> None:
+    assert run(dtype_of_the_engine, 1) == ["torch.bfloat16"]
 
 
 def keys_of(config: dict) -> set[str]:

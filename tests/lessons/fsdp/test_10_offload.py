@@ -7,9 +7,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from course.lessons import ROOT
 from course.playing import load, play
+from course.ranks import run
 from tests.helpers.deepspeed_built import FOLDER, built
 from tests.lessons.every import Breaks, OnGpus, Without, test_lesson  # noqa: F401
 
@@ -223,6 +225,19 @@ def test_deepspeed_on_the_host_and_on_a_disk() -> None:
     played.expect(set())
     blocked = [row["claim"] for row in played.ledger if row["verdict"] == "BLOCKED"]
     assert blocked == ["pinned copies / pageable ones, bytes per second"]
+
+
+def decay_of_the_engine() -> float:
+    lesson = load(LESSON)
+    device = torch.device("cpu")
+    engine = lesson.start_engine(lesson.import_deepspeed(device), device, lesson.KEPT)
+    return engine.basic_optimizer.param_groups[0]["weight_decay"]
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="wants DeepSpeed")
+def test_the_weight_decay_reaches_deepspeeds_optimizer() -> None:
+    """Three steps are too few to see it in a loss."""
+    assert run(decay_of_the_engine, 1) == [load(LESSON).ADAM["weight_decay"]]
 
 
 @pytest.mark.parametrize("n", [1, 3, 8])
