@@ -649,13 +649,14 @@ def read_trace(events: list[dict]) -> dict[str, Spans]:
 
 def bytes_of_messages(events: list[dict], window: tuple[float, float]) -> list[int]:
     """The bytes of each all-reduce that is called in the window (all are of float32 here)."""
+    calls = [e for e in events if (e["name"], e.get("cat")) == ("c10d::allreduce_", "cpu_op")]
     sizes = []
-    for event in events:
-        if (event["name"], event.get("cat")) != ("c10d::allreduce_", "cpu_op"):
-            continue
-        if window[0] <= event["ts"] / 1e3 <= window[1]:
-            tensors = event["args"]["Input Dims"][0]
+    end = -math.inf
+    for call in sorted(calls, key=lambda call: call["ts"]):
+        if call["ts"] >= end and window[0] <= call["ts"] / 1e3 <= window[1]:
+            tensors = call["args"]["Input Dims"][0]
             sizes.append(sum(4 * math.prod(shape) for shape in tensors))
+            end = call["ts"] + call["dur"]  # what begins before is its own, one layer further down
     return sizes
 
 

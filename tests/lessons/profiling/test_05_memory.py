@@ -36,6 +36,7 @@ ON_GPUS = OnGpus(
             ": buckets at the peak, in kB",
             ": share of the largest category",
             ", shard: saves, per P",
+            ": places in the order, wrong",
         )
     },
     ranks=(1, 2),
