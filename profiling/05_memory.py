@@ -618,8 +618,8 @@ class CachingAllocator:
 
     @property
     def reserved(self) -> int:
-        pools = self.pools.values()
-        return sum(size for segments in pools for blocks in segments for size, _ in blocks)
+        segments = itertools.chain.from_iterable(self.pools.values())
+        return sum(size for size, _ in itertools.chain.from_iterable(segments))
 
     def malloc(self, name: str, size: int) -> bool:
         """Return whether the request was answered."""
