@@ -525,7 +525,7 @@ def check_memory(device: torch.device) -> None:
 # %%
 def measure_on_gpus(device: torch.device) -> None:
     if device.type == "cpu" or WORLD_SIZE == 1 or not torch.cuda.is_bf16_supported(False):
-        blocked("samples per s, of n GPUs over one", needs="2 GPUs, with bfloat16")
+        blocked("samples per s, of n GPUs over one", needs="2 GPUs with bfloat16")
         return
     layers = [nn.Linear(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(8)]
     ddp = wrap(nn.Sequential(*layers))

@@ -771,8 +771,8 @@ def check_elements(
 # %%
 def measure_on_gpus(device: torch.device) -> None:
     if device.type == "cpu" or not torch.cuda.is_bf16_supported(False):
-        blocked("GPU: bytes allocated per parameter, stage 0", needs="1 GPU, with bfloat16")
-        blocked("GPU: bytes allocated per parameter, stage 1", needs="1 GPU, with bfloat16")
+        blocked("GPU: bytes allocated per parameter, stage 0", needs="1 GPU with bfloat16")
+        blocked("GPU: bytes allocated per parameter, stage 1", needs="1 GPU with bfloat16")
         return
     x_BD = torch.randn(64, 8192, device=device, dtype=torch.bfloat16)
     for stage in (0, 1):

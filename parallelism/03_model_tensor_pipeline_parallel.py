@@ -706,8 +706,8 @@ def check_two_gpus(device: torch.device) -> None:
     """Claim how long two GPUs idle, with one batch and with micro-batches."""
     capable = torch.cuda.device_count() >= 2 and torch.cuda.is_bf16_supported(False)
     if device.type == "cpu" or not capable:
-        blocked("two GPUs: share of time idle, naive", needs="2 GPUs, with bfloat16")
-        blocked("two GPUs: share of time idle, micro-batches", needs="2 GPUs, with bfloat16")
+        blocked("two GPUs: share of time idle, naive", needs="2 GPUs with bfloat16")
+        blocked("two GPUs: share of time idle, micro-batches", needs="2 GPUs with bfloat16")
         return
     store = dist.distributed_c10d._get_default_store()  # waiting there leaves the GPUs alone
     naive = 0.0

@@ -822,7 +822,7 @@ def gradient_copies(model: nn.Module, buckets: list[torch.Tensor]) -> float:
 # %%
 def measure_on_gpus(device: torch.device) -> None:
     if device.type == "cpu" or WORLD_SIZE == 1 or not torch.cuda.is_bf16_supported(False):
-        blocked("ms per step, 25 MB buckets / one bucket", needs="2 GPUs, with bfloat16")
+        blocked("ms per step, 25 MB buckets / one bucket", needs="2 GPUs with bfloat16")
         return
     x_BD = torch.randn(8192, 4096, device=device, dtype=torch.bfloat16)
     times = {}

@@ -1095,8 +1095,8 @@ def check_pytorch(x_RBD: torch.Tensor, alone: dict[str, torch.Tensor]) -> None:
 # %%
 def measure_on_gpus(device: torch.device) -> None:
     if device.type == "cpu" or WORLD_SIZE == 1 or not torch.cuda.is_bf16_supported(False):
-        blocked("GPU: bytes allocated per parameter, stage 2", needs="2 GPUs, with bfloat16")
-        blocked("GPU: bytes allocated per parameter, stage 3", needs="2 GPUs, with bfloat16")
+        blocked("GPU: bytes allocated per parameter, stage 2", needs="2 GPUs with bfloat16")
+        blocked("GPU: bytes allocated per parameter, stage 3", needs="2 GPUs with bfloat16")
         return
     x_BD = torch.randn(64, 8192, device=device, dtype=torch.bfloat16)
     for stage in (2, 3):

@@ -490,7 +490,7 @@ def check_dtensor(whole: TransformerBlock) -> None:
 def measure_on_gpus(device: torch.device) -> None:
     """Claim that a split block takes 1/n of what is split, all of the rest, and two all-reduces."""
     if device.type == "cpu" or not torch.cuda.is_bf16_supported(False):
-        blocked("ms of a block 9216 wide, split / the model's", needs="2 GPUs, with bfloat16")
+        blocked("ms of a block 9216 wide, split / the model's", needs="2 GPUs with bfloat16")
         return
     factory = {"device": device, "dtype": torch.bfloat16}
     x_TBD = torch.randn(4096, 1, 9216, **factory)

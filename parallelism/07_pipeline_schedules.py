@@ -538,7 +538,7 @@ def step_on_gpu(
 def measure_on_gpus(device: torch.device) -> dict[str, list[list]]:
     """Claim idle share and memory of both schedules; return the logs of all stages of each."""
     if device.type == "cpu" or WORLD_SIZE == 1 or not torch.cuda.is_bf16_supported(False):
-        blocked("idle share and peak memory of real stages", needs="2 GPUs, with bfloat16")
+        blocked("idle share and peak memory of real stages", needs="2 GPUs with bfloat16")
         return {}
     linears = [nn.Linear(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(16)]
     layers = nn.Sequential(*linears)

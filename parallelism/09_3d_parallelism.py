@@ -682,7 +682,7 @@ def check_gather_after_every_layer(device: torch.device) -> None:
 def check_busy_share_on_gpus(device: torch.device) -> None:
     """Claim that the share of time spent computing does not grow with the batch."""
     if device.type == "cpu" or WORLD_SIZE == 1 or not torch.cuda.is_bf16_supported(False):
-        blocked("share of time computing, batch x 4 / batch", needs="2 GPUs, with bfloat16")
+        blocked("share of time computing, batch x 4 / batch", needs="2 GPUs with bfloat16")
         return
     W = 1024 // WORLD_SIZE * WORLD_SIZE
     shares = []

@@ -66,7 +66,7 @@ def test_a_lesson_was_measured_and_says_what_waits_for_gpus(lesson: str) -> None
     assert source in tables.told_of_gpus(lesson), "run: course write tables"
     said = re.findall(r"(?:Not run|Run) on several\s\w+", source)
     assert len(said) == 1, "Not run on several GPUs"
-    declared = set(re.findall(r"\bneeds=\"(\d+ GPUs?)[\",]", source))
+    declared = set(re.findall(r"\bneeds=\"(\d+ GPUs?)\b", source))
     waiting = machines.only_on_gpus(lesson)
     assert {machines.wanted(needs) for needs in declared} == set(waiting)
     if waiting:
