@@ -29,8 +29,8 @@ out `indices=mine`: training would go on as before, so what tells you?
 
 **Before.** data-loading/02_beton_file.py: pages, and what a loader's buffers are.
 
-**Next.** exercises/12_beton, or back to the README's path. What a network file system adds is
-measured nowhere in this course.
+**Next.** Back to the README's path. What a network file system adds is measured nowhere in this
+course.
 """
 
 import argparse

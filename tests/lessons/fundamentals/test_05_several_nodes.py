@@ -272,7 +272,7 @@ def test_in_a_user_namespace_ranks_change_the_speed_of_the_cable_too(tmp_path: P
     change = (NONE[0][0], f"if {outside} or libc.unshare(CLONE_NEWNET) != 0:")
     played = run_alone(tmp_path, change)
     played.expect(set())
-    assert len([row for row in played.ledger if row.get("timed") is False]) == 16
+    assert len([row for row in played.ledger if row.get("timed") is False]) == 17
 
 
 def on_two_nodes(script: Path) -> tuple[list[int], list[str], list[dict]]:
