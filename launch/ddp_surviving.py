@@ -23,7 +23,7 @@ weights, bit for bit, as if nothing had happened: on the same kind of machine an
 - death while a checkpoint is written, and a full disk: the checkpoint before it is still whole;
 - a checkpoint that is cut off, incomplete, or has a bit flipped: it is named, put aside as
   step-N.damaged, and the one before it is used. If none is whole, nothing starts;
-- a loss or a gradient that is not finite: all ranks stop before that step, and it is not saved.
+- gradients that are not finite: all ranks stop before that step, and it is not saved.
 
 **It refuses** a GPU that is missing, and bfloat16 on a GPU that only emulates it. It trains on the
 CPU where no node has a GPU, or where CUDA_VISIBLE_DEVICES is empty on all nodes.
@@ -399,7 +399,7 @@ class Trainer:
             return nn.functional.cross_entropy(self.ddp(x), y)
 
     def train_step(self) -> torch.Tensor:
-        """Take the next step; return its loss, the mean over all ranks."""
+        """Take the next step; return this rank's loss of it."""
         args = self.args
         epoch, done = divmod(self.step, self.steps_per_epoch)
         if self.batches is None or done == 0:
@@ -410,27 +410,24 @@ class Trainer:
         for left in reversed(range(args.accumulate)):
             with self.ddp.no_sync() if left else nullcontext():  # one all-reduce per step
                 loss = self.loss(*next(self.batches)) / args.accumulate
-                total += loss.detach()
-                work = None if left else dist.all_reduce(total, async_op=True)
                 self.scaler.scale(loss).backward()
-        work.wait()
-        total /= dist.get_world_size()
-        self.update(total)
+            total += loss.detach()
+        self.update()
         self.step += 1
         return total
 
-    def update(self, loss: torch.Tensor) -> None:
-        """Change the weights, unless the loss or the gradients' norm is not finite.
+    def update(self) -> None:
+        """Change the weights, unless the gradients' norm is not finite.
 
-        Both are the same on all ranks, which add them up: all raise FloatingPointError, or none.
+        DDP has averaged the gradients: all ranks raise FloatingPointError, or none.
         """
         self.scaler.unscale_(self.optimizer)  # clip the gradients, not what the scale makes of them
         norm = nn.utils.clip_grad_norm_(self.ddp.parameters(), self.args.clip)
         scale = self.scaler.get_scale()
-        # An overflow by float16's scale is no divergence: such a step is skipped, below.
-        judged = loss if scale > 1 else loss + norm
-        if not judged.isfinite():  # the host waits here for the GPU, once a step
-            told = f"step {self.step + 1}: the loss is {loss:g}, the gradients' norm {norm:g}"
+        # An overflow by float16's scale is no divergence: such a step is skipped, below, and the
+        # scale halved. The host waits here for the GPU, once a step.
+        if scale <= 1 and not norm.isfinite():
+            told = f"step {self.step + 1}: the gradients' norm is {norm:g}"
             rule = "Nothing of this step was taken or saved; the checkpoints before it are good"
             raise FloatingPointError(f"{told}. {rule}. Look at its data and the learning rate.")
         self.scaler.step(self.optimizer)  # does nothing if a gradient is infinite
@@ -600,6 +597,8 @@ def run(trainer: Trainer, stop: Stop) -> None:
         last = step == trainer.total_steps
         display.advance()
         if step % args.log_every == 0 or last:
+            dist.all_reduce(loss)
+            loss /= dist.get_world_size()
             log.info("step %d of %d, loss %.4f", step, trainer.total_steps, loss)
             display.scalar("loss", loss, step)
         if step % trainer.steps_per_epoch == 0:  # before saving: who dies here does it again

@@ -574,7 +574,7 @@ class Results:
         """Claim the cost, where compute is real: a sleep is as long as it was told to be."""
         text = f"{name}: step / healthy"
         if self.device.type == "cpu":
-            blocked(text, needs="2 GPUs: here compute is a sleep")
+            blocked(text, needs="2 GPUs: here compute is sleep")
             return
         claim(text, due, self.cost(name), atol=atol, timed=True)
 

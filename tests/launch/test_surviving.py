@@ -204,21 +204,16 @@ def test_each_so_many_th_checkpoint_stays_for_ever(tmp: Path) -> None:
     assert [step_of([path]) for path in saved_in(folder)] == [4, 8, 10, 12]
 
 
-STEP = "self.update(total)"
+STEP = "self.update()"
 LOSS = "return nn.functional.cross_entropy(self.ddp(x), y)"
 BAD = "(self.step == 6 and self.rank == 1)"  # the seventh step, and one rank's alone
 NOT_FINITE = {
-    "nan in a rank's data": ("float32", LOSS, f"{LOSS} * (float('nan') if {BAD} else 1)", "nan"),
-    # The gradients of such a loss are finite, and those of the other ranks' too.
-    "a rank's loss is infinite": (
-        "float32", LOSS, f"{LOSS} + (float('inf') if {BAD} else 0)", "inf"
-    ),
+    "nan in a rank's data": ("float32", LOSS, f"{LOSS} * (float('nan') if {BAD} else 1)"),
     "a gradient is not a number": (
         "float32", STEP,
         f"next(self.ddp.parameters()).grad.mul_(float('nan') if self.step == 6 else 1); {STEP}",
-        r"\d\.\d+, the gradients' norm nan",
     ),
-    "in float16 too": ("float16", LOSS, f"{LOSS} * (float('nan') if {BAD} else 1)", "nan"),
+    "in float16, unscaled": ("float16", LOSS, f"{LOSS} * (float('nan') if {BAD} else 1)"),
 }  # fmt: skip
 
 
@@ -226,15 +221,15 @@ NOT_FINITE = {
 def test_what_is_not_finite_is_neither_stepped_nor_saved(
     what: str, tmp: Path, tmp_path: Path
 ) -> None:
-    precision, old, new, told = NOT_FINITE[what]
-    how = {"precision": precision, "keep": 2, "loss_scale": 2.0**10}
+    precision, old, new = NOT_FINITE[what]
+    how = {"precision": precision, "keep": 2, "loss_scale": 1.0}
     script = changed(tmp_path, (old, new))
     for _ in range(2):  # as torchrun would: it ends at the same step, and so do the checkpoints
         outcomes = start(2, tmp_path, flags(2, **how), script=script)
         for outcome in outcomes:
             assert outcome.kind == "exited", f"{outcomes}"
-            said = rf"FloatingPointError: step 7: the loss is {told}"
-            assert re.search(said, outcome.output), outcome.output
+            said = "FloatingPointError: step 7: the gradients' norm is nan"
+            assert said in outcome.output, outcome.output
         assert [step_of([path]) for path in saved_in(tmp_path)] == [4, 6]
     whole, _ = whole_run(2, tmp, **how | {"keep": 99})
     assert same(state(tmp_path, 6), state(whole, 6))
