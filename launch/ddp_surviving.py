@@ -556,8 +556,12 @@ def shared_store_restarts() -> bool:
 
 
 def meet() -> None:
-    """Wait for all ranks, on the CPU: dist.barrier would take NCCL where there are GPUs."""
+    """Wait for all ranks, and for gloo's threads: one that holds a tensor yet can abort an exit.
+
+    Where there are GPUs the barrier takes NCCL, so gloo has an all-reduce of its own before it.
+    """
     dist.all_reduce(torch.zeros(1))
+    dist.barrier()
 
 
 class Display:
