@@ -556,12 +556,15 @@ def shared_store_restarts() -> bool:
 
 
 def meet() -> None:
-    """Wait for all ranks, and for gloo's threads: one that holds a tensor yet can abort an exit.
+    """Wait for all ranks, by gloo.
 
-    Where there are GPUs the barrier takes NCCL, so gloo has an all-reduce of its own before it.
+    On CPUs by what has no tensor: an exit while a thread of gloo's lets go of one may abort. Where
+    there are GPUs dist.barrier takes NCCL, so gloo adds up a zero.
     """
-    dist.all_reduce(torch.zeros(1))
-    dist.barrier()
+    if dist.get_backend() == "gloo":
+        dist.barrier()
+    else:
+        dist.all_reduce(torch.zeros(1))
 
 
 class Display:
