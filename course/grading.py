@@ -16,9 +16,13 @@ The answer's file is imported on the ranks alone, and only plain data comes back
 (course/plain.py): whatever it does, the grader ends in time and runs none of its code.
 """
 
+import bdb
 import contextlib
+import gc
 import importlib.util
 import linecache
+import os
+import random
 import re
 import sys
 import traceback
@@ -58,6 +62,7 @@ def _on_a_rank(path: Path, task: Callable, forbid: tuple[str, ...], args: tuple)
             beneath.enter_context(in_threads(wire))
             beneath.enter_context(at_the_store(wire, str(path)))
             beneath.enter_context(forbidden(wire, forbid))
+            _unlike = a_heap_of_its_own(int(os.environ.get("RANK", "0")))
             value = task(load(path), wire, *args)
         if wire.refused or wire.hidden():
             raise Wrong(wire.refused or wire.hidden())
@@ -71,13 +76,37 @@ def _on_a_rank(path: Path, task: Callable, forbid: tuple[str, ...], args: tuple)
         if isinstance(error, NotImplementedError) and _is_a_hole(error, path):
             raise Wrong(f"{TELLS}not written yet: {lines[-1].partition(': ')[0]}") from None
         where = "".join(f"\n  {line}" for line in lines)
-        said = traceback.format_exception_only(error)[-1].strip()
-        raise Wrong(f"{TELLS}{said}{where}") from None
+        raise Wrong(f"{TELLS}{_said(error, path)}{where}") from None
+
+
+def a_heap_of_its_own(rank: int) -> list:
+    """Objects and tensors to keep, other ones on every rank, with gaps between them.
+
+    Ranks are forks of one process, so what they make next would lie at the same addresses on all of
+    them, and a set of tensors would have one order everywhere. Under torchrun it has not.
+    """
+    kept = []
+    for size in range(16, 512, 16):
+        kept += [torch.nn.Parameter(torch.empty(size)) for _ in range(60)]
+        kept += [bytearray(size) for _ in range(60)]
+    random.Random(rank).shuffle(kept)
+    del kept[len(kept) // 2 :]
+    gc.freeze()  # a grader that counts an answer's objects does not see these
+    return kept
 
 
 def own_modules(task: Callable) -> tuple[str, str]:
     """The modules whose dataclasses may leave a rank: the grader's, and the wire's Event."""
     return task.__module__, Event.__module__
+
+
+def _said(error: BaseException, path: Path) -> str:
+    """The error in Python's words, or in ours where those would mislead a learner."""
+    if isinstance(error, bdb.BdbQuit):
+        return "breakpoint() has no terminal here; print(), and the last lines are shown with this"
+    if isinstance(error, AttributeError) and error.obj is sys.modules.get("answer"):
+        return f"{path.name} has no {error.name}; `course reset` writes the stub again"
+    return traceback.format_exception_only(error)[-1].strip()
 
 
 def _is_a_hole(error: NotImplementedError, path: Path) -> bool:
@@ -100,6 +129,8 @@ def _lines(error: BaseException, path: Path) -> list[str]:
 
 
 # In the grader
+
+LAST: list[Outcome] = []  # how the ranks of the last `grade` ended
 
 
 def grade(
@@ -138,6 +169,7 @@ def grade(
         own=[answer.parent, Path(grader.__file__).parent],
         trusted=False,
     )
+    LAST[:] = outcomes
     if all(o.kind == "returned" for o in outcomes):
         return _rebuilt(outcomes, own_modules(task))
     raise Wrong(_told(outcomes, answer))
@@ -205,6 +237,15 @@ def _quoted(o: Outcome, answer: Path) -> list[str]:
 
 
 QUOTED = 4  # lines of the answer that are shown of a rank that hangs
+
+
+def printed_there(message: str) -> str:
+    """The last lines printed by the rank that `message` names first, or by rank 0."""
+    if "\n  printed: " in message:
+        return ""
+    named = re.search(r"\brank (\d+)", message)
+    rank = int(named[1]) if named else 0
+    return _printed(LAST[rank], message) if rank < len(LAST) else ""
 
 
 def _printed(o: Outcome, said: str) -> str:

@@ -53,11 +53,12 @@ class Listener:
             self.report.blocked.append(f"{title}: {reason}")
             self.tell({"check": title, "verdict": "blocked", "message": reason})
         elif told.failed:
-            message = str(call.excinfo.value)
-            if call.excinfo.typename != "Wrong":
-                message = f"the grader itself failed:\n{told.longreprtext}"
-            elif "seed" in item.fixturenames:
-                message += f"\n(inputs drawn from seed {self.report.seed})"
+            message = f"the grader itself failed:\n{told.longreprtext}"
+            if call.excinfo.typename == "Wrong":
+                message = str(call.excinfo.value)
+                message += sys.modules["course.grading"].printed_there(message)  # it is loaded now
+                if "seed" in item.fixturenames:
+                    message += f"\n(inputs drawn from seed {self.report.seed})"
             self.report.failed = title
             self.report.message = message
             self.tell({"check": title, "verdict": "failed", "message": message})

@@ -24,7 +24,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "predict",
         help="answer a lesson's questions, run it, compare",
-        description="Ask the lesson's questions one by one, run it, and show your answers beside "
+        description="Ask the lesson's questions one by one, run it, and show your answers next to "
         "what was predicted and measured. Answers are kept, and can be changed the next time.",
     )
     parser.add_argument("lesson", **NAME)
@@ -159,6 +159,7 @@ def ask(lesson: Lesson) -> dict[str, str]:
     if first:
         say(" ".join(first.split()))
         print()
+    say(f"Have {shown(lesson.file)} open next to this: a question may name a section of it.")
     print("Enter skips a question, or keeps your earlier answer. Ctrl-D skips the rest.\n")
     for number, question in questions.items():
         print(numbered(number, question))
@@ -180,8 +181,13 @@ def numbered(number: int, question: str) -> str:
 
 
 def compare(lesson: Lesson, answers: dict[str, str], ledger: list[dict]) -> None:
-    """Each question, your answer, and beneath it the claims that answer it."""
-    print("\n" + paint("Yours beside what was predicted and measured", "bold"))
+    """Each question, your answer, and beneath it the claims that answer it; you say who was right.
+
+    A row says FAIL if the lesson's own prediction failed, and nothing if it held: PASS under a
+    wrong guess would read as praise.
+    """
+    judged = []
+    print("\n" + paint("Yours next to what was predicted and measured", "bold"))
     for number, question in lesson.predict[1].items():
         print(f"\n{numbered(number, question)}\n")
         yours = answers.get(str(number), "no answer")
@@ -193,6 +199,10 @@ def compare(lesson: Lesson, answers: dict[str, str], ledger: list[dict]) -> None
             print("   No claim of this run answers it.")
         for row in rows:
             show(row)
+        if rows and str(number) in answers:
+            judged.append(was_right())
+    if any(judged):
+        print(f"\nBy your own judgement you were right in {judged.count('y')} of {len(judged)}.")
     blocked = [row for row in ledger if row["verdict"] == "BLOCKED"]
     if blocked:
         print("\nThis machine cannot say:")
@@ -202,9 +212,18 @@ def compare(lesson: Lesson, answers: dict[str, str], ledger: list[dict]) -> None
     print(f"\nWhy: {shown(lesson.file)}:{line}, What you should have seen\n")
 
 
+def was_right() -> str:
+    """What the learner says of the guess: y, n, or nothing."""
+    try:
+        return input("   Were you right, y or n? > ").strip().lower()[:1]
+    except EOFError:
+        print()
+        return ""
+
+
 def show(row: dict) -> None:
     """A claim as the lesson's ledger has it."""
-    verdict = paint(f"{row['verdict']:7}", "green" if row["verdict"] == "PASS" else "red")
+    verdict = paint("FAIL   ", "red") if row["verdict"] == "FAIL" else "       "
     between = f"{row['sign']:>2} {readable(row['predicted'])}"
     if row["slack"]:
         between += f" ±{row['slack']:.2g}"

@@ -540,7 +540,8 @@ def where(frames: list[Frame], own: list[Frame], works: bool = False) -> str:
     if own[0] == frames[0]:
         return f"{does} at {own[0]}"
     called = [f.function for f in frames[: frames.index(own[0])]]
-    names = [name for name in called if not name.startswith(("_", "<"))] or called
+    wrappers = ("inner", "wrapper")  # what torch's decorators call themselves
+    names = [f for f in called if not f.startswith(("_", "<")) and f not in wrappers] or called
     return f"{does} in {names[0]}, called from {own[0]}"
 
 

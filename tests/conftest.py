@@ -21,10 +21,12 @@ hypothesis.settings.register_profile("steady", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("steady")
 
 
-# A script that starts the suite in the background has it ignore Ctrl-C; what the suite starts, and
-# then interrupts, must not inherit that.
+# A script that starts the suite in the background has it ignore Ctrl-C, and nohup has it ignore the
+# end of its terminal; what the suite starts, and then interrupts, must not inherit either.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)

@@ -370,11 +370,15 @@ def test_predict_shows_yours_beside_predicted_and_measured(home: Path) -> None:
     for reply in ("two, never", ""):
         shell.expect_exact(" > ")
         shell.sendline(reply)
+    shell.expect_exact("Were you right, y or n? > ")
+    shown = shell.before.replace("\r", "").partition("Yours next to")[2]
+    shell.sendline("y")
     status, text = said(shell)
     assert status == 0
-    shown = text.partition("Yours beside")[2]
+    shown += text
+    assert "By your own judgement you were right in 1 of 1." in shown
     assert shown.index("how often\n   does it change?") < shown.index("you      two, never\n")
-    assert re.search(r" predicted +measured\n   PASS     one and one +  = 2 ±0.5 +2.25\n", shown)
+    assert re.search(r" predicted +measured\n {12}one and one +  = 2 ±0.5 +2.25\n", shown)
     assert "you      no answer\n   No claim of this run answers it." in shown
     assert "BLOCKED  one and one, on a GPU (needs 1 GPU)" in shown
     line = (

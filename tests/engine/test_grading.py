@@ -14,7 +14,7 @@ import torch.distributed._functional_collectives as funcol
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from course.grading import Event, Wrong, expect, grade, same
+from course.grading import Event, Wrong, expect, grade, printed_there, same
 from course.plain import NotPlain, flatten, rebuild
 
 HEAD = "import os, sys, time, subprocess, ctypes, torch, torch.distributed as dist\nR = None\n"
@@ -38,6 +38,37 @@ def test_a_right_answer_gives_its_values(tmp_path: Path) -> None:
     (path := tmp_path / "answer.py").write_text(f"{HEAD}\ndef f(x, r):\n    {RING}\n")
     got = grade(path, call, 2)
     assert [y.tolist() for y in got] == [[2.0] * 3, [1.0] * 3]
+
+
+def order_of_a_set(answer, wire) -> list[int]:
+    return answer.f()
+
+
+def test_what_hangs_on_addresses_differs_between_ranks_as_under_torchrun(tmp_path: Path) -> None:
+    body = """import torch
+def f():
+    number = {torch.nn.Parameter(torch.ones(2)): i for i in range(8)}
+    return [number[parameter] for parameter in set(number)]
+"""
+    (path := tmp_path / "answer.py").write_text(body)
+    orders = grade(path, order_of_a_set, 4)
+    assert len({*map(tuple, orders)}) == 4
+
+
+def test_a_name_that_the_answer_lacks_is_named_with_its_file(tmp_path: Path) -> None:
+    (path := tmp_path / "answer.py").write_text("")
+    with pytest.raises(Wrong, match=r"^rank 0: answer\.py has no f; `course reset` writes"):
+        grade(path, order_of_a_set, 2)
+
+
+def test_what_the_named_rank_printed_is_kept_for_a_wrong_value(tmp_path: Path) -> None:
+    (path := tmp_path / "answer.py").write_text(
+        "import os\ndef f():\n    print('my share is', os.environ['RANK'])"
+    )
+    grade(path, order_of_a_set, 2)
+    assert printed_there("rank 1: expected 3, got 4") == "\n  printed: my share is 1"
+    assert printed_there("expected 3, got 4") == "\n  printed: my share is 0"
+    assert printed_there("rank 7: expected 3, got 4") == ""
 
 
 WAYS = {
@@ -97,6 +128,7 @@ WAYS = {
         "x = []; x.append(x); return x",
         ["rank 0: returned a value that holds itself, or is nested too deeply"],
     ),
+    "asks the debugger": ("breakpoint()", ["rank 0: breakpoint() has no terminal here; print()"]),
     "tells what it printed": ("print('here', r); raise KeyError(r)", ["\n  printed: here "]),
 }
 

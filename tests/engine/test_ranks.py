@@ -513,8 +513,8 @@ def test_wait_is_told_from_work_and_the_callers_line_from_torchs() -> None:
         "/home/josé/☃/ring.py:9, in ring",
     ]
     called = "called from /home/josé/☃/ring.py:7, in shift"
-    assert where(frames, own) == f"waits in inner, {called}"
-    assert where(frames, own, works=True) == f"busy in inner, {called}"
+    assert where(frames, own) == f"waits in library, {called}"
+    assert where(frames, own, works=True) == f"busy in library, {called}"
     assert where(own, own, works=True) == "busy at /home/josé/☃/ring.py:7, in shift"
     assert where(frames_of("0xaa\n"), []) == "gave no stack"
 
