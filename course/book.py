@@ -38,7 +38,7 @@ class Mistake:
 
 
 class Exercise:
-    """One folder of exercises/: README.md, solution.py, test_exercise.py, mistakes.py."""
+    """One folder of exercises/: README.md, hints.md, solution.py, test_exercise.py, mistakes.py."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -58,10 +58,8 @@ class Exercise:
 
     @property
     def hints(self) -> list[str]:
-        """The README's hints, folded one inside the other there."""
-        found = re.findall(
-            r"<summary>.*?</summary>(.*?)(?=<details>|</details>)", self.readme, re.S
-        )
+        """The hints, the gentlest first: a file of their own, so that nobody reads all at once."""
+        _, *found = re.split(r"^## Hint \d+$", (self.folder / "hints.md").read_text(), flags=re.M)
         return [hint.strip() for hint in found]
 
     @property

@@ -124,7 +124,8 @@ def exercise(options: argparse.Namespace) -> int:
     before = ROOT / f"{after}.py"
     text = before.read_text()
     before.write_text(text.replace("**Next.** ", f"**Next.** exercises/{name}; then\n", 1))
-    print(f"Written: exercises/{name}: README.md, solution.py, test_exercise.py, mistakes.py.")
+    files = ", ".join(sorted(path.name for path in folder.iterdir()))
+    print(f"Written: exercises/{name}: {files}.")
     print(f"{after}.py names it under **Next**. Now: course write tables; then make check.")
     return 0
 

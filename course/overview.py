@@ -147,8 +147,8 @@ def show_next(options: argparse.Namespace) -> int:
 
 
 def show_task(exercise: Exercise) -> None:
-    """Print an exercise's README less its hints, and the command to type."""
-    print(exercise.readme.partition("<details>")[0].strip())
+    """Print an exercise's README, and the command to type."""
+    print(exercise.readme.strip())
     verb = "check" if exercise.answer.exists() else "start"
     print(f"\nYour file: {shown(exercise.answer)}\n\n    {command(verb, exercise.number)}")
 

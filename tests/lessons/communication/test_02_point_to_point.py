@@ -85,6 +85,7 @@ def test_the_lesson_holds_on_five_ranks() -> None:
     assert all(end.startswith((timeout, by_peer)) for end in ends), ends
 
 
+TAKEN = "bytes a TCP socket takes before anybody reads"
 EARLY = "gloo: sends back before the receive"
 STUCK = {"ranks whose stack ends in send", "ranks freed by the timeout"}
 SHIFT = {f"ring shift, {way}: wrong bytes" for way in ("in order", "without waiting", "in a batch")}
@@ -98,10 +99,18 @@ HALO_BYTES = {
 }
 FUSED = "64 messages one by one / as one message"
 LINES = {
-    "the send is called over before it is": (
+    "buffers as small as the kernel allows": (
+        "    wire = socket.create_connection(server.getsockname())\n",
+        "    server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)\n"
+        "    wire = socket.create_connection(server.getsockname())\n"
+        "    wire.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)\n",
+        {TAKEN},
+    ),
+    "the sender goes on before its send is over": (
         "            dist.send(x, 1, group)\n",
+        "            work = dist.isend(x, 1, group)\n"
         '            store.set(f"sent {size} on {device.type}", "")\n'
-        "            dist.send(x, 1, group)\n",
+        "            work.wait()\n",
         {EARLY},
     ),
     "the first send does not wait": (  # Try
@@ -110,9 +119,15 @@ LINES = {
         "\n\ndef everybody",
         STUCK,
     ),
-    "the wrong rank's number goes round": (
-        "x = torch.full((size,), RANK",
-        "x = torch.full((size,), LEFT",
+    "what arrives lands elsewhere": (
+        [
+            ("1:\n        dist.recv(y, LEFT", "1:\n        dist.recv(y.clone(), LEFT"),
+            (
+                "dist.recv(y, LEFT, group)\n    work.wait()\n\n\ndef in_a",
+                "dist.recv(y.clone(), LEFT, group)\n    work.wait()\n\n\ndef in_a",
+            ),
+            ("dist.irecv, y, LEFT", "dist.irecv, y.clone(), LEFT"),
+        ],
         SHIFT,
     ),
     "tags are mixed up": (
@@ -125,7 +140,11 @@ LINES = {
         "dist.send(torch.ones(6), 1, cpu)",
         {UNTOUCHED},
     ),
-    "the source is not told": ("source = dist.recv(", "dist.recv(", {ANYBODY}),
+    "another rank sends": (
+        "        dist.send(torch.ones(1), 1, cpu)\n",
+        "    elif RANK == 2:\n        dist.send(torch.ones(1), 1, cpu)\n",
+        {ANYBODY},
+    ),
     "halos are stale": (  # Try
         "        for _ in range(STEPS):\n            exchange(u)\n",
         "        for step in range(STEPS):\n"
@@ -147,7 +166,7 @@ ONE_OF_MANY = {
     ),
 }
 BREAKS = [
-    Breaks(LINES, ranks=3, changes=[QUICK], most=7),  # with STUCK, so nobody waits for a deadlock
+    Breaks(LINES, ranks=3, changes=[QUICK], most=8),  # with STUCK, so nobody waits for a deadlock
     Breaks(IN_ORDER, ranks=3, changes=[NO_DEADLOCK]),
     Breaks(ONE_OF_MANY, ranks=3, changes=[NO_DEADLOCK], clock=True),
 ]

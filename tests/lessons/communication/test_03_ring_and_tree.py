@@ -311,6 +311,11 @@ LINES = {
         ("kept_memory(number, len(place)", "kept_memory(0, len(place)"),
         every("star", "tree", "double tree", what=(SUMS,)),
     ),
+    "the ring goes one step too far": (
+        ("for step in range(n - 1):", "for step in range(n):"),
+        every("ring", "reduce_scatter", "all_gather", what=(MESSAGES, ELEMENTS))
+        | {"ring of 64: steps"},
+    ),
 }
 
 

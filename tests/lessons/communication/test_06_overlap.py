@@ -161,6 +161,33 @@ LINES = {
         [("flat.chunk(WORLD_SIZE)[RANK].clone()", "flat.chunk(WORLD_SIZE)[0].clone()")],
         {how + ACTIVATIONS for how in ("after: ", "overlap: ")},
     ),
+    "all buckets leave before there is a gradient": (
+        [
+            ("            self.loss.backward()\n        if self", "            if self"),
+            (
+                "            for bucket in reversed(range(BUCKETS)):\n"
+                "                self.recorder.communicate("
+                "bucket, dist.all_reduce, self.buckets[bucket])\n"
+                "        for work",
+                "                for bucket in reversed(range(BUCKETS)):\n"
+                "                    self.recorder.communicate("
+                "bucket, dist.all_reduce, self.buckets[bucket])\n"
+                "            self.loss.backward()\n        for work",
+            ),
+        ],
+        {"after: " + SENT, "after: " + GRADIENTS},
+    ),
+    "all weights are gathered before the first layer": (
+        [
+            (
+                '            if self.how == "after":\n                self.gather(layer)\n',
+                '            if self.how == "after" and layer == 0:\n'
+                "                for each in range(LAYERS):\n"
+                "                    self.gather(each)\n",
+            )
+        ],
+        {"after: " + AHEAD},
+    ),
 }
 
 
@@ -175,7 +202,7 @@ WAITS_AT_ONCE = (
     "        work.wait()\n",
 )
 ON_THE_LINK = {
-    "whoever issues waits at once": ([WAITS_AT_ONCE], {CLOCK, TRACE}),
+    "the issuer waits at once": ([WAITS_AT_ONCE], {CLOCK, TRACE}),
     "half of the buckets wait for the end": (
         [
             (
@@ -203,7 +230,7 @@ ON_THE_LINK = {
         {LOG},
     ),
 }
-LATE = ["whoever issues waits at once", "half of the buckets wait for the end"]
+LATE = ["the issuer waits at once", "half of the buckets wait for the end"]
 
 
 HERE, ACROSS = [*NO_LINK, *NO_HERE], [*NO_HERE, *ONE_STEP, *QUICK]

@@ -115,6 +115,13 @@ LINES = {
         ('    dist.all_reduce(own, group=mesh.get_group("across"))\n', ""),
         {"hierarchy in torch" + WRONG, "hierarchy in torch" + LINK},
     ),
+    "torch's all_reduce keeps the largest": (
+        (
+            "Way(dist.all_reduce, edge)",
+            "Way(lambda x: dist.all_reduce(x, dist.ReduceOp.MAX), edge)",
+        ),
+        {"torch's all_reduce" + WRONG},
+    ),
 }
 
 
