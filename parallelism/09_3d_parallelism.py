@@ -779,7 +779,6 @@ def main() -> None:
     trained = copy.deepcopy(gpt)
     loss = train_in_one_process(trained, device)
     claim("one process: loss of the last step, at most", 4.2, loss, "<=", varies=True)
-    claim("one process: loss of the last step, at least", 2.5, loss, ">=", varies=True)
     for shape in shapes:
         check_mesh(shape, device, gpt, trained, loss)
     print_published_run()

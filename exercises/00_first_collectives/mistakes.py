@@ -294,7 +294,7 @@ MISTAKES = [
         "    group = dist.new_group(range(dist.get_rank() % 2, n, 2))\n"
         "    dist.all_reduce(x, group=group)",
         "test_sum_of_my_kind",
-        "rank",
+        "every rank makes both groups, in the same order",
     ),
     (
         "the group is made and not used",
@@ -410,5 +410,64 @@ MISTAKES = [
         '    return torch.device("cpu")',
         "test_backend_and_device",
         "expected a backend and a device",
+    ),
+    (
+        "always from rank 1, as in the example",
+        "dist.broadcast(x, src=source)",
+        "dist.broadcast(x, src=1)",
+        "test_agree",
+        "rank 0: x, from source 2",
+    ),
+    (
+        "sent without waiting",
+        "dist.send(x, dst=target)",
+        "dist.isend(x, dst=target)",
+        "test_hand_over",
+        "rank 2 came back before rank 0 had received: what isend returns is to be waited for",
+    ),
+    (
+        "received from anyone",
+        "dist.recv(x, src=source)",
+        "dist.recv(x)",
+        "test_hand_over",
+        "rank 0: receives from anyone, which NCCL cannot do: name src",
+    ),
+    (
+        "a barrier of a group of its own",
+        "dist.barrier()",
+        "dist.barrier(dist.new_group())",
+        "test_look_when_all_have_worked",
+        "rank 0: new groups; all ranks are in one already: expected 0, got 1",
+    ),
+    (
+        "each rank makes its own group first",
+        "    groups = [dist.new_group(range(first, n, 2)) for first in (0, 1)]\n"
+        "    dist.all_reduce(x, group=groups[dist.get_rank() % 2])",
+        "    kind = dist.get_rank() % 2\n"
+        "    groups = [dist.new_group(range(first, n, 2)) for first in (kind, 1 - kind)]\n"
+        "    dist.all_reduce(x, group=groups[0])",
+        "test_sum_of_my_kind",
+        "every rank makes both groups, in the same order",
+    ),
+    (
+        "the seed multiplied",
+        "seed + 1 + dist.get_rank()",
+        "seed * (dist.get_rank() + 2)",
+        "test_generators",
+        "with seed 0, rank 0: its own generator repeats the one for the weights",
+    ),
+    (
+        "torch's global generator for the weights",
+        "torch.Generator().manual_seed(seed)\n",
+        "torch.manual_seed(seed)\n",
+        "test_generators",
+        "that is torch's global generator, which all the program draws from",
+    ),
+    (
+        "dropout from the rank alone",
+        "seed + 1 + dist.get_rank()",
+        "10**6 + dist.get_rank()",
+        "test_generators",
+        "another seed gives the same dropout",
     ),
 ]

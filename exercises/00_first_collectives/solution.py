@@ -77,7 +77,7 @@ def exchange_rows(x: torch.Tensor) -> torch.Tensor:
 def hand_over(x: torch.Tensor, source: int, target: int) -> None:
     """6. Overwrite rank `target`'s `x` by that of rank `source`. All others do nothing.
 
-    One dist.send and one dist.recv, each on the rank whose turn it is.
+    One dist.send and one dist.recv, each on the rank whose turn it is, and each names the other.
     """
     rank = dist.get_rank()
     if rank == source:
@@ -117,11 +117,11 @@ def sum_of_my_kind(x: torch.Tensor) -> None:
 
 
 def generators(seed: int) -> tuple[torch.Generator, torch.Generator]:
-    """9. Return two generators: one alike on all ranks, and one that differs on every rank.
+    """9. Return two new generators: one alike on all ranks, and one that differs on every rank.
 
     The first draws the initial weights, which must be the same everywhere; the second draws dropout
-    and augmentation, which must not be, nor repeat the first. Both depend on `seed` alone and on
-    the rank, so that a run can be repeated.
+    and augmentation, which must not be, nor repeat the first. The first depends on `seed` alone,
+    the second on `seed` and the rank, so that a run can be repeated. `seed` may be 0.
     """
     # --- yours
     weights = torch.Generator().manual_seed(seed)

@@ -1,7 +1,9 @@
 """Grader of 00: ten calls, one check each."""
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -63,11 +65,12 @@ def test_sum_and_mean(answer: Path, seed: int) -> None:
 
 def test_agree(answer: Path, seed: int) -> None:
     """2. agree"""
-    for rank, (_, x, calls) in enumerate(asked(answer, "agree", seed, 6, args=(1,))):
-        if rank != 1 and torch.equal(x, held(seed, 0, 6)):
-            raise Wrong(f"rank {rank}: holds rank 0's x; the source is rank 1")
-        same(x, held(seed, 1, 6), f"rank {rank}: x, from source 1")
-        one_call(calls, "broadcast", rank)
+    for source in (1, 2):
+        for rank, (_, x, calls) in enumerate(asked(answer, "agree", seed, 6, args=(source,))):
+            if rank != source and torch.equal(x, held(seed, 0, 6)):
+                raise Wrong(f"rank {rank}: holds rank 0's x; the source is rank {source}")
+            same(x, held(seed, source, 6), f"rank {rank}: x, from source {source}")
+            one_call(calls, "broadcast", rank)
 
 
 def test_stack_all(answer: Path, seed: int) -> None:
@@ -102,22 +105,50 @@ def test_exchange_rows(answer: Path, seed: int) -> None:
             one_call(calls, "all_to_all", rank, n)
 
 
-def test_hand_over(answer: Path, seed: int) -> None:
-    """6. hand_over"""
-    source, target = 2, 0
-    ops = {source: ["send"], target: ["recv"]}
-    for rank, (_, x, calls) in enumerate(asked(answer, "hand_over", seed, 4, args=(2, 0))):
-        due = held(seed, source if rank == target else rank, 4)
-        same(x, due, f"rank {rank}: x, after rank {source} handed over to rank {target}")
-        expect([event.op for event in calls], ops.get(rank, []), f"rank {rank}: calls")
-
-
 class Told(list):
-    """Events after a rank's work: the others hear that it goes on."""
+    """Events, of which the others hear: this rank goes on."""
 
     def append(self, event: Event) -> None:
         super().append(event)
         _get_default_store().add(f"rank {dist.get_rank()} goes on", 1)
+
+
+def wait_until_there(keys: list[str], seconds: float) -> None:
+    """Wait for these in the store, but no longer than so many seconds."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and not _get_default_store().check(keys):
+        time.sleep(0.01)
+
+
+def handed(answer, wire, seed: int, source: int, target: int) -> tuple:
+    """Call hand_over where the target comes late: a source that waits for nothing is back then."""
+    store = _get_default_store()
+    rank = dist.get_rank()
+    wire.events = Told(wire.events)
+    x = held(seed, rank, 4)
+    if rank == target:
+        wait_until_there([f"rank {source} goes on"], 4)
+        wait_until_there(["the source is back"], 0.5)
+        if store.check(["the source is back"]):
+            early = f"rank {source} came back before rank {rank} had received"
+            raise Wrong(f"{early}: what isend returns is to be waited for")
+    answer.hand_over(x, source, target)
+    if rank == source:
+        store.add("the source is back", 1)
+    return x, wire.calls()
+
+
+def test_hand_over(answer: Path, seed: int) -> None:
+    """6. hand_over"""
+    for source, target in ((2, 0), (0, 1)):
+        due_calls = {source: [("send", target)], target: [("recv", source)]}
+        for rank, (x, calls) in enumerate(grade(answer, handed, N, seed, source, target)):
+            due = held(seed, source if rank == target else rank, 4)
+            same(x, due, f"rank {rank}: x, after rank {source} handed over to rank {target}")
+            made = [(event.op, event.peer) for event in calls]
+            if ("recv", None) in made:
+                raise Wrong(f"rank {rank}: receives from anyone, which NCCL cannot do: name src")
+            expect(made, due_calls.get(rank, []), f"rank {rank}: calls, and with which rank")
 
 
 def late(answer, wire) -> tuple:
@@ -125,16 +156,12 @@ def late(answer, wire) -> tuple:
     store = _get_default_store()
     rank = dist.get_rank()
     others = range(1, dist.get_world_size())
-
-    def wait_for_all_that(do: str, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while time.monotonic() < until and not store.check([f"rank {r} {do}" for r in others]):
-            time.sleep(0.01)
+    groups = dist.distributed_c10d._world.group_count
 
     def work() -> None:
         if rank == 0:
-            wait_for_all_that("goes on", 4)
-            wait_for_all_that("has looked", 0.5)
+            wait_until_there([f"rank {r} goes on" for r in others], 4)
+            wait_until_there([f"rank {r} has looked" for r in others], 0.5)
         wire.events = Told(wire.events)
         store.add("worked", 1)
 
@@ -147,26 +174,40 @@ def late(answer, wire) -> tuple:
     returned = answer.look_when_all_have_worked(work, look)
     store.add(f"rank {rank} has returned", 1)
     store.wait([f"rank {other} has returned" for other in range(N)])
-    return returned, look(), wire.calls()
+    groups = dist.distributed_c10d._world.group_count - groups
+    return returned, look(), wire.calls(), groups
 
 
 def test_look_when_all_have_worked(answer: Path) -> None:
     """7. look_when_all_have_worked"""
     told = grade(answer, late, N)
-    for rank, (got, _, _) in enumerate(told):
+    for rank, (got, *_) in enumerate(told):
         if isinstance(got, int) and got < N:
             raise Wrong(f"rank {rank}: looked when {got} of {N} ranks had worked")
-    for rank, (got, worked, calls) in enumerate(told):
+    for rank, (got, worked, calls, groups) in enumerate(told):
         expect(worked, N, f"rank {rank}: calls of work, by all ranks")
         expect(got, N, f"rank {rank}: what look returned")
         one_call(calls, "barrier", rank)
+        expect(groups, 0, f"rank {rank}: new groups; all ranks are in one already")
 
 
 def kinds(answer, wire, seed: int) -> tuple:
     """What `call` returns, and before it how many groups new_group has numbered on this rank."""
     world = dist.distributed_c10d._world
     before = world.group_count
-    called = call(answer, wire, "sum_of_my_kind", seed, (5,))
+    given = dist.new_group
+
+    def new_group(ranks: Iterable[int], *args: object, **kwargs: object) -> dist.ProcessGroup:
+        ranks = list(ranks)
+        number = world.group_count - before + 1
+        first = _get_default_store().compare_set(f"group {number}", "", str(ranks)).decode()
+        if first != str(ranks):
+            told = f"its group {number} is of ranks {ranks}, another rank's of {first}"
+            raise Wrong(f"{told}: every rank makes both groups, in the same order")
+        return given(ranks, *args, **kwargs)
+
+    with patch("torch.distributed.new_group", new_group):
+        called = call(answer, wire, "sum_of_my_kind", seed, (5,))
     return world.group_count - before, *called
 
 
@@ -174,8 +215,7 @@ def test_sum_of_my_kind(answer: Path, seed: int) -> None:
     """8. sum_of_my_kind"""
     for rank, (groups, _, x, calls) in enumerate(grade(answer, kinds, 4, seed)):
         kind = range(rank % 2, 4, 2)
-        if groups == 1:  # with luck in timing, values are right
-            raise Wrong(f"{who(rank, 4)}: called new_group once; every rank makes both groups")
+        expect(groups, 2, f"{who(rank, 4)}: groups made")
         if torch.equal(x, sum(held(seed, r, 5) for r in range(4))):
             raise Wrong(f"{who(rank, 4)}: holds the sum of all ranks; its kind is {list(kind)}")
         same(x, sum(held(seed, r, 5) for r in kind), f"{who(rank, 4)}: the sum of {list(kind)}")
@@ -193,6 +233,8 @@ def draws(answer, wire, seed: int) -> list[list[int]]:
             raise Wrong(f"expected two generators, got {made!r}"[:200])
         if made[0] is made[1]:
             raise Wrong("both are the same generator: what one draws, the other will not")
+        if any(generator is torch.default_generator for generator in made):
+            raise Wrong("that is torch's global generator, which all the program draws from")
         for generator in made:
             drawn.append(torch.randint(2**40, (4,), generator=generator).tolist())
         torch.rand(3)
@@ -202,20 +244,24 @@ def draws(answer, wire, seed: int) -> list[list[int]]:
 
 def test_generators(answer: Path, seed: int) -> None:
     """9. generators"""
-    told = grade(answer, draws, N, seed)
-    for rank, (weights, own, again, own_again) in enumerate(told):
-        if (weights, own) != (again, own_again):
-            raise Wrong(f"rank {rank}: called twice with one seed, it draws other numbers")
-        if weights != told[0][0]:
-            raise Wrong(f"rank {rank}: the generator for the weights is not like rank 0's")
-        if own == weights:
-            raise Wrong(f"rank {rank}: its own generator repeats the one for the weights")
-        for other in range(rank):
-            if own == told[other][1]:
-                raise Wrong(f"rank {rank}: its own generator is like rank {other}'s")
-    ((weights, _, _, _),) = grade(answer, draws, 1, seed + 1)
-    if weights == told[0][0]:
-        raise Wrong("another seed gives the same weights")
+    drawn = {number: grade(answer, draws, N, number) for number in (0, 1 + seed)}
+    for number, told in drawn.items():
+        for rank, (weights, own, again, own_again) in enumerate(told):
+            where = f"with seed {number}, rank {rank}"
+            if (weights, own) != (again, own_again):
+                raise Wrong(f"{where}: called twice with one seed, it draws other numbers")
+            if weights != told[0][0]:
+                raise Wrong(f"{where}: the generator for the weights is not like rank 0's")
+            if own == weights:
+                raise Wrong(f"{where}: its own generator repeats the one for the weights")
+            for other in range(rank):
+                if own == told[other][1]:
+                    raise Wrong(f"{where}: its own generator is like rank {other}'s")
+    for what, zero, one in zip(
+        ("weights", "dropout"), *(told[0] for told in drawn.values()), strict=True
+    ):
+        if zero == one:
+            raise Wrong(f"another seed gives the same {what}")
 
 
 NODES = [  # rank, local rank, ranks on this node, GPUs there

@@ -79,4 +79,27 @@ MISTAKES = [
         "test_greeting_and_checksum",
         "the shard was changed",
     ),
+    (
+        "the checksum of the first call kept",
+        (
+            "import torch.distributed as dist\n",
+            "    checksum = (rank + 1) * shard.sum()\n    dist.all_reduce(checksum)\n",
+        ),
+        (
+            "import torch.distributed as dist\n\nkept = []\n",
+            "    if not kept:\n"
+            "        kept.append((rank + 1) * shard.sum())\n"
+            "        dist.all_reduce(kept[0])\n"
+            "    checksum = kept[0]\n",
+        ),
+        "test_nobody_holds_anything",
+        "rank 0: checksum: expected 0, got",
+    ),
+    (
+        "a new group for each call",
+        "dist.all_reduce(checksum)",
+        "dist.all_reduce(checksum, group=dist.new_group())",
+        "test_greeting_and_checksum",
+        "new_group was called; all ranks are in one group already",
+    ),
 ]

@@ -121,4 +121,19 @@ MISTAKES = [
         "test_busbw",
         "all_reduce of 1e9 bytes on 4 ranks in 0.1 s: expected 15.0 GB/s, got 10.0",
     ),
+    (
+        "a line through the first and the last size",
+        (
+            "    n = np.array(sizes)\n    t = np.array(times)\n"
+            "    lines = np.stack([2 / t, n / t], axis=1)"
+            "  # (2 alpha + n/beta) / t = 1: relative errors\n",
+            "alpha, inverse = np.linalg.lstsq(lines, np.ones(len(t)), rcond=None)[0]",
+        ),
+        (
+            "    inverse = (times[-1] - times[0]) / (sizes[-1] - sizes[0])\n",
+            "alpha = (times[0] - sizes[0] * inverse) / 2",
+        ),
+        "test_all_together",
+        "sizes come in any order, and all of them count",
+    ),
 ]

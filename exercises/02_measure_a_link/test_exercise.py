@@ -134,8 +134,9 @@ def test_noise(answer: Path, seed: int) -> None:
 def test_all_together(answer: Path, seed: int, name: str, alpha: float, beta: float) -> None:
     """All difficulties together, on a link like {name}"""
     half = int(alpha * beta * 1e9)
-    sizes = [half // 100, half * 10, half // 10, half // 3, half * 3, half]
-    judge(answer, seed, sizes, alpha=alpha, beta=beta, warm=3, outliers=True, **NOISY)
+    sizes = [half, half * 10, half // 10, half // 3, half * 3, half // 100, half + half // 50]
+    how = {"alpha": alpha, "beta": beta, "warm": 3, "outliers": True, **NOISY}
+    judge(answer, seed, sizes, why="sizes come in any order, and all of them count", **how)
 
 
 def test_cost(answer: Path, seed: int) -> None:

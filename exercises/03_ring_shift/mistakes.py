@@ -195,4 +195,26 @@ MISTAKES = [
         "test_tensors",
         "input tensor has to be contiguous",
     ),
+    (
+        "x itself made contiguous",
+        "    if shift % n == 0:\n",
+        "    x.data = x.contiguous()\n    if shift % n == 0:\n",
+        "test_tensors",
+        "shift 1, transposed int32: x was given other memory or strides; it is the caller's",
+    ),
+    (
+        "one buffer for all calls",
+        (
+            "def ring_shift(",
+            "    came = torch.empty_like(x, memory_format=torch.contiguous_format)\n",
+        ),
+        (
+            "buffers = {}\n\n\ndef ring_shift(",
+            "    if (x.shape, x.dtype) not in buffers:\n"
+            "        buffers[x.shape, x.dtype] = torch.empty(x.shape, dtype=x.dtype)\n"
+            "    came = buffers[x.shape, x.dtype]\n",
+        ),
+        "test_values",
+        "it shares memory with what an earlier call returned",
+    ),
 ]

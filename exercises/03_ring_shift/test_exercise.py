@@ -37,8 +37,10 @@ def call(answer, wire, cases: list[Case], seed: int) -> list[list[Event]]:
     n = dist.get_world_size()
     store = _get_default_store()
     messages = []
+    returned = []
     for number, (shift, dtype, layout) in enumerate(cases):
         x = held(rank, seed, dtype, layout)
+        lies = x.data_ptr(), x.stride()
         behind = (rank - shift) % n
         if rank == 0 and number == 0:
             for other in range(1, n):
@@ -53,6 +55,8 @@ def call(answer, wire, cases: list[Case], seed: int) -> list[list[Event]]:
             raise Wrong(f"{told}: came back before anything can have come: wait for the work")
         if not torch.equal(x, held(rank, seed, dtype, layout)):
             raise Wrong(f"{told}: x was changed; it is the caller's, and is still on its way out")
+        if (x.data_ptr(), x.stride()) != lies:
+            raise Wrong(f"{told}: x was given other memory or strides; it is the caller's")
         due = held(behind, seed, dtype, layout)
         if isinstance(y, torch.Tensor) and not torch.equal(y, due):
             for other in range(n):
@@ -62,6 +66,9 @@ def call(answer, wire, cases: list[Case], seed: int) -> list[list[Event]]:
         same(y, due, f"{told}: what comes from rank {behind}")
         if y.numel() and y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
             raise Wrong(f"{told}: what it returns shares x's memory; it is to have its own")
+        if y.numel() and any(y.data_ptr() == earlier.data_ptr() for earlier in returned):
+            raise Wrong(f"{told}: it shares memory with what an earlier call returned")
+        returned.append(y)
         if not y.is_contiguous():
             raise Wrong(f"{told}: what it returns is not contiguous")
         wire.only("send", "recv")

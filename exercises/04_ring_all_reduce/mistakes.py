@@ -167,4 +167,27 @@ MISTAKES = [
         "test_sum",
         "AssertionError: the length must be a multiple of 2 n",
     ),
+    (
+        "the first half to the left",
+        "(1, -1), strict=True",
+        "(-1, 1), strict=True",
+        "test_bytes",
+        "x of 7 elements, the first half of them 4: bytes to the right from all ranks: "
+        "expected 96, got 72",
+    ),
+    (
+        "x pointed at another tensor",
+        (
+            "    for step in range",
+            "zip(x.tensor_split(2), (1, -1)",
+            "into.copy_(into + came if step < n - 1 else came)\n",
+        ),
+        (
+            "    y = x.clone()\n    for step in range",
+            "zip(y.tensor_split(2), (1, -1)",
+            "into.copy_(into + came if step < n - 1 else came)\n    x.data = y\n",
+        ),
+        "test_sum",
+        "x was given other memory; the sum belongs where x lies",
+    ),
 ]

@@ -23,9 +23,12 @@ def operand(rank: int, length: int, dtype: torch.dtype, seed: int) -> torch.Tens
 
 def call(answer, wire, length: int, dtype: torch.dtype, seed: int) -> tuple:
     x = operand(dist.get_rank(), length, dtype, seed)
+    lies = x.data_ptr()
     returned = answer.ring_all_reduce(x)
     if isinstance(returned, torch.Tensor) and returned is not x:
         raise Wrong("it returns another tensor; the sum belongs into x itself")
+    if x.data_ptr() != lies:
+        raise Wrong("x was given other memory; the sum belongs where x lies")
     wire.only("send", "recv")
     return x, wire.calls("send")
 
@@ -45,7 +48,7 @@ def compare(results: list[torch.Tensor], parts: list[torch.Tensor]) -> None:
         known = {mistake: value.to(dtype) for mistake, value in known.items()}
         same(x, due.to(dtype), f"rank {rank}", atol, instead=known)
     for rank, x in enumerate(results):
-        same(x, results[0], f"rank {rank} beside rank 0, to the bit")
+        same(x, results[0], f"rank {rank} next to rank 0, to the bit")
 
 
 def named(own: torch.Tensor, due: torch.Tensor, n: int) -> dict[str, torch.Tensor]:
@@ -60,7 +63,7 @@ def named(own: torch.Tensor, due: torch.Tensor, n: int) -> dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("n", [3, 4, 2])
-@pytest.mark.parametrize("length", [24, 7, 2])
+@pytest.mark.parametrize("length", [24, 7, 1])
 def test_sum(answer: Path, seed: int, n: int, length: int) -> None:
     """The sum, on {n} ranks, {length} elements"""
     results = grade(answer, call, n, length, torch.float32, seed)
@@ -93,6 +96,12 @@ def test_bytes(answer: Path, seed: int, n: int) -> None:
             dict(sorted(by_peer.items())), dict(sorted(due.items())), f"{told}: messages by rank"
         )
         expect({e.nbytes for e in sends}, {48}, f"{told}: bytes of each message")
+    if n > 2:
+        right = 0
+        for rank, (_, sends) in enumerate(grade(answer, call, n, 7, torch.float32, seed)):
+            right += sum(e.nbytes for e in sends if e.peer == (rank + 1) % n)
+        told = "x of 7 elements, the first half of them 4: bytes to the right from all ranks"
+        expect(right, 2 * (n - 1) * 4 * 4, told)
 
 
 class Told(list):

@@ -180,4 +180,26 @@ MISTAKES = [
         "test_bytes",
         "the answer uses Thread",
     ),
+    (
+        "the first layers first, so that nothing overlaps",
+        "if p.requires_grad][::-1]",
+        "if p.requires_grad]",
+        "test_order",
+        "0 of 7 all-reduces had started when the last gradient came: backward begins with the last "
+        "layers, so reduce them first",
+    ),
+    (
+        "a hook of the tensor, before .grad is there",
+        "parameter.register_post_accumulate_grad_hook(self.arrived)",
+        "parameter.register_hook(lambda _, p=parameter: self.arrived(p))",
+        "test_each_is_waited_for",
+        "zeros are all-reduced: this step's gradient was not in .grad yet",
+    ),
+    (
+        "zeros of zero_grad taken for a gradient",
+        "while self.queue and self.queue[0] in self.there:",
+        "while self.queue and self.queue[0].grad is not None:",
+        "test_each_is_waited_for",
+        "zeros are all-reduced: this step's gradient was not in .grad yet",
+    ),
 ]

@@ -16,9 +16,9 @@ class DataParallel(nn.Module):
         model.finish()                 # and are over when this returns
         optimizer.step()               # on the mean gradient, the same on every rank
 
-    A step is zero_grad, one forward, one backward, one finish. If the loss is a mean and all ranks
-    hold equally many samples, the mean gradient is that of one process with all the samples.
-    Parameters and buffers are contiguous.
+    A step is zero_grad (which may leave None or zeros), one forward, one backward, one finish. If
+    the loss is a mean and all ranks hold equally many samples, the mean gradient is that of one
+    process with all the samples. Parameters and buffers are contiguous.
 
     On 2 ranks, where a weight w has gradient 3 on rank 0 and 5 on rank 1: w.grad is 4 on both.
 
@@ -50,7 +50,8 @@ class DataParallel(nn.Module):
 
     def arrived(self, parameter: nn.Parameter) -> None:
         """The hook. Launch what can go now: all ranks launch in one and the same order, for
-        all-reduces are matched by order alone, and gradients need not arrive in it."""
+        all-reduces are matched by order alone, and gradients need not arrive in it. The last layers
+        go first, as most of their gradients do arrive first."""
         # --- yours
         self.there.add(parameter)
         while self.queue and self.queue[0] in self.there:

@@ -94,7 +94,7 @@ def train(answer, wire, uses: list, seed: int) -> tuple:
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):
         wire.events.clear()
-        sgd.zero_grad()
+        sgd.zero_grad(set_to_none=step < 2)
         before = [p.detach().clone() for p in model.parameters()]
         token_B, next_B = batch(rank, step, seed)
         cross_entropy(wrapped(token_B, uses[rank]), next_B).backward()
@@ -125,7 +125,7 @@ def compare(results: list, uses: list, seed: int, what: str = "") -> None:
                 same(grad, mean[name], told, atol, instead=known)
     for rank, (_, end) in enumerate(results):
         for name, t in end.items():
-            same(t, results[0][1][name], f"after {STEPS} steps, {name} of rank {rank} beside 0's")
+            same(t, results[0][1][name], f"after {STEPS} steps, {name} of rank {rank} next to 0's")
 
 
 def test_start(answer: Path, seed: int) -> None:
@@ -192,10 +192,14 @@ class Arriving:
 
 
 def slow_network(answer, wire, seed: int) -> tuple:
-    """Train where each all-reduce that is not waited for leaves its tensor as it was."""
+    """Train where each all-reduce that is not waited for leaves its tensor as it was. All ranks use
+    all layers, so no gradient is zero."""
     real = dist.all_reduce
 
     def all_reduce(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
+        if not tensor.any():
+            why = "A tensor's own hook comes before that, a post_accumulate_grad hook after it"
+            raise Wrong(f"zeros are all-reduced: this step's gradient was not in .grad yet. {why}")
         if kwargs.get("async_op") or any(arg is True for arg in args):
             return Arriving(tensor, real, args, kwargs)
         return real(tensor, *args, **kwargs)
@@ -301,6 +305,11 @@ def check_order(events: list[Event], by_size: dict[int, str], told: str) -> None
                 said = f"{turns[started]} was ready, but its all-reduce had not started when {when}"
                 raise Wrong(f"{told}: {said} (this answer's order: {', '.join(turns)})")
             there.add(event.text)
+    last = max(i for i, event in enumerate(events) if event.text)
+    early = sum(event.op == "all_reduce" for event in events[:last])
+    if early < len(turns) - 2:  # Crossed.first has two
+        said = f"{early} of {len(turns)} all-reduces had started when the last gradient came"
+        raise Wrong(f"{told}: {said}: backward begins with the last layers, so reduce them first")
 
 
 APART = {

@@ -124,7 +124,37 @@ MISTAKES = [
         "        optimizer.zero_grad()\n",
         "",
         "test_gradients",
+        "step 0, gradient of 0.weight: it is this step's, and what lay in .grad before the epoch",
+    ),
+    (
+        "gradients cleared after each step, not before the first",
+        ("        optimizer.zero_grad()\n", "        optimizer.step()\n"),
+        ("", "        optimizer.step()\n        optimizer.zero_grad()\n"),
+        "test_gradients",
+        "step 0, gradient of 0.weight: it is this step's, and what lay in .grad before the epoch",
+    ),
+    (
+        "gradients cleared once an epoch",
+        (
+            "        optimizer.zero_grad()\n",
+            "    for start in range(0, len(micro_batches), k):\n",
+        ),
+        ("", "    optimizer.zero_grad()\n    for start in range(0, len(micro_batches), k):\n"),
+        "test_gradients",
         "step 1, gradient of 0.weight: it is this step's and the one before's together",
+    ),
+    (
+        "the caller's list eaten",
+        (
+            "    for start in range(0, len(micro_batches), k):\n",
+            "        group = micro_batches[start : start + k]\n",
+        ),
+        (
+            "    while micro_batches:\n",
+            "        group = [micro_batches.pop(0) for _ in range(min(k, len(micro_batches)))]\n",
+        ),
+        "test_steps",
+        "the list of micro-batches was changed; the next epoch needs it again",
     ),
     (
         "never all-reduced",

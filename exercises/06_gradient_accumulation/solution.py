@@ -23,6 +23,7 @@ def train_epoch(
     Each step goes along the gradient of the mean loss over all samples in the group, on all ranks:
     one process with one large batch would make the same step. Seven micro-batches with k = 3 make
     groups of 3, 3 and 1. In a group of sizes 1, 4 and 2, their mean losses count 1/7, 4/7, 2/7.
+    What lies in .grad before the first group does not count; the list stays as it is.
 
     One all-reduce of the P gradients per step, not per micro-batch; and one micro-batch's
     activations at a time: each goes forward and backward before the next.

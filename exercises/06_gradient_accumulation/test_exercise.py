@@ -59,9 +59,15 @@ def train(answer, wire, sizes: list[list[int]], k: int, seed: int) -> tuple:
     first.register_post_accumulate_grad_hook(lambda p: note("backward"))
     sgd.register_step_pre_hook(before_step)
     sgd.register_step_post_hook(lambda *_: wire.note("step"))
+    for p in module.parameters():
+        p.grad = torch.ones_like(p)  # as something before may have left them
+    batches = data(rank, sizes[rank], seed)
+    given = [id(batch) for batch in batches]
     wire.events.clear()
     for _ in range(EPOCHS):
-        answer.train_epoch(model, sgd, loss_fn, data(rank, sizes[rank], seed), k)
+        answer.train_epoch(model, sgd, loss_fn, batches, k)
+        if [id(batch) for batch in batches] != given:
+            raise Wrong("the list of micro-batches was changed; the next epoch needs it again")
     return wire.events, found, module.state_dict()
 
 
@@ -137,6 +143,9 @@ def one_process(
                 before = log[-1][0]
                 both = {name: due[name] + before[name] for name in due}
                 known["this step's and the one before's together"] = both
+            else:
+                both = {name: due[name] + 1 for name in due}
+                known["this step's, and what lay in .grad before the epoch"] = both
             own = "that of this rank's samples alone"
             log.append((due, [known | {own: gradients(model, group)} for group in parts]))
             for name, p in model.named_parameters():
@@ -185,7 +194,7 @@ def compare(results: list, sizes: list[list[int]], k: int, seed: int) -> None:
                 same(grad, due[name], what, atol, instead=known)
     for rank, (_, _, end) in enumerate(results):
         for name, t in end.items():
-            same(t, results[0][2][name], f"at the end, {name} of rank {rank} beside rank 0's")
+            same(t, results[0][2][name], f"at the end, {name} of rank {rank} next to rank 0's")
 
 
 def times(got: torch.Tensor | None, due: torch.Tensor) -> str:

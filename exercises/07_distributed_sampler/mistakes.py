@@ -230,4 +230,25 @@ MISTAKES = [
         "test_each_epoch",
         "the answer uses DistributedSampler, which it is to do without",
     ),
+    (
+        "Python's global random numbers seeded and drawn",
+        (
+            "import torch\n",
+            "            generator = torch.Generator().manual_seed(self.seed + self.epoch)\n"
+            "            order = torch.randperm(self.length, generator=generator).tolist()\n",
+        ),
+        (
+            "import random\n\nimport torch\n",
+            "            random.seed(self.seed + self.epoch)\n            random.shuffle(order)\n",
+        ),
+        "test_orders",
+        "Python's global random numbers have moved: draw from a Generator of your own",
+    ),
+    (
+        "tensors instead of ints",
+        "torch.randperm(self.length, generator=generator).tolist()",
+        "list(torch.randperm(self.length, generator=generator))",
+        "test_each_epoch",
+        "length 13, shuffled, epoch 0: it yields tensor(",
+    ),
 ]

@@ -54,7 +54,8 @@ class FairSampler(Sampler[int]):
         7 samples on 3 ranks, not shuffled: in epoch 0 the order could be 0 1 2 3 4 5 6, padded by
         0 1, so rank 0 gets 0 3 6, rank 1 gets 1 4 0, rank 2 gets 2 5 1. Epoch 1 pads by others.
 
-        No communication. Whoever draws random numbers elsewhere in the program sees no difference.
+        No communication. What else the program draws at random, by torch, Python or NumPy, stays
+        the same.
         """
         # --- yours
         order = list(range(self.length))

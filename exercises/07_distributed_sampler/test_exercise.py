@@ -1,11 +1,13 @@
 """Grader of 07: who gets what, in many cases; fairness, orders, drop_last; a real DataLoader."""
 
+import random
 from collections import Counter
 from functools import partial
 from itertools import chain, pairwise, product
 from math import ceil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -41,7 +43,11 @@ def draw(answer, wire, drop_last: bool, seed: int) -> dict[Case, list[int]]:
             it = sampler(answer, length, shuffle=shuffle, seed=seed, drop_last=drop_last)
             for epoch in EPOCHS:
                 it.set_epoch(epoch)
-                mine = drawn[length, shuffle, epoch] = [int(i) for i in it]
+                mine = [*it]
+                if other := [i for i in mine if type(i) is not int]:
+                    case = told((length, shuffle, epoch))
+                    raise Wrong(f"{case}: it yields {other[0]!r}; a sample's number is an int")
+                drawn[length, shuffle, epoch] = mine
                 if len(it) != len(mine):
                     says = f"it yields {len(mine)} samples, but len(sampler) is {len(it)}"
                     raise Wrong(f"{told((length, shuffle, epoch))}: {says}")
@@ -86,9 +92,18 @@ def test_each_epoch(answer: Path, seed: int, n: int) -> None:
             raise Wrong(f"{told(case)}: the padding is to come from different samples: {how}")
 
 
+def states() -> dict[str, object]:
+    """What the program's own random numbers are drawn from."""
+    return {
+        "torch": torch.get_rng_state().tolist(),
+        "Python": random.getstate(),
+        "NumPy": repr(np.random.get_state()),
+    }
+
+
 def orders(answer, wire, seed: int) -> dict[str, list[int]]:
     torch.manual_seed(dist.get_rank())
-    before = torch.get_rng_state()
+    before = states()
     drawn = {}
     it = sampler(answer, 101, seed=seed)
     for epoch in EPOCHS:
@@ -99,8 +114,10 @@ def orders(answer, wire, seed: int) -> dict[str, list[int]]:
     after.set_epoch(5)
     drawn["epoch 5 after a restart"] = [int(i) for i in after]
     drawn["another seed"] = [int(i) for i in sampler(answer, 101, seed=seed + 7)]
-    if not torch.equal(torch.get_rng_state(), before):
-        raise Wrong("torch's global random numbers have moved: draw from a Generator of your own")
+    for whose, state in states().items():
+        if state != before[whose]:
+            moved = f"{whose}'s global random numbers have moved"
+            raise Wrong(f"{moved}: draw from a Generator of your own")
     return drawn
 
 

@@ -65,8 +65,8 @@ class ZeRO1(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update all parameters on all ranks, as `self.param_groups` say now. A parameter without
-        a gradient stays as it is."""
+        """Update all parameters on all ranks, in place, as `self.param_groups` say now. A parameter
+        without a gradient stays as it is."""
         # --- yours
         for mine, group in zip(self.local.param_groups, self.param_groups, strict=True):
             mine |= group | {"params": mine["params"]}
@@ -90,7 +90,7 @@ def main() -> None:
         ended = []
         for name in ("AdamW", "ZeRO-1"):
             torch.manual_seed(0)
-            start = torch.randn(6, width, width, device=device)
+            start = [torch.randn(width + k, width, device=device) for k in range(6)]
             weights = [torch.nn.Parameter(part.clone()) for part in start]
             for weight in weights:
                 weight.grad = torch.ones_like(weight)

@@ -4,18 +4,19 @@ import gc
 import inspect
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.optim import SGD, Adagrad, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from course.grading import Wrong, expect, grade, same
+from course.grading import Event, Wrong, expect, grade, same
 
 ZERO = ("torch.distributed.optim.ZeroRedundancyOptimizer.__init__",)
-SHAPES = {"bias": (5,), "embedding": (11, 6), "gain": (1,), "frozen": (9, 9), "up": (6, 7)}
+SHAPES = {"bias": (5,), "embedding": (11, 6), "gain": (1,), "frozen": (30, 9), "up": (6, 7)}
 SHAPES |= {"shift": (7,), "down": (7, 5)}
 P = sum(4 * torch.Size(shape).numel() for name, shape in SHAPES.items() if name != "frozen")
 LARGEST = 4 * 66
@@ -26,7 +27,10 @@ HOW = {  # the class, its defaults, and what the second group has of its own bes
     "AdamW": (AdamW, {"lr": 0.1, "betas": (0.8, 0.9)}, {"betas": (0.5, 0.7)}),
     "Adagrad": (Adagrad, {"lr": 0.1}, {"eps": 0.1}),
 }
-CHANGED = {"SGD": ("lr", "weight_decay", "momentum"), "AdamW": ("lr", "weight_decay", "betas")}
+CHANGED = {
+    "SGD": ("lr", "weight_decay", "momentum", "nesterov"),
+    "AdamW": ("lr", "weight_decay", "betas", "eps"),
+}
 
 
 def parameters(seed: int, few: bool = False) -> dict[str, torch.nn.Parameter]:
@@ -81,20 +85,51 @@ def train(
                 group["momentum"] *= 0.8
             if "betas" in changed:
                 group["betas"] = tuple(0.9 * beta for beta in group["betas"])
+            if "nesterov" in changed:
+                group["nesterov"] = not group["nesterov"]
+            if "eps" in changed:
+                group["eps"] = 10 * group["eps"] + 0.01
+
+
+def given(params: dict, how: str, few: bool) -> Iterator[torch.Tensor] | list[dict]:
+    """What the optimizer is made of: as parameters() gives them, or in groups."""
+    return iter(params.values()) if few else in_groups(params, how)
+
+
+class InOrder(list):
+    """Events, each compared with the other ranks' in the same place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = 0
+
+    def append(self, event: Event) -> None:
+        super().append(event)
+        self.place += 1
+        mine = f"{event.op} of {event.nbytes:,} B"
+        key = f"call {self.place}"
+        first = _get_default_store().compare_set(key, "", mine).decode()
+        if first != mine:
+            told = f"{key} is a {mine} here, and on another rank a {first}"
+            raise Wrong(f"{told}: every rank makes the same calls in the same order")
 
 
 def on_ranks(answer, wire, seed: int, how: str, changed: tuple[str, ...], few: bool) -> list:
     """Each step's weights and calls."""
     optimizer_class, defaults, _ = HOW[how]
     params = parameters(seed, few)
+    lie = {name: p.data_ptr() for name, p in params.items()}
     log = []
 
     def seen(step: int) -> None:
         log.append(({name: p.detach().clone() for name, p in params.items()}, wire.calls()))
         wire.events.clear()
+        for name, p in params.items():
+            if p.data_ptr() != lie[name]:
+                raise Wrong(f"step {step}: {name} lies in other memory now: update it in place")
 
-    optimizer = answer.ZeRO1(in_groups(params, how), optimizer_class, **defaults)
-    wire.events.clear()
+    optimizer = answer.ZeRO1(given(params, how, few), optimizer_class, **defaults)
+    wire.events = InOrder()
     train(optimizer, params, seed, changed, seen)
     return log
 
@@ -112,8 +147,8 @@ def plain(
     def seen(step: int) -> None:
         log.append({name: p.detach().clone() for name, p in params.items()})
 
-    groups = in_groups(params, how)
-    if kept is not None:
+    groups = given(params, how, few)
+    if kept is not None and not few:
         names = {"params", *kept}
         groups = [dict(pair for pair in group.items() if pair[0] in names) for group in groups]
     train(optimizer_class(groups, **defaults), params, seed, changed, seen)
@@ -171,7 +206,10 @@ DEALT = [100, 1] * 6, [9] * 3 + [1] * 9, [*range(1, 13)], [7], [50, 3, 3, 2, 40,
 
 
 def deal(answer, wire, n: int, lists: list[list[int]]) -> list:
-    return [answer.partition([*sizes], n) for sizes in lists]
+    dealt = [answer.partition([*sizes], n) for sizes in lists]
+    if dealt != [answer.partition([*sizes], n) for sizes in lists]:
+        raise Wrong("partition, asked again, deals otherwise: ranks would not agree")
+    return dealt
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
@@ -264,7 +302,8 @@ def test_state(answer: Path, seed: int, n: int) -> None:
             raise Wrong(f"rank {rank} holds {most:,} B of state in a step, {end:,} B after it: "
                         "state of others is made, then thrown away")  # fmt: skip
         if end > bound:
-            raise Wrong(f"rank {rank} holds {end:,} B of state; no more than {bound:,} B are due")
+            told = f"rank {rank} holds {end:,} B of state; no more than {bound:,} B are due"
+            raise Wrong(f"{told}. Is something dealt out that has no state, like the frozen?")
     expect(sum(end for _, end in held), 2 * P, "bytes of state on all ranks together")
 
 
@@ -277,6 +316,6 @@ def test_settings_change(answer: Path, seed: int, how: str) -> None:
 
 
 def test_few_parameters(answer: Path, seed: int) -> None:
-    """Two parameters for 4 ranks: some own nothing"""
+    """No groups, and two parameters for 4 ranks: some own nothing"""
     results = grade(answer, on_ranks, 4, seed, "AdamW", (), True, forbid=ZERO)
     compare(results, seed, "AdamW", few=True)

@@ -166,4 +166,11 @@ MISTAKES = [
         "test_predict",
         "bfloat16, 8 node(s) of 4: bytes sent (inside, across): expected",
     ),
+    (
+        "buffers and tied weights predicted from the state_dict",
+        "sum(p.nbytes for p in model.parameters())",
+        "sum(t.nbytes for t in model.state_dict().values())",
+        "test_counted",
+        "where buffers, and tied weights twice, are not to count: expected (29376, 10416), got",
+    ),
 ]

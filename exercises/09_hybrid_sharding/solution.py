@@ -38,9 +38,9 @@ def predict(model: nn.Module, nodes: int, per_node: int) -> tuple[int, int]:
     """Bytes that each rank sends in one step of `hybrid(model, per_node)`, forward and backward:
     (inside its node, across nodes).
 
-    model: whole, not sharded yet; per_node divides the rows of every parameter. Count as a ring
-    does: of B bytes, a rank of n sends (n - 1)/n in an all-gather or a reduce-scatter, twice that
-    in an all-reduce.
+    model: whole, not sharded yet; per_node divides the rows of every parameter. Parameters alone
+    travel: tied ones once, buffers not at all. Count as a ring does: of B bytes, a rank of n sends
+    (n - 1)/n in an all-gather or a reduce-scatter, twice that in an all-reduce.
 
     100 B in blocks and 20 B outside, on 2 nodes of 2 ranks: (170, 60). Its two ranks together send
     120 B out of a node. Sharded over all 4, in one ring, each rank would send 255 B, and so would

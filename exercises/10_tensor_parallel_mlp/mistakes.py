@@ -132,7 +132,7 @@ MISTAKES = [
         "H = 10, rank 0: w1: expected (4, 5) float64, got (3, 5) float64",
     ),
     (
-        "the whole weights kept beside the parts",
+        "the whole weights kept along with the parts",
         "        w2_Dh = w2_DH",
         "        self.whole = [w1_HD, w2_DH]\n        w2_Dh = w2_DH",
         "test_parts",
@@ -178,5 +178,15 @@ MISTAKES = [
         "    def forward(self, x_BTD: Tensor)",
         "test_cost",
         "all-reduces, backward: expected 1, got 2",
+    ),
+    (
+        "the second bias shared with the caller",
+        "            nn.Parameter(part.detach().clone()) for part in (w1_hD, b1_h, w2_Dh, b2_D)\n"
+        "        )\n",
+        "            nn.Parameter(part.detach().clone()) for part in (w1_hD, b1_h, w2_Dh, b2_D)\n"
+        "        )\n"
+        "        self.b2 = nn.Parameter(b2_D)\n",
+        "test_parts",
+        "b2 is the caller's tensor itself; make a copy",
     ),
 ]

@@ -72,18 +72,23 @@ def step(
 
 
 def build(answer, wire, seed: int, sizes: list[int]) -> list[tuple]:
-    """For each H: the parameters, which are views of more, bytes alive with the whole ones gone."""
+    """For each H: the parameters, which are views of more, which are the caller's, bytes alive with
+    the whole ones gone."""
     found = []
     for H in sizes:
         gc.collect()
         gc.freeze()  # from here on, get_objects() lists what is new
-        model = answer.ParallelMLP(*whole(seed, H)[:4])
+        given = whole(seed, H)[:4]
+        theirs = {t.data_ptr() for t in given}
+        model = answer.ParallelMLP(*given)
+        del given
         gc.collect()
         tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
         storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}
         mine = dict(model.named_parameters())
         views = [name for name, p in mine.items() if p.untyped_storage().nbytes() > p.nbytes]
-        found.append(({name: p.detach() for name, p in mine.items()}, views, storages))
+        shared = [name for name, p in mine.items() if p.data_ptr() in theirs]
+        found.append(({name: p.detach() for name, p in mine.items()}, views, shared, storages))
     return found
 
 
@@ -92,13 +97,15 @@ def test_parts(answer: Path, seed: int, n: int) -> None:
     """A rank keeps its n-th of the weights and no more, on {n} ranks"""
     sizes = [12, 10, 2]
     for rank, found in enumerate(grade(answer, build, n, seed, sizes, forbid=FORBIDDEN)):
-        for H, (mine, views, storages) in zip(sizes, found, strict=True):
+        for H, (mine, views, shared, storages) in zip(sizes, found, strict=True):
             where = f"H = {H}, rank {rank}"
             expect(sorted(mine), sorted(NAMES), f"{where}: names of the parameters")
             for (name, dim), tensor in zip(NAMES.items(), whole(seed, H), strict=False):
                 same(mine[name], parts(tensor, dim, n)[rank], f"{where}: {name}")
             if views:
                 raise Wrong(f"{where}: {views[0]} is a view, which keeps the whole tensor alive")
+            if shared:
+                raise Wrong(f"{where}: {shared[0]} is the caller's tensor itself; make a copy")
             due = sum(tensor.nbytes for tensor in mine.values())
             expect(sum(storages.values()), due, f"{where}: bytes kept for w1, b1, w2 and b2")
 

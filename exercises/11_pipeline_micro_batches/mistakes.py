@@ -174,7 +174,7 @@ MISTAKES = [
         ),
         ("            y.backward(grad)\n            if rank > 0:\n", ""),
         "test_order",
-        "each W comes beside its B: is it one backward pass?",
+        "each W comes next to its B: is it one backward pass?",
     ),
     (
         "W goes through to the input again",
@@ -264,5 +264,13 @@ MISTAKES = [
         "                dist.isend(x.grad, rank - 1).wait()\n",
         "test_in_flight",
         "it waits for its message to be taken",
+    ),
+    (
+        "messages that nobody waits for",
+        "            for send in sends.pop(k):\n                send.wait()\n",
+        "            sends.pop(k)\n",
+        "test_values",
+        "12 sends and receives, of which 6 were waited for: a message whose Work is dropped may "
+        "never arrive",
     ),
 ]

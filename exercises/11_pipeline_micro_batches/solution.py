@@ -105,7 +105,7 @@ def pipeline_step(stage: nn.Module, inputs: Sequence[Tensor], loss_of: Callable)
 
 
 def main() -> None:
-    """Print the time of a step, and its loss beside that of one process.
+    """Print the time of a step, and its loss next to that of one process.
 
     On GPUs, messages stay so small that NCCL's buffers take them: larger ones, of which one goes
     forth while the other comes back, want a process group for each direction.

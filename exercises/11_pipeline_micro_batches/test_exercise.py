@@ -6,6 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -90,7 +91,7 @@ def check_order(orders: list[list[str]], m: int) -> None:
 
 
 def one_pass(order: list[str], m: int) -> bool:
-    """Whether each W stands beside its B."""
+    """Whether each W stands next to its B."""
     shown = " ".join(order)
     return all(f"B{k} W{k}" in shown or f"W{k} B{k}" in shown for k in range(m))
 
@@ -157,7 +158,7 @@ class Layer(nn.Module):
 
 
 class Stage(Layer):
-    """Takes down its passes, and how many micro-batches autograd, and whoever called it, keep at
+    """Takes down its passes, and how many micro-batches autograd, and its caller, keep at
     each forward. With `gate`, a pass waits until a neighbor has begun what it could do before.
     """
 
@@ -235,8 +236,14 @@ def step(answer, wire, seed: int, m: int, gate: bool = False) -> dict:
     def loss_of(y: torch.Tensor, k: int) -> torch.Tensor:
         return F.mse_loss(y, dues[k])
 
-    loss = answer.pipeline_step(stage, like if rank else xs, loss_of)
+    waits = []
+    wait = dist.Work.wait
+    with patch.object(dist.Work, "wait", lambda *args: waits.append(1) or wait(*args)):
+        loss = answer.pipeline_step(stage, like if rank else xs, loss_of)
     wire.only("send", "recv")
+    if len(waits) < len(wire.calls()):
+        told = f"{len(wire.calls())} sends and receives, of which {len(waits)} were waited for"
+        raise Wrong(f"{told}: a message whose Work is dropped may never arrive")
     if any(not a.equal(b) for a, b in zip(xs, batch(seed, p, m)[0], strict=True)):
         raise Wrong("the inputs were changed; they are the caller's")
     if any(x.requires_grad for x in xs):
@@ -330,7 +337,7 @@ def test_order(answer: Path, seed: int, n: int) -> None:
         if order != promised:
             told = f"pipeline_step works in another order than zero_bubble({rank}, {n}, {M}) says"
             if one_pass(order, M):
-                told += "; each W comes beside its B: is it one backward pass?"
+                told += "; each W comes next to its B: is it one backward pass?"
             lines = f"\n  says:  {' '.join(promised)}\n  works: {' '.join(order)}"
             raise Wrong(f"rank {rank}: {told}{lines}")
     check_order(orders, M)

@@ -168,4 +168,16 @@ MISTAKES = [
         "test_shuffled",
         "shuffled: seeds 1 and 2 give the same orders: seed is not used",
     ),
+    (
+        "the seed of rank 0 sent to all",
+        "    image = [CenterCrop",
+        "    import torch\n"
+        "    import torch.distributed as dist\n\n"
+        "    told = torch.tensor(seed)\n"
+        "    dist.broadcast(told, src=0)\n"
+        "    seed = int(told)\n"
+        "    image = [CenterCrop",
+        "test_loader",
+        "the answer calls broadcast; nothing is to be sent here",
+    ),
 ]

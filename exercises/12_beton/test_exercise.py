@@ -158,6 +158,7 @@ def deliver(answer, wire, path: Path, seed: int) -> list:
     epochs = []
     for _ in range(2):
         epochs.append([tuple(x.clone() for x in parts) for parts in loader])
+    wire.only()
     return epochs
 
 
@@ -229,6 +230,7 @@ def shuffle(answer, wire, path: Path, seeds: list[int]) -> dict[int, list]:
         expect(len(loader), len(SIZES), "shuffled: batches on this rank")
         order = loader.traversal_order
         orders[seed] = [list(map(int, order.sample_order(epoch))) for epoch in range(2)]
+    wire.only()
     return orders
 
 

@@ -196,4 +196,37 @@ MISTAKES = [
         "test_record",
         'the ranges "step" are not made by span: Nsight Systems would not see them',
     ),
+    (
+        "the GPU's twin of each step taken for another step",
+        '(e["name"], e["cat"]) == ("step", "user_annotation")',
+        'e["name"] == "step"',
+        "test_share",
+        "a GPU: its twin of the step is no second step: us of communication: expected 40, got",
+    ),
+    (
+        "nccl anywhere in a kernel's name",
+        (
+            'if e["name"].startswith("nccl")]\n',
+            'if not e["name"].startswith("nccl")]',
+        ),
+        ('if "nccl" in e["name"]]\n', 'if "nccl" not in e["name"]]'),
+        "test_share",
+        "a GPU: a kernel is communication if its name begins with nccl: us of communication: "
+        "expected 40, got 60",
+    ),
+    (
+        "copies on the GPU taken for compute",
+        'busy = [e for e in kernels if not e["name"].startswith("nccl")]',
+        'copies = [e for e in mine if e["cat"] == "gpu_memcpy"]\n'
+        '        busy = [e for e in kernels if not e["name"].startswith("nccl")] + copies',
+        "test_share",
+        "a GPU: copies are neither: us exposed: expected 20, got",
+    ),
+    (
+        "gloo anywhere in an event's name",
+        'e["name"].startswith("gloo:")',
+        '"gloo:" in e["name"]',
+        "test_share",
+        "launches and ranges on the CPU are neither: us of communication: expected 40, got",
+    ),
 ]

@@ -69,13 +69,25 @@ CASES = {  # title: steps, communication, compute, on a GPU, events that must no
         *(ONE, *HALF, True),
         [event("aten::mm", "cpu_op", 0, 90), event("cudaLaunchKernel", "cuda_runtime", 25, 55)],
     ),
+    "a GPU: its twin of the step is no second step": (
+        *(ONE, *HALF, True),
+        [event("step", "gpu_user_annotation", 10, 95)],
+    ),
+    "a GPU: a kernel is communication if its name begins with nccl": (
+        *(ONE, *HALF, True),
+        [event("copy_for_nccl", "kernel", 0, 25)],
+    ),
+    "a GPU: copies are neither": (
+        *(ONE, *HALF, True),
+        [event("Memcpy DtoD (Device -> Device)", "gpu_memcpy", 25, 55)],
+    ),
     "a GPU: launches and annotations are not communication": (
         *(ONE, *HALF, True),
         [
             event("c10d::allreduce_", "cpu_op", 72, 80),
             event("nccl:all_reduce", "user_annotation", 72, 90),
             event("nccl:all_reduce", "gpu_user_annotation", 72, 90),
-            event("step", "gpu_user_annotation", 10, 95),
+            event("gloo:all_reduce", "user_annotation", 72, 90),
         ],
     ),
     "launches and ranges on the CPU are neither": (
@@ -84,6 +96,8 @@ CASES = {  # title: steps, communication, compute, on a GPU, events that must no
             event("c10d::allreduce_", "cpu_op", 15, 90),
             event("forward", "user_annotation", 0, 50),
             event("aten::mm", "python_function", 0, 90),
+            event("wait for gloo:all_reduce", "user_annotation", 60, 90),
+            event("backward of aten::mm", "cpu_op", 0, 60),
         ],
     ),
     "events without a duration": (

@@ -92,7 +92,7 @@ def given(job: int, n: int, seed: int = 0) -> list[tuple]:
 
     w = numbers(6)
     of_rank = []
-    names = ["weight", "num_batches_tracked", "bias"]
+    names = ["weight", "num_batches_tracked", "offset"]  # two are of one length
     for r in range(n):
         if job == 1:
             w = w.reshape(2, 3)

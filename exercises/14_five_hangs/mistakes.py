@@ -95,6 +95,13 @@ MISTAKES = [
         "isend and irecv return at once; wait for what they return",
     ),
     (
+        "job 3 waits for what comes, and not for its send",
+        "            dist.recv(theirs, partner)\n            sending.wait()\n",
+        "            coming = dist.irecv(theirs, partner)\n            coming.wait()\n",
+        "test_job_3",
+        "wait for what they return: of 2 messages it has waited for 1",
+    ),
+    (
         "job 3 with rank 0 alone sending first",
         "            sending = dist.isend(w, partner)\n"
         "            dist.recv(theirs, partner)\n"
@@ -122,6 +129,27 @@ MISTAKES = [
         "    for tensor in tensors[2:] + tensors[:2] if dist.get_rank() == 1 else tensors:\n",
         "test_job_4",
         "not every rank has come back",
+    ),
+    (
+        "job 4 ordered by the length of names",
+        "sorted(state.items())",
+        "sorted(state.items(), key=lambda item: len(item[0]))",
+        "test_job_4",
+        "became the mean of rank 0's",
+    ),
+    (
+        "job 4 in the order of a set",
+        "for _, tensor in sorted(state.items()):",
+        "for tensor in [state[name] for name in set(state)]:",
+        "test_job_4",
+        "a set of names has another order in each process that torchrun starts",
+    ),
+    (
+        "job 4 puts other tensors into the dict",
+        ("for _, tensor in", "            tensor /= n\n"),
+        ("for name, tensor in", "            state[name] = tensor / n\n"),
+        "test_job_4",
+        "is another tensor now: write into the one that was given",
     ),
     (
         "job 5 drops the bad gradient alone",

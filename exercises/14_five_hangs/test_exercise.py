@@ -6,6 +6,7 @@ import itertools
 import runpy
 from collections import Counter
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from course.grading import Wrong, expect, grade, same
 
 JOBS = Path(__file__).with_name("jobs.py")
+NOT_WAITED = "isend and irecv return at once; wait for what they return"
 LINES = {1: 3, 2: 9, 3: 5, 4: 3, 5: 4}  # that may be changed; ours changes 2, 4, 3, 1, 2
 
 
@@ -22,7 +24,22 @@ def call(answer, wire, job: int, given: list[tuple]) -> tuple:
     """What this rank's job returned or left in its argument, and its calls."""
     mine = given[dist.get_rank()]
     work = getattr(answer, f"job_{job}")
-    returned = work(*mine)
+    tensors = dict(mine[0]) if job == 4 else {}
+    waited = []
+    wait = dist.Work.wait
+
+    def _wait_seen(one: dist.Work, *patience: object) -> bool:
+        waited.append(one)
+        return wait(one, *patience)
+
+    with patch.object(dist.Work, "wait", _wait_seen):
+        returned = work(*mine)
+    started = len(wire.calls("send", "recv"))
+    if (done := len({id(one) for one in waited})) < started:
+        raise Wrong(f"{NOT_WAITED}: of {started} messages it has waited for {done}")
+    for name, tensor in tensors.items():
+        if mine[0][name] is not tensor:
+            raise Wrong(f"{name} is another tensor now: write into the one that was given")
     if isinstance(returned, Tensor):
         returned = returned.detach()
     return mine[0] if job == 4 else returned, wire.calls()
@@ -62,8 +79,11 @@ def test_job_5(answer: Path, seed: int, n: int) -> None:
 
 
 def check_job(answer: Path, seed: int, job: int, n: int) -> None:
-    if job == 3 and "wait" not in (used := names_in(answer, job)) and used & {"isend", "irecv"}:
-        raise Wrong("isend and irecv return at once; wait for what they return")
+    used = names_in(answer, job)
+    if job == 3 and "wait" not in used and used & {"isend", "irecv"}:
+        raise Wrong(NOT_WAITED)
+    if job == 4 and "set" in used and "sorted" not in used:  # ranks here hash alike, elsewhere not
+        raise Wrong("a set of names has another order in each process that torchrun starts")
     given = runpy.run_path(str(JOBS))["given"](job, n, seed)
     got = grade(answer, call, n, job, given)
     values, calls = [value for value, _ in got], [calls for _, calls in got]
@@ -172,7 +192,9 @@ def body_of(path: Path, job: int) -> ast.Module:
 
 
 def names_in(path: Path, job: int) -> set[str]:
-    return {n.attr for n in ast.walk(body_of(path, job)) if isinstance(n, ast.Attribute)}
+    nodes = list(ast.walk(body_of(path, job)))
+    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    return attributes | {node.id for node in nodes if isinstance(node, ast.Name)}
 
 
 @pytest.mark.parametrize("job", [1, 2, 3, 4, 5])

@@ -68,6 +68,27 @@ MISTAKES = [
         "expected a list of flags, got '--nnodes=2'",
     ),
     (
+        "two nodes, whatever was asked",
+        'f"--nnodes={nodes}"',
+        '"--nnodes=2"',
+        "test_other_numbers",
+        "3 nodes were asked for, and torchrun is told of 2",
+    ),
+    (
+        "a world of 4, whatever its size",
+        'f"rank {rank} of {n}: {place}"',
+        'f"rank {rank} of 4: {place}"',
+        "test_cost",
+        "rank 0: what it returns: expected ('rank 0 of 1:",
+    ),
+    (
+        "names gathered in a new group",
+        "dist.all_gather_object(hosts, host)",
+        "dist.all_gather_object(hosts, host, group=dist.new_group())",
+        "test_hello",
+        "the answer uses new_group, which it is to do without",
+    ),
+    (
         "ranks taken for node by node",
         "local = inside.index(rank)",
         "local = rank % len(inside)",

@@ -16,6 +16,7 @@ from course.ranks import attempt
 
 HEAD = "10.0.0.1"  # two_nodes gives its nodes 10.0.0.1 and 10.0.0.2
 PATIENCE = 45  # seconds in which two torchruns have to meet, on a busy machine too
+ADDRESSES = {HEAD, "10.0.0.2"}
 TELL = "echo $RANK of $WORLD_SIZE, local $LOCAL_RANK of $LOCAL_WORLD_SIZE, store at $MASTER_ADDR"
 
 # The flags
@@ -117,12 +118,30 @@ def test_two_torchruns_make_one_world(answer: Path, ranks: int) -> None:
             lines = [line for line in text.splitlines() if line.strip()] or ["nothing"]
             raise Wrong(f"node {node}: no rank was started; in the end torchrun said: {lines[-1]}")
         expect(len(told[node]), ranks, f"node {node}: ranks started")
-    if len(stores) != 1 or stores & {"localhost", "127.0.0.1"}:
-        raise Wrong(f"the ranks are told to meet at {', '.join(sorted(stores))}")
+    if len(stores) != 1 or not stores <= ADDRESSES:
+        met = ", ".join(sorted(stores))
+        raise Wrong(f"the ranks are told to meet at {met}, which is not one node's address")
+
+
+def told_torchrun(answer, wire) -> tuple[str, str, bool]:
+    """What torchrun reads in the flags for node 2 of 3, and whether the head's address is there."""
+    flags = answer.torchrun_flags(2, 3, 5, "10.7.0.1", "10.7.0.3")
+    read = torch.distributed.run.parse_args([*flags, "script.py"])
+    return str(read.nnodes), str(read.nproc_per_node), any("10.7.0.1" in flag for flag in flags)
+
+
+def test_other_numbers(answer: Path) -> None:
+    """As many nodes and ranks as asked for, around the head that is named"""
+    ((nodes, ranks, head),) = grade(answer, told_torchrun, 1)
+    if nodes not in ("3", "3:3"):
+        raise Wrong(f"3 nodes were asked for, and torchrun is told of {nodes}")
+    expect(ranks, "5", "5 ranks per node were asked for; what torchrun is told")
+    expect(head, True, "whether the address of the head, 10.7.0.1, is in the flags of node 2")
 
 
 # Hello
 
+NEW_GROUP = ("torch.distributed.new_group",)
 HOSTS = {
     "node by node": ["b", "b", "a", "a"],
     "dealt out in turn": ["a", "b", "a", "b"],
@@ -154,7 +173,7 @@ def due_of(hosts: list[str], rank: int) -> tuple[str, list[int], list[int]]:
 def test_hello(answer: Path, case: str) -> None:
     """Greeting and neighbors, {case}"""
     hosts = HOSTS[case]
-    for rank, (said, _) in enumerate(grade(answer, greet, 4, hosts)):
+    for rank, (said, _) in enumerate(grade(answer, greet, 4, hosts, forbid=NEW_GROUP)):
         if not (isinstance(said, tuple) and len(said) == 3):
             raise Wrong(f"expected a greeting and two lists of ranks, got {said!r}")
         due = due_of(hosts, rank)
@@ -166,6 +185,8 @@ def test_hello(answer: Path, case: str) -> None:
 @pytest.mark.parametrize("n", [1, 3])
 def test_cost(answer: Path, n: int) -> None:
     """One all_gather_object and nothing else, on {n} ranks"""
-    for rank, (_, calls) in enumerate(grade(answer, greet, n, ["a", "b", "a"])):
+    hosts = ["a", "b", "a"][:n]
+    for rank, (said, calls) in enumerate(grade(answer, greet, n, hosts, forbid=NEW_GROUP)):
+        expect(said, due_of(hosts, rank), f"hosts {', '.join(hosts)}; rank {rank}: what it returns")
         made = [event.op for event in calls]
         expect(made, ["all_gather", "all_gather"], f"rank {rank}: its calls")

@@ -34,7 +34,31 @@ MISTAKES = [
         "        return copy.deepcopy(state)\n",
         '        dist.broadcast(state["random"], 0)\n        return copy.deepcopy(state)\n',
         "test_resume",
-        "rank 0: collectives of state() and load(): expected 0",
+        "rank 0: collectives of state() and load(): expected [], got ['broadcast']",
+    ),
+    (
+        "weights sent once more when loading",
+        '        self.step = state["step"]\n',
+        '        self.step = state["step"]\n'
+        "        for weight in self.model.parameters():\n"
+        "            dist.broadcast(weight.data, 0)\n",
+        "test_resume",
+        "rank 0: collectives of state() and load(): expected [], got ['broadcast', 'broadcast', ",
+    ),
+    (
+        "each rank counts its own whole batches",
+        "        steps_per_epoch = len(self.data) // n // self.batch\n",
+        "        share = len(range(dist.get_rank(), len(self.data), n))\n"
+        "        steps_per_epoch = share // self.batch\n",
+        "test_batches",
+        "rank 0, step 2, which is step 0 of epoch 1: samples",
+    ),
+    (
+        "batches of 4, whatever was asked",
+        "own[done * self.batch : (done + 1) * self.batch]",
+        "own[done * 4 : (done + 1) * 4]",
+        "test_batches",
+        "rank 0, step 0, which is step 0 of epoch 0: samples: expected (9,) int64, got (4,) int64",
     ),
     (
         "the epoch is begun again",
@@ -48,7 +72,7 @@ MISTAKES = [
         "manual_seed(self.seed + epoch)",
         "manual_seed(self.seed)",
         "test_batches",
-        "rank 0, step 13, which is step 0 of epoch 1: samples",
+        "rank 0, step 5, which is step 0 of epoch 1: samples",
     ),
     (
         "an order drawn from everybody's generator",
@@ -72,7 +96,7 @@ MISTAKES = [
         "len(self.data) // n // self.batch",
         "-(-len(self.data) // (n * self.batch))",
         "test_batches",
-        "rank 0, step 13, which is step 0 of epoch 1: samples",
+        "rank 0, step 5, which is step 0 of epoch 1: samples",
     ),
     (
         "no copy",
@@ -111,8 +135,8 @@ MISTAKES = [
     (
         "all the data in the state",
         '"step": self.step}',
-        '"step": self.step, "data": self.data.repeat(9, 1)}',
+        '"step": self.step, "data": self.data}',
         "test_size",
-        "rank 0: the state takes",
+        "rank 0: the state holds",
     ),
 ]

@@ -65,7 +65,7 @@ class Training:
             self.step += 1
 
     def state(self) -> dict:
-        """All that this rank needs to go on from here, in tensors, numbers, strings and dicts.
+        """All that this rank needs to go on from here, and `torch.load(weights_only=True)` reads.
 
         Training that goes on does not change it. No communication.
         """

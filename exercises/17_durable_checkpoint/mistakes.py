@@ -59,7 +59,28 @@ MISTAKES = [
         "    kept = [path for path in found if read_whole(path) is not None][:keep]\n",
         "    kept = [path for path in found if read_whole(path) is not None][-keep:]\n",
         "test_save",
-        "after steps 1, 2, 5, 12 with keep=2, left in the folder",
+        "after steps 1, 2, 5, 12 with keep=1, left in the folder",
+    ),
+    (
+        "an old one is deleted under its own name",
+        '            old.rename(old.with_suffix(".tmp"))\n',
+        "            shutil.rmtree(old)\n",
+        "test_killed",
+        "was deleted: half a checkpoint has the name of a whole one: ['step-000001']",
+    ),
+    (
+        "two are kept where one is asked for",
+        "is not None][:keep]",
+        "is not None][: max(2, keep)]",
+        "test_save",
+        "after steps 1, 2, 5, 12 with keep=1, left in the folder",
+    ),
+    (
+        "another checksum",
+        ("sums = {name: hashlib.sha256(data)", "hashlib.sha256(parts[name])"),
+        ("sums = {name: hashlib.md5(data)", "hashlib.md5(parts[name])"),
+        "test_save",
+        "checksums.json: expected",
     ),
     (
         "files not flushed",
@@ -102,6 +123,20 @@ MISTAKES = [
         "except OSError:",
         "test_damaged",
         "Error:",
+    ),
+    (
+        "checksums that are no text are not expected",
+        "except (OSError, ValueError, TypeError):",
+        "except (OSError, json.JSONDecodeError, TypeError):",
+        "test_damaged",
+        "UnicodeDecodeError",
+    ),
+    (
+        "checksums that are no dictionary are not expected",
+        "except (OSError, ValueError, TypeError):",
+        "except (OSError, ValueError):",
+        "test_damaged",
+        "TypeError: 'int' object is not iterable",
     ),
     (
         "the damaged one is not named",
@@ -154,6 +189,36 @@ MISTAKES = [
         "",
         "test_none",
         "no checkpoint is whole, and newest_whole starts anew",
+    ),
+    (
+        "each part written twice",
+        "        write(temporary / name, data)\n",
+        "        write(temporary / name, data)\n        write(temporary / name, data)\n",
+        "test_once",
+        "save: how often each file is opened to write: expected",
+    ),
+    (
+        "each part read twice",
+        "hashlib.sha256(parts[name])",
+        "hashlib.sha256((path / name).read_bytes())",
+        "test_once",
+        "newest_whole: how often each file is opened: expected",
+    ),
+    (
+        "all tell all what they found",
+        "    dist.broadcast_object_list(word, src=0)\n",
+        "    words = [None] * dist.get_world_size()\n"
+        "    dist.all_gather_object(words, word[0])\n"
+        "    word = words[:1]\n",
+        "test_everywhere",
+        "rank 0: its calls: expected ['broadcast', 'broadcast'], got ['all_gather', 'all_gather']",
+    ),
+    (
+        "the error names no checkpoint",
+        "        raise ValueError(word[0])\n",
+        '        raise ValueError("no checkpoint is whole")\n',
+        "test_everywhere",
+        "none is whole, and load_everywhere says: no checkpoint is whole",
     ),
     (
         "every rank looks for itself",

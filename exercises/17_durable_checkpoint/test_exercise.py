@@ -3,17 +3,22 @@
 What was damaged is saved once more.
 """
 
+import hashlib
+import json
 import os
 import random
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from course.grading import Wrong, expect, grade
+
+FILES = ["checksums.json", "model", "optimizer"]
 
 
 class Killed(BaseException):
@@ -45,15 +50,20 @@ def expect_found(answer, folder: Path, step: int, damaged: list[str], where: str
 
 
 def saved(answer, wire, seed: int) -> None:
-    for keep in (2, 3):
+    for keep in (1, 2, 3):
         folder = folder_with(answer, seed, 1, 2, 5, 12, keep=keep)
-        due = [f"step-{step:06}" for step in (1, 2, 5, 12)[-keep:]]
+        kept = (1, 2, 5, 12)[-keep:]
+        due = [f"step-{step:06}" for step in kept]
         expect(names(folder), due, f"after steps 1, 2, 5, 12 with keep={keep}, left in the folder")
-        for step in (5, 12):
+        for step in kept:
             path = folder / f"step-{step:06}"
+            expect(names(path), FILES, f"files in step-{step:06}")
             for name, data in parts_of(step, seed).items():
-                if not (path / name).is_file() or (path / name).read_bytes() != data:
+                if (path / name).read_bytes() != data:
                     raise Wrong(f"step-{step:06}/{name} does not hold what was to be saved")
+            parts = parts_of(step, seed).items()
+            sums = {name: hashlib.sha256(data).hexdigest() for name, data in parts}
+            expect(json.loads((path / "checksums.json").read_bytes()), sums, "checksums.json")
         expect_found(answer, folder, 12, [], "nothing is damaged", seed)
         shutil.rmtree(folder)
 
@@ -64,9 +74,10 @@ def test_save(answer: Path, seed: int) -> None:
 
 
 def killed(answer, wire, seed: int, over_damage: bool) -> int:
-    """How many lines of the answer were tried."""
+    """How many lines of the answer were tried, and files that it deletes."""
     file = answer.__file__
     os.fsync = lambda descriptor: None  # it is slow, and a kill loses nothing that was written
+    unlink = os.unlink
     steps = (1, 2, 3) if over_damage else (1, 2)
     line = 0
     done = False
@@ -77,30 +88,42 @@ def killed(answer, wire, seed: int, over_damage: bool) -> int:
             damage(folder / "step-000003" / "model", "cut off", random.Random(seed))
         left = [line]
 
-        def count(frame, event, argument, left=left):
+        def come_to(where, left=left):
+            left[0] -= 1
+            if left[0] == 0:
+                raise Killed(f"killed before {where}")
+
+        def count(frame, event, argument, come_to=come_to):
             if frame.f_code.co_filename != file:
                 return None
             if event == "line":
-                left[0] -= 1
-                if left[0] == 0:
-                    raise Killed(f"{frame.f_lineno}")
+                come_to(f"line {frame.f_lineno} of the answer")
             return count
 
+        def delete(path, come_to=come_to, **how):
+            come_to(f"{Path(path).name} was deleted")
+            unlink(path, **how)
+
         where = ""
+        os.unlink = delete
         sys.settrace(count)
         try:
             answer.save(folder, 3, parts_of(3, seed))
             done = True
         except Killed as last:
-            where = f"killed before line {last} of the answer"
+            where = str(last)
         finally:
             sys.settrace(None)
+            os.unlink = unlink
         check_after(answer, folder, where, seed, ["step-000003"] if over_damage else [])
         shutil.rmtree(folder)
     return line - 1
 
 
 def check_after(answer, folder: Path, where: str, seed: int, was_damaged: list[str]) -> None:
+    for path in folder.glob("step-??????"):
+        if names(path) != FILES and path.name not in was_damaged:
+            raise Wrong(f"{where}: half a checkpoint has the name of a whole one: ['{path.name}']")
     try:
         step, parts, damaged = answer.newest_whole(folder)
     except ValueError as error:
@@ -176,6 +199,10 @@ def test_power_cut(answer: Path, seed: int) -> None:
     grade(answer, ordered, 1, seed)
 
 
+DAMAGE = ["missing", "a bit is flipped", "its first bit is flipped", "cut off"]
+DAMAGE += ["a 7, and nothing else"]
+
+
 def damage(path: Path, how: str, dice: random.Random) -> None:
     data = bytearray(path.read_bytes())
     if how == "missing":
@@ -184,6 +211,10 @@ def damage(path: Path, how: str, dice: random.Random) -> None:
     if how == "a bit is flipped":
         bit = dice.randrange(8 * len(data))
         data[bit // 8] ^= 1 << bit % 8
+    elif how == "its first bit is flipped":
+        data[0] ^= 128  # no text any more
+    elif how == "a 7, and nothing else":
+        data[:] = b"7"  # JSON, and no dictionary
     elif how == "cut off":
         del data[dice.randrange(len(data)) :]
     path.write_bytes(data)
@@ -191,7 +222,7 @@ def damage(path: Path, how: str, dice: random.Random) -> None:
 
 def read(answer, wire, seed: int) -> None:
     dice = random.Random(seed)
-    for how in ("missing", "a bit is flipped", "cut off"):
+    for how in DAMAGE:
         for file in ("model", "optimizer", "checksums.json"):
             folder = folder_with(answer, seed, 1, 2, 3, keep=3)
             damage(folder / "step-000003" / file, how, dice)
@@ -265,6 +296,31 @@ def test_none(answer: Path, seed: int) -> None:
     grade(answer, nothing, 1, seed)
 
 
+def opened(answer, wire, seed: int) -> tuple[dict, dict]:
+    """How often each file is opened: when a checkpoint is saved, to write; when it is loaded."""
+    folder = folder_with(answer, seed)
+    seen = []
+    sys.addaudithook(lambda event, args: event == "open" and seen.append(args))
+    answer.save(folder, 1, parts_of(1, seed))
+    writing = [path for path, _, flags in seen if flags & (os.O_WRONLY | os.O_RDWR)]
+    seen.clear()
+    answer.newest_whole(folder)
+    reading = [path for path, _, _ in seen]
+    shutil.rmtree(folder)
+    counts = [Counter(Path(str(path)).name for path in some) for some in (writing, reading)]
+    found = []
+    for count in counts:
+        found.append({name: count[name] for name in FILES})
+    return tuple(found)
+
+
+def test_once(answer: Path, seed: int) -> None:
+    """Each file is written once, and read once"""
+    ((written, read_back),) = grade(answer, opened, 1, seed)
+    expect(written, dict.fromkeys(FILES, 1), "save: how often each file is opened to write")
+    expect(read_back, dict.fromkeys(FILES, 1), "newest_whole: how often each file is opened")
+
+
 def everywhere(answer, wire, seed: int) -> tuple:
     if dist.get_rank() == 0:
         folder = folder_with(answer, seed, 1, 2)
@@ -272,6 +328,7 @@ def everywhere(answer, wire, seed: int) -> tuple:
     else:
         folder = Path("/nowhere/at/all")
     found = answer.load_everywhere(folder)
+    calls = [event.op for event in wire.calls()]
     if dist.get_rank() == 0:
         damage(folder / "step-000001" / "model", "missing", random.Random(seed))
     said = "nothing was raised"
@@ -281,15 +338,18 @@ def everywhere(answer, wire, seed: int) -> tuple:
         said = str(error)
     if dist.get_rank() == 0:
         shutil.rmtree(folder)
-    return found, said
+    return found, said, calls
 
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_everywhere(answer: Path, seed: int, n: int) -> None:
     """Rank 0 decides for all, what to load and what to raise, on {n} ranks"""
     told = grade(answer, everywhere, n, seed)
-    for rank, (found, said) in enumerate(told):
+    for rank, (found, said, _) in enumerate(told):
         due = (1, parts_of(1, seed), ["step-000002"])
         expect(tuple(found), due, f"rank {rank}: load_everywhere")
-        if said == "nothing was raised" or said != told[0][1]:
+        if "step-000002" not in said or "step-000001" not in said or said != told[0][1]:
             raise Wrong(f"rank {rank}: none is whole, and load_everywhere says: {said}")
+    for rank, (_, _, calls) in enumerate(told):
+        if n > 1:  # one rank alone has nobody to tell
+            expect(calls, ["broadcast", "broadcast"], f"rank {rank}: its calls")

@@ -21,7 +21,7 @@ def seconds_per_step(mine: list[float]) -> float:
     mine: seconds of this rank's steps; all ranks took equally many, in step with each other
 
     A step is over when its slowest rank is. Leave the first WARM_UP steps out, and return the
-    median of the others. One collective, of 8 bytes per step.
+    median of the others. One collective, of at most 8 bytes per step.
     """
     # --- yours
     slowest = torch.tensor(mine, dtype=torch.float64)

@@ -161,6 +161,59 @@ MISTAKES = [
         "it calls broadcast",
     ),
     (
+        "a buffer for the whole tensor",
+        (
+            "data = bytearray((stop - start) * row)\n",
+            "data[(first - start) * row : (last - start) * row] = piece",
+            "        shape = [stop",
+        ),
+        (
+            'data = bytearray((about["shape"] or [1])[0] * row)\n',
+            "data[first * row : last * row] = piece",
+            "        data = data[start * row : stop * row]\n        shape = [stop",
+        ),
+        "test_memory",
+        "the whole tensor has 2,097,152",
+    ),
+    (
+        "a view of the whole tensor",
+        "        loaded[name] = to_tensor(data, dtype, shape)\n",
+        "        loaded[name] = to_tensor(data, dtype, shape)\n"
+        '        if about["shape"]:\n'
+        '            whole = torch.empty(about["shape"], dtype=dtype)\n'
+        "            whole[start:stop] = loaded[name]\n"
+        "            loaded[name] = whole[start:stop]\n",
+        "test_memory",
+        "rank 0: holds 2,097,152 bytes at a time to return 524,288",
+    ),
+    (
+        "empty tensors of float32",
+        "        loaded[name] = to_tensor(data, dtype, shape)\n",
+        "        loaded[name] = to_tensor(data, dtype, shape) if data else torch.empty(shape)\n",
+        "test_values",
+        "got (0, ",
+    ),
+    (
+        "only the last row is looked for",
+        (
+            "        missing = stop - start\n",
+            "                missing -= last - first\n",
+        ),
+        (
+            "        missing = start < stop\n",
+            "                missing = missing and last < stop\n",
+        ),
+        "test_gap",
+        "rows of token.weight lie in no shard, and load says nothing",
+    ),
+    (
+        "a scalar is taken to be there",
+        "        if missing:\n",
+        '        if missing and about["shape"]:\n',
+        "test_gap",
+        "rows of step lie in no shard, and load says nothing",
+    ),
+    (
         "a row that is missing is zero",
         "        if missing:\n",
         "        if missing < 0:\n",
@@ -175,7 +228,7 @@ MISTAKES = [
         "the error does not name it",
     ),
     (
-        "every gap is an error, whoever needs the rows",
+        "every gap is an error, no matter which rank needs the rows",
         "        if missing:\n",
         '        held = sum(shard["stop"] - shard["start"] for shard in about["shards"])\n'
         '        if missing or held < (about["shape"] or [1])[0]:\n',

@@ -34,11 +34,32 @@ MISTAKES = [
         "got ['A', 'B', 'base.bias', 'base.weight']",
     ),
     (
+        "A of ones",
+        "nn.init.normal_(self.A, std=base.in_features**-0.5)",
+        "nn.init.ones_(self.A)",
+        "test_start",
+        "A is to be random at first",
+    ),
+    (
+        "float32 with bfloat16 alone",
+        "torch.promote_types(base.weight.dtype, torch.float32)",
+        "torch.float32 if base.weight.dtype == torch.bfloat16 else base.weight.dtype",
+        "test_start",
+        "A with a base in float16: expected torch.float32, got torch.float16",
+    ),
+    (
+        "A made on the CPU",
+        "base.weight.new_empty(r, base.in_features, dtype=dtype)",
+        "torch.empty(r, base.in_features, dtype=dtype)",
+        "test_start",
+        "A is on cpu, its base is not: make it on the base's",
+    ),
+    (
         "adapters in the base's bfloat16",
         "torch.promote_types(base.weight.dtype, torch.float32)",
         "base.weight.dtype",
         "test_start",
-        "A beside a base in bfloat16: expected torch.float32, got torch.bfloat16",
+        "A with a base in bfloat16: expected torch.float32, got torch.bfloat16",
     ),
     (
         "the factor forgotten in forward",
@@ -62,11 +83,26 @@ MISTAKES = [
         "forward makes a tensor of 1,920 elements, where W has 1,920: multiply x by A first",
     ),
     (
+        "a copy of W in float32",
+        "        y = self.base(x)\n",
+        "        W = self.base.weight.to(self.A.dtype)\n"
+        "        y = (F.linear(x.to(W.dtype), W) + self.base.bias).to(x.dtype)\n",
+        "test_made",
+        "and let the base compute its own part",
+    ),
+    (
+        "the change in bfloat16",
+        "F.linear(F.linear(x.to(self.A.dtype), self.A), self.B)",
+        "F.linear(F.linear(x, self.A.to(x.dtype)), self.B.to(x.dtype))",
+        "test_bfloat16",
+        "elements differ from the change in float32, rounded once",
+    ),
+    (
         "the output in float32",
         "y + (self.scale * change).to(y.dtype)",
         "y + self.scale * change",
         "test_bfloat16",
-        "output beside a base in bfloat16: expected bfloat16, got torch.float32",
+        "output with a base in bfloat16: expected bfloat16, got torch.float32",
     ),
     (
         "bfloat16 meets float32",
@@ -105,11 +141,38 @@ MISTAKES = [
         "places of the adapters: expected",
     ),
     (
+        "names that only end so",
+        "if name in names and",
+        "if name.endswith(names) and",
+        "test_places",
+        "places of the adapters: expected",
+    ),
+    (
+        "any part of a dotted name",
+        (
+            "    for parent in list(model.modules()):\n",
+            "if name in names and",
+        ),
+        (
+            "    for path, parent in list(model.named_modules()):\n",
+            'if {name, *path.split(".")} & set(names) and',
+        ),
+        "test_places",
+        "places of the adapters: expected",
+    ),
+    (
+        "alpha is 1, whatever was asked",
+        "Adapter(child, r, alpha)",
+        "Adapter(child, r, 1.0)",
+        "test_places",
+        "change by an adapter that adapt made, r = 2, alpha = 6.0: element",
+    ),
+    (
         "whatever bears the name",
         "if name in names and isinstance(child, nn.Linear):",
         "if name in names:",
         "test_places",
-        "AttributeError: 'LayerNorm' object has no attribute 'in_features'",
+        "AttributeError: 'Sequential' object has no attribute 'weight'",
     ),
     (
         "thin matrices dealt out by rows",

@@ -10,10 +10,10 @@ from torch.distributed.tensor import Shard
 
 
 class Adapter(nn.Module):
-    """A frozen linear layer with a trained change beside it: W + alpha / r B A (Hu et al., 2021).
+    """A frozen linear layer with a trained change added to it: W + alpha / r B A (Hu et al., 2021).
 
     `self.base` is the layer that was given, `self.A` (r, d_in) is random at first, and `self.B`
-    (d_out, r) zero. Both are of the base's device, and of its dtype, but of float32 beside a base
+    (d_out, r) zero. Both are of the base's device, and of its dtype, but of float32 with a base
     in bfloat16 or float16.
     """
 

@@ -185,6 +185,33 @@ MISTAKES = [
         "elements are alive while unit",
     ),
     (
+        "the last input is kept in the model",
+        "        ctx.save_for_backward(x)\n",
+        "        ctx.save_for_backward(x)\n        model.last_input = x\n",
+        "test_memory",
+        "elements are alive after backward; the shares' gradients are",
+    ),
+    (
+        "a buffer of gradients is kept",
+        "        return share\n        # --- end\n\n\nclass Unit",
+        "        self.flat = flat\n        return share\n        # --- end\n\n\nclass Unit",
+        "test_memory",
+        "elements are alive after backward; the shares' gradients are",
+    ),
+    (
+        "a second gather of the same unit",
+        (
+            "        if k in self.coming or not 0 <= k < len(self.units):\n",
+            "        self.gather(k)\n        whole",
+        ),
+        (
+            "        if not 0 <= k < len(self.units):\n",
+            "        if k not in self.coming:\n            self.gather(k)\n        whole",
+        ),
+        "test_waiting",
+        "calls of gather, for unit 2 twice, unit -1 and one after the last: expected",
+    ),
+    (
         "the gather waits",
         "share, async_op=True))\n",
         "share, async_op=True))\n        self.coming[k][1].wait()\n",

@@ -243,6 +243,13 @@ def stay(answer, wire, seed: int) -> dict[str, torch.Tensor]:
         except dist.DistStoreError:
             raise Wrong("gather waits for the other ranks: start it, and return at once") from None
         model.gather(2)
+    model.gather(2)  # it is under way
+    model.gather(-1)
+    model.gather(len(WIDTHS))
+    made = [event.op for event in wire.calls()]
+    expect(
+        made, ["all_gather"], "calls of gather, for unit 2 twice, unit -1 and one after the last"
+    )
     return {name: copy_of(p) for name, p in model.whole(2).items()}
 
 
@@ -255,8 +262,8 @@ def test_waiting(answer: Path, seed: int) -> None:
             same(got[name], p.detach(), f"rank {rank}: {name} of unit 2, whole")
 
 
-def weigh(answer, wire, seed: int) -> list[tuple[int, int, int]]:
-    """(unit, elements alive beyond what was there, at most so many), whenever a unit computes."""
+def weigh(answer, wire, seed: int) -> list[tuple[str, int, int]]:
+    """(when, elements alive beyond what was there, at most so many), as units compute and after."""
     found = []
     told = []
     model = answer.ZeRO3(units_of(seed, told))
@@ -272,38 +279,45 @@ def weigh(answer, wire, seed: int) -> list[tuple[int, int, int]]:
                 storages[storage.data_ptr()] = storage.nbytes() // 8
         return sum(storages.values())
 
-    def look(number: int) -> None:
+    def look(when: str, bound: int) -> None:
         """gloo's threads may hold a buffer for a moment: once, give them time to let go of it."""
-        bound = allowed(number, dist.get_world_size())
         least = alive()
         patience = 100 if all(elements <= limit for _, elements, limit in found) else 0
         while least > bound and patience > 0:
             time.sleep(0.05)
             least = min(least, alive())
             patience -= 1
-        found.append((number, least, bound))
+        found.append((when, least, bound))
 
-    told.append(look)
+    n = dist.get_world_size()
+    told.append(lambda number: look(f"while unit {number} computes", allowed(number, n)))
     loss_of(model(batch(seed, dist.get_rank(), 0))).backward()
+    look("after backward", gradients(n))
     return found
+
+
+def gradients(n: int) -> int:
+    """Elements of all shares' gradients."""
+    return sum(shares(k, n)[0] for k in range(len(WIDTHS)))
 
 
 def allowed(number: int, n: int) -> int:
     """Elements of this unit and its larger neighbour, of all shares' gradients, of activations."""
     whole = [n * sum(shares(k, n)) for k in range(len(WIDTHS))]
     neighbours = [whole[k] for k in (number - 1, number + 1) if 0 <= k < len(WIDTHS)]
-    gradients = sum(shares(k, n)[0] for k in range(len(WIDTHS)))
-    return whole[number] + max(neighbours) + gradients + 40 * 2 * D
+    return whole[number] + max(neighbours) + gradients(n) + 40 * 2 * D
 
 
 def test_memory(answer: Path, seed: int) -> None:
-    """Two units are whole at a time, on 4 ranks"""
+    """Two units are whole at a time, and none after backward, on 4 ranks"""
     total = sum(4 * sum(shares(k, 4)) for k in range(len(WIDTHS)))
     for rank, found in enumerate(grade(answer, weigh, 4, seed, deadline=40)):
-        for number, elements, bound in found:
+        for when, elements, bound in found:
             if elements > bound:
+                due = "the shares' gradients"
+                if when != "after backward":
+                    due = "it, its neighbour, gradients and activations"
                 raise Wrong(
-                    f"rank {rank}: {elements:,} elements are alive while unit {number} computes; "
-                    f"it, its neighbour, gradients and activations are {bound:,} at most, "
-                    f"and all units together {total:,}"
+                    f"rank {rank}: {elements:,} elements are alive {when}; {due} are {bound:,} at "
+                    f"most, and all units together {total:,}"
                 )

@@ -70,6 +70,31 @@ MISTAKES = [
         "gradient of shift: expected a tensor, got None",
     ),
     (
+        "the parameters are asked of the module",
+        "        torch.autograd.backward(y, dy)\n",
+        "        for p in ctx.module.parameters():\n"
+        "            p.requires_grad_()\n"
+        "        torch.autograd.backward(y, dy)\n",
+        "test_gradients",
+        "AttributeError: 'function' object has no attribute 'parameters'",
+    ),
+    (
+        "every tensor is to have a gradient",
+        "tensor.detach().requires_grad_(tensor.requires_grad)",
+        "tensor.detach().requires_grad_()",
+        "test_gradients",
+        "RuntimeError: only Tensors of floating point dtype can require gradients",
+    ),
+    (
+        "in training mode, whatever it was in",
+        "            torch.set_rng_state(ctx.state)\n",
+        "            torch.set_rng_state(ctx.state)\n"
+        "            if isinstance(ctx.module, torch.nn.Module):\n"
+        "                ctx.module.train()\n",
+        "test_gradients",
+        "backward has changed a module's mode: compute it in the one that it has",
+    ),
+    (
         "the gradient of the sum, whatever came",
         "torch.autograd.backward(y, dy)",
         "torch.autograd.backward(y, torch.ones_like(y))",
@@ -131,6 +156,13 @@ MISTAKES = [
         ),
         "test_saved",
         "elements are saved for backward; the inputs are 126",
+    ),
+    (
+        "the output kept in ctx",
+        "        return module(*inputs)\n        # --- end",
+        "        ctx.y = module(*inputs)\n        return ctx.y\n        # --- end",
+        "test_saved",
+        "the output lives on when the caller holds it no more: keep it nowhere",
     ),
     (
         "inputs kept in ctx",

@@ -11,6 +11,8 @@ def recompute(module: Callable, *inputs: object) -> torch.Tensor:
         y = recompute(block, x)         # as y = block(x), with the same gradients
         y = recompute(block, x, mask)   # inputs may be anything; tensors among them have gradients
 
+    The module is anything that can be called; it computes in the mode that it is in.
+
     Backward computes the module once more, with the random numbers that forward drew, so that
     dropout masks are the same, and leaves the generator as it found it. If the parameters are what
     has gradients, and no input requires one, backward must compute them nevertheless.

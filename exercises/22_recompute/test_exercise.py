@@ -1,5 +1,6 @@
 """Grader of 22: gradients, random numbers, what is saved, how often the module computes."""
 
+import weakref
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ CHECKPOINT = ("torch.utils.checkpoint.checkpoint",)
 
 
 class Block(nn.Module):
-    """Linear layers around dropout, scaled by a number and shifted by a tensor."""
+    """Linear layers around dropout; masked, scaled by a number and shifted by a tensor."""
 
     def __init__(self, calls: list) -> None:
         super().__init__()
@@ -24,16 +25,22 @@ class Block(nn.Module):
         self.down = nn.Linear(HIDDEN, D)
         self.calls = calls
 
-    def forward(self, x: torch.Tensor, scale: float = 1.0, shift: object = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, scale: float = 1.0, shift: object = None, mask: object = None
+    ) -> torch.Tensor:
         self.calls.append(torch.is_grad_enabled())
-        h = nn.functional.dropout(torch.tanh(self.up(x)), 0.3)
+        h = nn.functional.dropout(torch.tanh(self.up(x)), 0.3, self.training)
+        h = h if mask is None else h * mask
         y = x + scale * self.down(h)
         return y if shift is None else y + shift.square()
 
 
 def blocks_of(seed: int, calls: list) -> nn.ModuleList:
+    """One of them is in the mode for evaluation, as a frozen part of a model may be."""
     torch.manual_seed(seed)
-    return nn.ModuleList(Block(calls) for _ in range(BLOCKS)).double()
+    blocks = nn.ModuleList(Block(calls) for _ in range(BLOCKS)).double()
+    blocks[1].eval()
+    return blocks
 
 
 def data(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,30 +50,28 @@ def data(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, shift
 
 
-def step(
-    blocks: nn.ModuleList, call: object, seed: int, needs: bool, saved: list | None = None
-) -> dict[str, torch.Tensor]:
-    """A forward and a backward with two micro-batches; the gradients, outputs, random numbers."""
+def step(blocks: nn.ModuleList, call: object, seed: int, needs: bool) -> dict[str, torch.Tensor]:
+    """A forward and a backward with two micro-batches; the gradients, outputs, random numbers.
+
+    Block 3 is called by a function, which has no parameters.
+    """
     found = {}
     x, shift = data(seed)
     x.requires_grad_(needs)
     shift.requires_grad_(needs)
+    mask = torch.arange(HIDDEN) % 3 > 0
     torch.manual_seed(seed + 1)
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if saved is not None:
-            saved.append((tensor.untyped_storage().data_ptr(), tensor.numel()))
-        return tensor
-
     for micro_batch in range(2):
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            y = x
-            for k, block in enumerate(blocks):
-                y = call(block, y, 0.5 + k, shift if k % 2 else None)
+        y = x
+        for k, block in enumerate(blocks):
+            module = block.forward if k == 3 else block
+            y = call(module, y, 0.5 + k, shift if k % 2 else None, mask)
         found[f"output {micro_batch}"] = y.detach().clone()
         found[f"random numbers after forward {micro_batch}"] = torch.rand(3)
         y.square().sum().backward()
         found[f"random numbers after backward {micro_batch}"] = torch.rand(3)
+        if blocks[1].training:
+            raise Wrong("backward has changed a module's mode: compute it in the one that it has")
     for name, p in blocks.named_parameters():
         found[f"gradient of {name}"] = p.grad
     if needs:
@@ -132,8 +137,9 @@ def test_calls(answer: Path, seed: int) -> None:
     expect(len(without), 1, "calls of a block under no_grad")
 
 
-def keep(answer, wire, seed: int) -> tuple[int, int]:
-    """Elements saved for backward by the whole step, parameters left out: ours and the plain."""
+def keep(answer, wire, seed: int) -> tuple[int, int, bool]:
+    """Elements saved for backward by the whole step, parameters left out: ours and the plain; and
+    whether the output of ours lives on when nobody holds it."""
     counts = []
     for call in (answer.recompute, plainly):
         blocks = blocks_of(seed, [])
@@ -153,12 +159,15 @@ def keep(answer, wire, seed: int) -> tuple[int, int]:
         storages = {at: t.untyped_storage().nbytes() // 8 for at, t in saved if at not in own}
         counts.append(sum(storages.values()))
         y.sum().backward()
-    return tuple(counts)
+    y = answer.recompute(blocks[0], x)
+    output = weakref.ref(y)
+    del y
+    return *counts, output() is not None
 
 
 def test_saved(answer: Path, seed: int) -> None:
     """What is saved for backward is each module's inputs"""
-    ((got, plain),) = grade(answer, keep, 1, seed, group=False, forbid=CHECKPOINT)
+    ((got, plain, lives),) = grade(answer, keep, 1, seed, group=False, forbid=CHECKPOINT)
     due = BLOCKS * B * D + D
     if got > due:
         raise Wrong(
@@ -166,6 +175,8 @@ def test_saved(answer: Path, seed: int) -> None:
             f"(without recomputation: {plain:,})"
         )
     expect(got, due, "elements of inputs saved by ctx.save_for_backward")
+    if lives:
+        raise Wrong("the output lives on when the caller holds it no more: keep it nowhere")
 
 
 def spoil(answer, wire, seed: int) -> str:

@@ -40,6 +40,28 @@ MISTAKES = [
         "Only the members of a group are waited for",
     ),
     (
+        "takes the last open call",
+        "        calls.append(still_open[0] if still_open else None)\n",
+        "        still_open = still_open[-1:]\n"
+        "        calls.append(still_open[0] if still_open else None)\n",
+        "test_made_dumps",
+        "the first one counts. number: expected",
+    ),
+    (
+        "compares no names",
+        '"collective_seq_id", "profiling_name", "input_sizes")',
+        '"collective_seq_id", "input_sizes")',
+        "test_made_dumps",
+        "has made another call instead: a circle.: expected",
+    ),
+    (
+        "compares no numbers",
+        '("process_group", "collective_seq_id",',
+        '("process_group",',
+        "test_made_dumps",
+        "has not made the call that the others wait in.: expected",
+    ),
+    (
         "compares no sizes",
         '"profiling_name", "input_sizes")',
         '"profiling_name")',

@@ -55,16 +55,25 @@ class Recorders:
             self.together(self.rng.choice(list(self.groups)))
 
 
-def behind(rng: random.Random) -> tuple[list[dict], Due]:
+def behind(rng: random.Random, started_since: int = 0) -> tuple[list[dict], Due]:
     """One rank has not made the call that the others wait in."""
     ranks = 5
     made = Recorders(rng, {"0": list(range(ranks))}, ranks)
     made.shared_past()
+    for rank in range(ranks):  # the same call in the step before
+        made.call(rank, "0", "all_reduce", [[8]])
     late = rng.randrange(ranks - 1)
     for rank in range(ranks):
         if rank != late:
             number = made.call(rank, "0", "all_reduce", [[8]], retired=False)
+            for _ in range(started_since):
+                made.call(rank, "0", "all_gather", [[2]], retired=False)
     return made.dumps, (late, "0", number, "all_reduce")
+
+
+def several_open(rng: random.Random) -> tuple[list[dict], Due]:
+    """Calls that were started since wait, too; the first one counts."""
+    return behind(rng, 2)
 
 
 def another_call(rng: random.Random) -> tuple[list[dict], Due]:
@@ -74,8 +83,8 @@ def another_call(rng: random.Random) -> tuple[list[dict], Due]:
     made.shared_past()
     odd = rng.randrange(ranks - 1)
     for rank in range(ranks):
-        name = "barrier" if rank == odd else "broadcast"
-        number = made.call(rank, "0", name, [] if rank == odd else [[8]], retired=False)
+        name = "all_reduce" if rank == odd else "broadcast"
+        number = made.call(rank, "0", name, [[8]], retired=False)
     return made.dumps, (odd, "0", number, "broadcast")
 
 
@@ -146,6 +155,7 @@ def buffer_full(rng: random.Random) -> tuple[list[dict], Due]:
 
 CASES = {
     "one rank is behind": behind,
+    "several calls are open": several_open,
     "one rank makes another call": another_call,
     "one rank's tensor is larger": another_size,
     "several groups": two_groups,
@@ -158,7 +168,9 @@ CASES = {
 
 def call(answer, wire, many: list) -> list:
     """What the answer says of each."""
-    return [answer.guilty(dumps) for dumps in many]
+    said = [answer.guilty(dumps) for dumps in many]
+    wire.only()
+    return said
 
 
 @pytest.mark.parametrize("case", CASES)

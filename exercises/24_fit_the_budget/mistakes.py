@@ -44,6 +44,20 @@ MISTAKES = [
         "4 micro-batches, recompute=True, stage 3: expected",
     ),
     (
+        "gathered for backward only to recompute",
+        "sent = 12 * P * plan.pieces",
+        "sent = (12 if plan.recompute else 8) * P * plan.pieces",
+        "test_seconds",
+        "1 micro-batches, recompute=False, stage 3: expected",
+    ),
+    (
+        "sent as by four ranks",
+        "sent * (n - 1) / n",
+        "sent * 3 / 4",
+        "test_seconds",
+        "rank 0 of 2: 1 micro-batches, recompute=False, stage 0: expected",
+    ),
+    (
         "the smallest plan",
         "seconds_per_step(job, plan, n, machine))",
         "bytes_per_rank(job, plan, n))",

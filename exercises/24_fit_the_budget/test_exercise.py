@@ -1,4 +1,5 @@
-"""Grader of 24: plans are run on four ranks; bytes alive, FLOPs and bytes sent are counted."""
+"""Grader of 24: plans are run on four ranks and on two; bytes alive, FLOPs and bytes sent are
+counted."""
 
 import itertools
 import math
@@ -7,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from course.grading import Wrong, expect, grade
 
-N = 4
+N = 4  # ranks of the choice of a plan
 
 
 class Counts(NamedTuple):
@@ -57,8 +59,9 @@ class Alive(TorchDispatchMode):
 class Training:
     """The job, trained by the plan, by hand: what is held is what has a name here."""
 
-    def __init__(self, job: tuple, plan: tuple, alive: Alive) -> None:
+    def __init__(self, job: tuple, plan: tuple, n: int, alive: Alive) -> None:
         self.alive = alive
+        self.n = n
         self.L, self.D, self.B = job
         self.pieces, self.recompute, self.stage = plan
         self.sent = 0.0
@@ -69,7 +72,7 @@ class Training:
         self.kept = []
 
     def share(self, stage: int, size: int) -> int:
-        return size // N if self.stage >= stage else size
+        return size // self.n if self.stage >= stage else size
 
     def whole(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The matrices (4 D, D) and (D, 4 D) of a block."""
@@ -109,12 +112,12 @@ class Training:
         if dist.is_initialized():  # one rank alone counts the same bytes
             call(y, x.clone())
         self.alive.paused = False
-        self.sent += max(x.nbytes, y.nbytes) * (N - 1) / N
+        self.sent += max(x.nbytes, y.nbytes) * (self.n - 1) / self.n
         return y.clone()
 
     def add(self, i: int, gradient: torch.Tensor) -> None:
         if self.stage >= 2:
-            share = len(gradient) // N
+            share = len(gradient) // self.n
             gradient = self.collective(dist.reduce_scatter_tensor, gradient, share)
         if self.gradients[i] is None:
             self.gradients[i] = gradient
@@ -125,10 +128,11 @@ class Training:
         """Send what is sent once per step. (What is learned is of no interest here.)"""
         for gradient in self.gradients:
             if self.stage < 2:  # an all-reduce, in its two halves
-                part = self.collective(dist.reduce_scatter_tensor, gradient, len(gradient) // N)
+                share = len(gradient) // self.n
+                part = self.collective(dist.reduce_scatter_tensor, gradient, share)
                 self.collective(dist.all_gather_into_tensor, part, len(gradient))
             elif self.stage == 2:
-                self.collective(dist.all_gather_into_tensor, gradient, N * len(gradient))
+                self.collective(dist.all_gather_into_tensor, gradient, self.n * len(gradient))
 
     def step(self) -> tuple[int, int]:
         for _ in range(self.pieces):
@@ -145,9 +149,9 @@ def gelu_slope(h: torch.Tensor) -> torch.Tensor:
     return (1 + (h / math.sqrt(2)).erf()) / 2 + h * density
 
 
-def run(job: tuple, plan: tuple) -> Counts:
+def run(job: tuple, plan: tuple, n: int) -> Counts:
     with Alive() as alive:
-        training = Training(job, plan, alive)
+        training = Training(job, plan, n, alive)
         moments = training.step()
     return Counts(*moments, alive.flops, training.sent)
 
@@ -161,17 +165,19 @@ def job_of(seed: int) -> tuple[int, int, int]:
 
 
 PLANS = [(1, False, 0), (4, False, 0), (1, True, 0), (4, True, 1), (2, False, 2), (4, True, 3)]
+PLANS += [(1, False, 3)]
 MACHINES = [(1e9, 1e8, 1e-4), (1e9, 1e6, 1e-4), (1e7, 1e8, 1e-2)]  # the last two: slow links, cores
 MACHINES += [(1e6, 1e10, 1e-4)]  # the slowest cores of all: nothing is computed twice
 
 
 def judge_plans(answer, wire, seed: int) -> list[tuple]:
     job = job_of(seed)
+    n = dist.get_world_size()
     machine = answer.Machine(*MACHINES[0])
     rows = []
     for plan in PLANS:
-        ours = answer.Job(*job), answer.Plan(*plan), N
-        ran = tuple(run(job, plan))
+        ours = answer.Job(*job), answer.Plan(*plan), n
+        ran = tuple(run(job, plan, n))
         rows.append((ran, answer.bytes_per_rank(*ours), answer.seconds_per_step(*ours, machine)))
     return rows
 
@@ -180,13 +186,15 @@ def name_of(plan: tuple) -> str:
     return "{} micro-batches, recompute={}, stage {}".format(*plan)
 
 
-def test_bytes(answer: Path, seed: int) -> None:
-    """The most bytes alive, of six plans on four ranks"""
-    for rank, rows in enumerate(grade(answer, judge_plans, N, seed)):
+@pytest.mark.parametrize("n", [4, 2])
+def test_bytes(answer: Path, seed: int, n: int) -> None:
+    """The most bytes alive, of seven plans on {n} ranks"""
+    for rank, rows in enumerate(grade(answer, judge_plans, n, seed)):
         for plan, (ran, said, _) in zip(PLANS, rows, strict=True):
             counts = Counts(*ran)
             at = "forward" if counts.after_forward > counts.after_backward else "backward"
-            expect(said, counts.most, f"rank {rank}: {name_of(plan)}: bytes alive after {at}")
+            where = f"rank {rank} of {n}: {name_of(plan)}"
+            expect(said, counts.most, f"{where}: bytes alive after {at}")
 
 
 def seconds(counts: Counts, pieces: int, machine: tuple) -> float:
@@ -194,15 +202,16 @@ def seconds(counts: Counts, pieces: int, machine: tuple) -> float:
     return counts.flops / flops + counts.sent / link + pieces * overhead
 
 
-def test_seconds(answer: Path, seed: int) -> None:
-    """The seconds of the same plans, by counted FLOPs and bytes sent"""
-    for rank, rows in enumerate(grade(answer, judge_plans, N, seed)):
+@pytest.mark.parametrize("n", [4, 2])
+def test_seconds(answer: Path, seed: int, n: int) -> None:
+    """The seconds of the same plans, by counted FLOPs and bytes sent, on {n} ranks"""
+    for rank, rows in enumerate(grade(answer, judge_plans, n, seed)):
         for plan, (ran, _, said) in zip(PLANS, rows, strict=True):
             counts = Counts(*ran)
             due = seconds(counts, plan[0], MACHINES[0])
             if not isinstance(said, float | int) or abs(said - due) > 1e-9 * due:
                 raise Wrong(
-                    f"rank {rank}: {name_of(plan)}: expected {due:.6g} s "
+                    f"rank {rank} of {n}: {name_of(plan)}: expected {due:.6g} s "
                     f"({counts.flops:,} FLOPs, {counts.sent:,.0f} bytes sent), got {said}"
                 )
 
@@ -219,7 +228,7 @@ def choose(answer, wire, seed: int) -> list[list[tuple | None]]:
     the least. Powers of two alone do not find the cheapest plan for each of them.
     """
     job = job_of(seed)
-    ran = {plan: run(job, plan) for plan in all_plans(job)}
+    ran = {plan: run(job, plan, N) for plan in all_plans(job)}
     sizes = sorted(counts.most for counts in ran.values())
     budgets = [ran[3, False, 3].most]  # three micro-batches, which are no power of two
     budgets += [sizes[-1], *[sizes[len(sizes) * k // 5] for k in (3, 2, 1)], sizes[0], sizes[0] - 1]

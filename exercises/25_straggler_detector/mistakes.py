@@ -30,6 +30,13 @@ MISTAKES = [
         "always 4% slower, on rank 0 of 4: expected [], got [2]",
     ),
     (
+        "a margin of 10%, whatever was asked",
+        "(1 + margin) * median",
+        "1.1 * median",
+        "test_margin",
+        "18% slower, a margin of 30%, on rank 0 of 4: expected [], got [2]",
+    ),
+    (
         "the mean of the others, which another slow rank moves",
         "others.sort(dim=0).values[len(others) // 2]",
         "others.mean(dim=0)",
@@ -56,6 +63,13 @@ MISTAKES = [
         "stamps",
         "test_recent",
         "slow until the middle, on rank 0 of 3: expected [], got [1]",
+    ),
+    (
+        "less than false_alarm, not at most",
+        "<= false_alarm:",
+        "< false_alarm:",
+        "test_count",
+        "late in 6 of 6 steps, false alarm 0.03125, 2 ranks: named on rank 0: expected [1], got []",
     ),
     (
         "as if there were one rank",

@@ -44,22 +44,22 @@ def stamps_of(own: Own, rank: int) -> list[tuple[float, float, float]]:
     return stamps
 
 
-def call(answer, wire, cases: list[tuple[Own, int, float]]) -> list[tuple]:
+def call(answer, wire, cases: list[tuple[Own, int, float, float]]) -> list[tuple]:
     """What runs on every rank: each case's answer, and its collectives with their bytes."""
     told = []
-    for own, window, false_alarm in cases:
+    for own, window, margin, false_alarm in cases:
         stamps = stamps_of(own, dist.get_rank())
         before = len(wire.calls())
-        got = answer.stragglers(list(stamps), window, MARGIN, false_alarm)
+        got = answer.stragglers(list(stamps), window, margin, false_alarm)
         if not isinstance(got, list) or not all(type(rank) is int for rank in got):
             raise Wrong(f"expected a list of whole numbers, got {got!r}")
         told.append((got, [(event.op, event.nbytes) for event in wire.calls()[before:]]))
     return told
 
 
-def judge(answer: Path, n: int, *cases: tuple[Own, list[int], str], window: int = WINDOW) -> None:
+def judge(answer: Path, n: int, *cases: tuple[Own, list[int], str], margin: float = MARGIN) -> None:
     """All ranks must name these ranks in each case."""
-    given = [(own, window, FALSE_ALARM) for own, _, _ in cases]
+    given = [(own, WINDOW, margin, FALSE_ALARM) for own, _, _ in cases]
     for rank, told in enumerate(grade(answer, call, n, given)):
         for (got, _), (_, due, what) in zip(told, cases, strict=True):
             expect(got, due, f"{what}, on rank {rank} of {n}")
@@ -72,7 +72,7 @@ def test_healthy(answer: Path, seed: int, n: int) -> None:
     for part in range(10):
         own = healthy(1000 * seed + part, WINDOW, n, hiccups=0.02)
         own[part] = [5.0, *own[part][1:]]  # at least one
-        cases.append((own, WINDOW, FALSE_ALARM))
+        cases.append((own, WINDOW, MARGIN, FALSE_ALARM))
     for rank, told in enumerate(grade(answer, call, n, cases)):
         alarms = sum(len(got) for got, _ in told)
         expect(alarms, 0, f"rank {rank}: false alarms in 200 healthy steps")
@@ -101,6 +101,12 @@ def test_of_two_others_the_larger_counts(answer: Path, seed: int) -> None:
 def test_a_little_slower(answer: Path, seed: int) -> None:
     """A rank that is always 4% slower is not worth an alarm"""
     judge(answer, 4, (slower(healthy(seed, WINDOW, 4), {2: 1.04}), [], "always 4% slower"))
+
+
+def test_margin(answer: Path, seed: int) -> None:
+    """A rank that is 18% slower is not named if 30% are allowed"""
+    own = slower(healthy(seed, WINDOW, 4), {2: 1.18})
+    judge(answer, 4, (own, [], "18% slower, a margin of 30%"), margin=0.3)
 
 
 def test_two_slow(answer: Path, seed: int) -> None:
@@ -142,7 +148,8 @@ def test_count(answer: Path, seed: int, n: int) -> None:
     chance = random.Random(seed)
     cases = []
     due = []
-    for window, false_alarm in ((20, 0.002), (20, 0.01), (20, 0.1), (33, 0.01), (6, 0.001)):
+    promises = [(20, 0.002), (20, 0.01), (20, 0.1), (33, 0.01), (6, 0.001)]
+    for window, false_alarm in [*promises, (6, n / 2**6)]:  # the last is reached, to the bit
         k = enough(window, n, false_alarm)
         for late in (k - 1, k):
             if late > window:
@@ -150,7 +157,7 @@ def test_count(answer: Path, seed: int, n: int) -> None:
             own = healthy(seed, window, n)
             for step in chance.sample(range(window), late):
                 own[step] = [2 * x if rank == 1 else x for rank, x in enumerate(own[step])]
-            cases.append((own, window, false_alarm))
+            cases.append((own, window, MARGIN, false_alarm))
             due.append((window, false_alarm, late, [1] if late == k else []))
     for rank, told in enumerate(grade(answer, call, n, cases)):
         for (got, _), (window, false_alarm, late, expected) in zip(told, due, strict=True):
@@ -160,9 +167,9 @@ def test_count(answer: Path, seed: int, n: int) -> None:
 
 def test_cost(answer: Path, seed: int) -> None:
     """One all-gather, to which each rank hands 8 bytes per step of the window"""
-    cases = [(healthy(seed, 50, 3), window, FALSE_ALARM) for window in (20, 50)]
+    cases = [(healthy(seed, 50, 3), window, MARGIN, FALSE_ALARM) for window in (20, 50)]
     for rank, told in enumerate(grade(answer, call, 3, cases)):
-        for (_, handed), (_, window, _) in zip(told, cases, strict=True):
+        for (_, handed), (_, window, _, _) in zip(told, cases, strict=True):
             due = [("all_gather", 3 * 8 * window)]
             expect(handed, due, f"rank {rank}: its calls, and the bytes that they leave")
 

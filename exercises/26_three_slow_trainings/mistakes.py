@@ -41,6 +41,13 @@ MISTAKES = [
         "rank 0: parameters",
     ),
     (
+        "as many steps as there are samples for",
+        "    for step in range(steps):\n",
+        "    for step in range(len(samples) // batch):\n",
+        "test_training_1",
+        "rank 0: samples that it reads: expected 36, got 48",
+    ),
+    (
         "a call for each tensor",
         "        dist.all_reduce(flat)\n        flat /= dist.get_world_size()\n        losses",
         "        for part in flat.split([len(gradient) for gradient in gradients] + [1]):\n"
@@ -70,6 +77,13 @@ MISTAKES = [
         "losses.append(loss.item())",
         "test_training_2",
         "rank 0: losses",
+    ),
+    (
+        "losses that are tensors",
+        "losses.append(flat[-1].item())",
+        "losses.append(flat[-1])",
+        "test_training_2",
+        "rank 0: types of losses: expected [<class 'float'>",
     ),
     (
         "gradients are summed",

@@ -1,4 +1,4 @@
-"""Three slow trainings: find each one's bottleneck, and mend it.
+"""Three slow trainings: find each one's bottleneck, and fix it.
 
 Task: exercises/26_three_slow_trainings/README.md.
 """

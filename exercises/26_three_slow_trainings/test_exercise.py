@@ -58,11 +58,11 @@ def joined(seed: int, n: int) -> list[tuple[Tensor, Tensor]]:
 
 
 class Samples(Sequence):
-    """Notes who reads what."""
+    """Notes who reads what; there are more than the steps take."""
 
     def __init__(self, seed: int) -> None:
-        self.x = numbers(seed, STEPS * BATCH, D)
-        self.y = numbers(seed + 1, STEPS * BATCH, C)
+        self.x = numbers(seed, STEPS * BATCH + BATCH, D)
+        self.y = numbers(seed + 1, STEPS * BATCH + BATCH, C)
         self.read: list[int] = []
 
     def __len__(self) -> int:
@@ -86,7 +86,7 @@ def test_training_1(answer: Path, seed: int, n: int) -> None:
     told = grade(answer, call_1, n, seed)
     samples = Samples(seed)
     whole = list(zip(samples.x.split(BATCH), samples.y.split(BATCH), strict=True))
-    due = train(seed, whole)[-1][0]
+    due = train(seed, whole[:STEPS])[-1][0]
     for rank, (_, read, calls) in enumerate(told):
         expect(len(read), STEPS * BATCH // n, f"rank {rank}: samples that it reads")
         expect(calls, ["all_reduce"] * STEPS, f"rank {rank}: its calls")
@@ -112,11 +112,9 @@ def test_training_2(answer: Path, seed: int, n: int) -> None:
     """Training 2 calls once a step, and learns the same, on {n} ranks"""
     told = grade(answer, call_2, n, seed)
     due = train(seed, joined(seed, n))
-    summed = None
     for rank, (parameters, losses, calls) in enumerate(told):
-        same(parameters, due[-1][0], f"rank {rank}: parameters", ATOL, summed)
-        if not isinstance(losses, list) or len(losses) != STEPS:
-            raise Wrong(f"rank {rank}: expected {STEPS} losses, got {losses!r}")
+        same(parameters, due[-1][0], f"rank {rank}: parameters", ATOL)
+        expect([type(loss) for loss in losses], [float] * STEPS, f"rank {rank}: types of losses")
         got = torch.tensor(losses, dtype=torch.float64)
         mean = torch.tensor([loss for _, loss in due], dtype=torch.float64)
         same(got, mean, f"rank {rank}: losses", ATOL, {"these are sums": mean * n})
@@ -139,7 +137,7 @@ def call_3(answer, wire, seed: int, V: int) -> tuple:
     return flat(model), right, sum(rows), calls, model.training
 
 
-@pytest.mark.parametrize(("n", "V"), [(1, 31), (2, 31), (4, 31), (4, 5)])
+@pytest.mark.parametrize(("n", "V"), [(1, 31), (2, 31), (4, 31), (4, 5), (4, 3)])
 def test_training_3(answer: Path, seed: int, n: int, V: int) -> None:
     """Training 3 shares the validation of {V} samples, and counts the same, on {n} ranks"""
     told = grade(answer, call_3, n, seed, V)

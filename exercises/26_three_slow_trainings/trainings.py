@@ -1,4 +1,4 @@
-"""Three trainings that are right, and slow. Mend them in answers/26_three_slow_trainings.py.
+"""Three trainings that are right, and slow. Fix them in answers/26_three_slow_trainings.py.
 
     python exercises/26_three_slow_trainings/trainings.py 1
     python exercises/26_three_slow_trainings/trainings.py 1 answers/26_three_slow_trainings.py

@@ -33,8 +33,9 @@ def test_the_readme_says_all_a_learner_needs(exercise: Exercise) -> None:
     assert f"**The hole.** {sum(exercise.holes)} lines" in exercise.readme
     assert exercise.holes
     assert f"course check {exercise.number}\n" in exercise.readme
+    assert f"`course hint {exercise.number}`" in exercise.readme
     assert len(exercise.hints) >= 2
-    assert exercise.readme.count("<details>") == exercise.readme.count("</details>")
+    assert not any(hint in exercise.readme for hint in exercise.hints)
     assert len(exercise.title) <= 80
 
 

@@ -46,6 +46,7 @@ NO_DEVICE = {
 }
 
 LEFT = "samples that an epoch leaves out"
+TWICE = "samples that come twice"
 PLACE = "share of samples at their place in 2 epochs"
 MEANS = {f"mean of normalised crops, {name} - DataLoader's" for name in ("jpg", "raw")}
 
@@ -67,9 +68,49 @@ LINES = {
         "NormalizeImage(MEAN, STD, np",
         MEANS,
     ),
+    "DataLoader has no workers": (
+        "num_workers=WORKERS, persistent_workers=True",
+        "num_workers=0",
+        {"processes that DataLoader started"},
+    ),
+    "what fills no batch is dropped": (
+        '"drop_last": False',
+        '"drop_last": True',
+        {LEFT, TWICE},
+    ),
+    "raw.beton holds JPEGs, too": (
+        'RGBImageField("raw")',
+        'RGBImageField("jpg", jpeg_quality=97)',
+        {"bytes per image in raw.beton"},
+    ),
 }
 ONCE = ("alternate(loaders, 2)", "alternate(loaders, 1)")
-BREAKS = Breaks(LINES, changes=[STATIONS, ONCE], deadline=150)
+SLOW = {
+    # Its workers stay, as those of the first do, and are counted.
+    "another DataLoader in FFCV's place": (
+        'functools.partial(point_at, ffcv, place / f"{name}.beton")',
+        'lambda another=torchvision_loader(place / "photos", rounds): another',
+        {
+            "core time, DataLoader's / FFCV's, jpg",
+            "core time, DataLoader's / FFCV's, raw",
+            "processes that FFCV started",
+        },
+    ),
+    "augmenting is not timed": (
+        'timed("augment", crops_by_torchvision())',
+        "crops_by_torchvision()",
+        {"all stations / the whole epoch"},
+    ),
+    "an image is opened and not decoded": (
+        'folders.Image.open(file).convert("RGB")',
+        "folders.Image.open(file)",
+        {"time to read / time to decode"},
+    ),
+}
+BREAKS = [
+    Breaks(LINES, changes=[STATIONS, ONCE], deadline=150),
+    Breaks(SLOW, deadline=150, clock=True),
+]
 
 
 @pytest.mark.deep

@@ -78,7 +78,13 @@ LINES = {
         "    dist.barrier()\n",
         {"copies of the file in memory, by RSS"},
     ),
-    "a cache that reads nothing ahead": ("ahead=3)", "ahead=0)", {CACHE}),
+    "a cache that reads nothing ahead": (
+        '    epoch = iter(open_beton(path, 1, "QUASI',
+        "    from ffcv.memory_managers.process_cache.schedule import compute_schedule\n"
+        "    compute_schedule.__defaults__ = (0,)\n"
+        '    epoch = iter(open_beton(path, 1, "QUASI',
+        {CACHE},
+    ),
     "every rank takes all, as in Try": (
         '"QUASI_RANDOM", indices=mine, os',
         '"QUASI_RANDOM", os',
@@ -88,6 +94,23 @@ LINES = {
         "        samples = order(loader)",
         "        samples = Random(loader)",
         {"Sequential: pages open at once, of 8", "QuasiRandom: pages open at once, of 8"},
+    ),
+    "quasi-random order where random is asked": (
+        "        samples = order(loader)",
+        "        samples = QuasiRandom(loader)",
+        {"Sequential: pages open at once, of 8", "Random: pages open at once, of 8"},
+    ),
+    "each rank has a file of its own": (
+        "        loader = open_beton(path, batch_size=8)\n",
+        '        own = Path(f"{path}-{RANK}")\n'
+        "        own.write_bytes(path.read_bytes())\n"
+        "        loader = open_beton(own, batch_size=8)\n",
+        {"copies of the file in memory, by PSS"},
+    ),
+    "FFCV is not told of other ranks": (
+        '"QUASI_RANDOM", distributed=True)',
+        '"QUASI_RANDOM")',
+        {"QUASI_RANDOM with distributed=True is refused"},
     ),
 }
 BREAKS = Breaks(LINES, changes=[NO_JIT], deadline=120)

@@ -95,6 +95,10 @@ LINES = {
         | DEFAULT
         | {f"reshard_after_forward={free}: all-gathers" for free in (True, False)},
     ),
+    "blocks are units, whatever was chosen": (
+        [("for module in inner_modules(model, units):", "for module in model.blocks:")],
+        counts_of(("model", "linears")),
+    ),
     "attention looks ahead (Try)": ([("is_causal=True", "is_causal=False")], {LATER, SUM}),
     "labels are not shifted": (
         [("    y_BT = x_BT[:, 1:]\n", "    y_BT = x_BT[:, :-1]\n")],
@@ -163,9 +167,19 @@ LINES = {
         ],
         {"ranks that drew another text than this one"},
     ),
-    "rank 0's rows for everyone": (
-        [("min(chunk, rows - RANK * chunk)", "chunk + RANK")],
-        {"elements this rank holds: chunk r of each tensor"},
+    "the model is replicated, not sharded": (
+        [
+            (
+                '    model = shard_model(new_gpt(mesh), mesh, "blocks")\n    name',
+                '    names = {"mesh_dim_names": ("replicate", "shard")}\n'
+                "    copies = init_device_mesh(mesh.device_type, (WORLD_SIZE, 1), **names)\n"
+                '    model = shard_model(new_gpt(mesh), copies, "blocks")\n    name',
+            )
+        ],
+        {
+            "elements this rank holds: chunk r of each tensor",
+            "elements that all ranks hold together: P",
+        },
     ),
 }
 

@@ -100,8 +100,12 @@ def test_defaults_that_the_table_states_are_deepspeeds() -> None:
         assert np.allclose(fields[key], json.loads(default), rtol=1e-12, atol=0), key
 
 
-DIFFERS = {f"zero2.json: {what}" for what in ("losses, error", "gradient norms, error")}
-FSDP2 = {claim.replace("zero2.json", "FSDP2") for claim in DIFFERS}
+FSDP2 = {f"FSDP2: {what}" for what in ("losses, error", "gradient norms, error")}
+STAGES = {
+    claim.replace("FSDP2", name)
+    for name in ("stage 0", "stage 1", "stage 2", "stage 3", "offload")
+    for claim in FSDP2
+}
 BROKEN_LOSSES = {
     "one process sees rank 0's data only": (
         [
@@ -110,7 +114,7 @@ BROKEN_LOSSES = {
                 "random_ascii(device, 0) for rank in range(WORLD_SIZE)",
             )
         ],
-        FSDP2 | DIFFERS,
+        FSDP2 | STAGES,
     ),
     "gradients go to no update": (
         [
@@ -119,7 +123,7 @@ BROKEN_LOSSES = {
                 "",
             )
         ],
-        DIFFERS,
+        STAGES,
     ),
     "DeepSpeed's ranks all train on rank 0's data": (
         [
@@ -128,24 +132,40 @@ BROKEN_LOSSES = {
                 "seen = train_engine(engine, random_ascii(device, 0), steps=3)",
             )
         ],
-        DIFFERS,
+        STAGES,
     ),
-    "gradients are summed, not averaged": (
+    "FSDP2's ranks all train on rank 0's data": (
+        [
+            (
+                "train_torch(model, x_BT, steps=3)",
+                "train_torch(model, random_ascii(device, 0), steps=3)",
+            )
+        ],
+        FSDP2,
+    ),
+}
+BROKEN_FILE = {
+    "gradients are summed, not averaged": (  # which DeepSpeed refuses for stage 3
         [
             (
                 '"gradient_accumulation_steps": 1}',
                 '"gradient_accumulation_steps": 1, "gradient_allreduce_op": "sum"}',
             )
         ],
-        DIFFERS,  # the losses by 4e-5 only
-    ),
-    "FSDP2's ranks all train on rank 0's data": (
-        [("train_torch(model, x_BT, steps=3)", "train_torch(model, x_BT * 0, steps=3)")],
-        FSDP2,
+        {claim.replace("FSDP2", "zero2.json") for claim in FSDP2},  # the losses by 4e-5 only
     ),
 }
 
 
+NO_KEYS = [
+    (
+        "        check_batch_size(deepspeed, device)\n"
+        "        check_adam_is_adamw(deepspeed, device)\n"
+        "        check_clipping(deepspeed, device)\n",
+        "        pass\n",
+    ),
+    ("        check_messages(deepspeed, device)\n", "        pass\n"),
+]
 NO_VALUES = ("    check_values(deepspeed, device, configs)\n", "")
 MOVED = "with adam_w_mode false: they move by"
 PREFETCHED = "stage 3, 100,000 live: all-gathers, at most"
@@ -189,13 +209,18 @@ BROKEN_KEYS = {  # each a set of breaks that meet different claims
             "buckets of 100,000: all-reduces",
         },
     ),
+    "it clips although told not to": (
+        ('config | {"gradient_clipping": 0}', 'config | {"gradient_clipping": 1.0}'),
+        {"gradient_clipping 0: norm of a step / gradient's"},
+    ),
 }
 
 
 ZERO2 = ("--deepspeed_config", str(FOLDER / "zero2.json"))
 BREAKS = [
     Breaks(BROKEN_KEYS, changes=[NO_VALUES]),
-    Breaks(BROKEN_LOSSES, argv=ZERO2),
+    Breaks(BROKEN_LOSSES, changes=NO_KEYS),
+    Breaks(BROKEN_FILE, argv=ZERO2),
 ]
 ON_GPUS = OnGpus(  # DeepSpeed asks the driver for its accelerator
     [("deepspeed = import_deepspeed(device, options.cpu_adam)", "deepspeed = None")]
@@ -223,7 +248,7 @@ def test_it_runs_under_deepspeeds_own_launcher(tmp_path: Path) -> None:
 @pytest.mark.deep
 @pytest.mark.timeout(1800)
 def test_cpu_offload_with_deepspeeds_own_adam() -> None:
-    """Compiled once, before there are ranks that could wait in vain."""
+    """Compiled once, before there are ranks that could wait for nothing."""
     compiled = built()
     find_it = ("    if cpu_adam:  #", f"    os.environ |= {compiled}\n    if cpu_adam:  #")
     only_offload = (

@@ -87,6 +87,7 @@ def test_whole_tensors_are_counted_and_scalars_are_not() -> None:
     assert run(counts, 2) == [expected] * 2
 
 
+DTYPES = ("float32", "bfloat16")
 STEPS = "zero_config(stage)) for stage"
 BROKEN_LAYOUTS = {  # each a set of breaks that meet different claims
     "stage 1 shards nothing; small tensors stay whole (Try); not to owners (Try); no offload": (
@@ -113,17 +114,24 @@ BROKEN_LAYOUTS = {  # each a set of breaks that meet different claims
             "offload: bytes in float32, host",
         },
     ),
-    "stage 2 keeps whole gradients; stage 3 keeps parameters; frees them when told to keep": (
+    "stages 0 and 1 run as 2, and 2 as 0; stage 3 keeps parameters; frees what it should keep": (
         [
-            (STEPS, "zero_config(stage - (stage == 2))) for stage"),
+            (STEPS, "zero_config((2, 2, 0, 3)[stage])) for stage"),
             ('"stage3_max_live_parameters": 0,', '"stage3_max_live_parameters": 10**9,'),
             ('"stage3_max_reuse_distance": 0,', '"stage3_max_reuse_distance": 10**9,'),
             ("zero_config(3, **keep)", "zero_config(3, **dict.fromkeys(keep, 0))"),
             ('"grad_accum_dtype": "fp32"', '"grad_accum_dtype": "bf16"'),
         ],
         {
+            "stage 0: bytes in float32",
+            "stage 0: bytes in bfloat16",
+            "stage 0: elements reduced",
+            "stage 1: bytes in bfloat16",
+            "stage 1: elements reduced",
+            "stage 2: bytes in float32",
             "stage 2: bytes in bfloat16",
             "stage 2: elements reduced",
+            "stage 2: elements gathered",
             "stage 3: elements gathered",
             "stage 3, kept for backward: elements gathered",
             "stage 3, gradients in float32: bytes",
@@ -141,6 +149,25 @@ BROKEN_LAYOUTS = {  # each a set of breaks that meet different claims
             "FSDP2: bytes in float32",
             "FSDP2: bytes in bfloat16",
             "stage 3, small tensors whole: bytes in bfloat16",
+        },
+    ),
+    "nothing is computed in bfloat16": (
+        ('"bf16": {"enabled": True}', '"bf16": {"enabled": False}'),
+        {f"stage {stage}: bytes in {dtype}" for stage in range(4) for dtype in DTYPES}
+        | {
+            "stage 3, small tensors whole: bytes in bfloat16",
+            "stage 3, gradients in float32: bytes",
+            "offload: bytes in float32, host",
+        },
+    ),
+    "a step has a third micro-batch": (
+        ('"gradient_accumulation_steps": 2', '"gradient_accumulation_steps": 3'),
+        {
+            "stage 2: elements reduced",
+            "stage 3: elements reduced",
+            "stage 3: elements gathered",
+            "stage 2, to owners only: reduced, ring",
+            "stage 3, kept for backward: elements gathered",
         },
     ),
 }

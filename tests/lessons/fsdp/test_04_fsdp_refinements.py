@@ -9,9 +9,24 @@ BACKWARD += ".backward()\n    first"
 SYNC = "            model.set_requires_gradient_sync(last)\n"
 
 LINES = {
-    "nothing is fetched ahead": (
-        ("model.blocks[i].set_modules_to_forward_prefetch([model.blocks[i + 1]])", "pass"),
-        {"with prefetch: blocks asked for as block 0 starts"},
+    "blocks are fetched ahead unless that is asked for": (
+        ("    if prefetch:\n", "    if not prefetch:\n"),
+        {f"{name}: blocks asked for as block 0 starts" for name in ("as a rule", "with prefetch")},
+    ),
+    "backward fetches no block ahead": (
+        (
+            "            block.register_forward_pre_hook(note)\n",
+            "            block.register_forward_pre_hook(note)\n"
+            "            block.set_modules_to_backward_prefetch([block])\n",  # no other
+        ),
+        {f"{name}: gathers before the first gradient" for name in ("as a rule", "with prefetch")},
+    ),
+    "bfloat16 is computed on rank 0's data": (
+        (
+            "RANK)).backward()\n\n    sizes",
+            "0)).backward()\n\n    sizes",
+        ),
+        {"bfloat16: gradients, relative error, at most"},
     ),
     "gathers stay in float32": (
         ("param_dtype=torch.bfloat16,", "param_dtype=torch.float32,"),
@@ -29,6 +44,13 @@ LINES = {
         (SYNC, ""),
         {"3 micro-batches: reduce-scatters"},
     ),
+    "micro-batches keep their blocks for backward": (
+        (
+            "shard_blocks(new_gpt(mesh), mesh)\n    batches",
+            "shard_blocks(new_gpt(mesh), mesh, reshard_after_forward=False)\n    batches",
+        ),
+        {"3 micro-batches: all-gathers"},
+    ),
     "micro-batches are summed, not averaged": (
         (
             "(mean_loss(model, x_BT) / micro_batches).backward()",
@@ -41,10 +63,20 @@ LINES = {
     ),
     "the norm is one rank's": (
         (
-            "norm / expected,",
-            "nn.utils.get_total_norm([p.grad.to_local() for p in model.parameters()]) / expected,",
+            "    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1).full_tensor()\n",
+            "    shards = [p.grad.to_local() for p in model.parameters()]\n"
+            "    norm = nn.utils.get_total_norm(shards)\n"
+            "    for shard in shards:\n"
+            "        shard.mul_(0.1 / norm)\n",
         ),
-        {"norm before clipping / one process's"},
+        {"norm before clipping / one process's", "clipped gradients, error"},
+    ),
+    "one setting's gradients are not one process's": (
+        (
+            "RANK))\n        forward = len(counted.log)\n        loss",
+            "0))\n        forward = len(counted.log)\n        loss",
+        ),
+        GRADIENTS,
     ),
     "nobody fills the model born on meta": (
         ("    set_model_state_dict(model, state, options=options)\n", ""),
@@ -57,13 +89,6 @@ LINES = {
     "the state dict holds the buffer": (
         ("torch.arange(64.0), persistent=False)", "torch.arange(64.0))"),
         {"elements of a non-persistent buffer filled"},
-    ),
-    "one setting's gradients are not one process's": (
-        (
-            "RANK))\n        forward = len(counted.log)\n        loss",
-            "0))\n        forward = len(counted.log)\n        loss",
-        ),
-        GRADIENTS,
     ),
 }
 
@@ -90,6 +115,13 @@ ON_FOUR_RANKS = {
         ],
         {"resharded: gradients, error", "HSDP: gradients, error"},
     ),
+    "the root is resharded, too": (
+        (
+            "    fully_shard(model, mesh=mesh)\n",
+            "    fully_shard(model, mesh=mesh, reshard_after_forward=k)\n",
+        ),
+        {"resharded: all-gathers in backward"},
+    ),
     "one group of all ranks, seen as two": (
         [
             (
@@ -108,6 +140,19 @@ ON_FOUR_RANKS = {
             )
         ],
         {"HSDP: elements handed over inside a group", "HSDP: elements handed over across groups"},
+    ),
+    "blocks are sharded in pairs from the start": (
+        [
+            (
+                "    P_blocks = elements_of(model.blocks)\n    for",
+                "    P_blocks = elements_of(model.blocks)\n"
+                '    names = {"mesh_dim_names": ("replicate", "shard")}\n'
+                "    pairs = init_device_mesh(mesh.device_type, (WORLD_SIZE // k, k), **names)\n"
+                "    for",
+            ),
+            ("mesh=mesh, reshard_after_forward=k", "mesh=pairs"),
+        ],
+        {"resharded: ranks in a reduce-scatter"},
     ),
 }
 

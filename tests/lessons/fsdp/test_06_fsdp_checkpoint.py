@@ -343,8 +343,38 @@ LINES = {
             BEFORE,
         },
     ),
+    "the file that should be missing is there": (
+        "inside: bytes) -> None:\n    path.unlink()\n",
+        "inside: bytes) -> None:\n    pass\n",
+        {
+            "missing: files refused",
+            "missing: of these the damaged one",
+            "missing: the step that is loaded",
+            "missing: loads that DCP itself refuses",
+        },
+    ),
 }
+ON_FOUR = {  # where a job of 2 ranks, and then one of 3, takes over
+    "fewer ranks load nothing": (
+        "            load(model, optimizer, path, smaller.get_group())\n            save_sharded",
+        "            save_sharded",
+        {"4 -> 2 ranks: elements that differ", "4 -> 2 -> 3 ranks: elements that differ"},
+    ),
+    "fewer ranks take only their old share of the sequences": (
+        "x_BT.chunk(mesh.size())[mesh.get_local_rank()]",
+        "x_BT.chunk(WORLD_SIZE)[RANK]",
+        {"gone on, 2 ranks: distance / way of the steps"},
+    ),
+}
+NO_DAMAGE = [
+    ("        check_damage(*another, folder)\n", ""),
+    ("        check_flipped_bits(*another, folder, saved)\n", ""),
+]
+NO_ASYNCHRONOUS = ("        check_asynchronous(mesh, folder, training, background)\n", "")
 
 
-BREAKS = Breaks(LINES, changes=[NO_TIMES])
+BREAKS = [
+    Breaks(LINES, changes=[NO_TIMES]),
+    Breaks(ON_FOUR, ranks=4, changes=[NO_TIMES, *NO_DAMAGE, NO_ASYNCHRONOUS]),
+]
 ON_GPUS = OnGpus([("L=16, D=width, T=1024, V=32_768, heads=width // 64", "L=2")], ranks=(1, 2))

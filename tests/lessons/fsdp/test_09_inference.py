@@ -15,10 +15,12 @@ NO_STEPS = [
 CACHED = "KV cache: tokens that differ from those without"
 LOGITS = "a decode step's logits, error"
 CUT = "cut in 2: tokens that differ"
-SUMS = "cut in 2: all-reduces per step, 2 L"
 SIZE = "cut in 2: elements summed per token, 2 L D"
 SHARE = "cut in 2: cache per token, 2 L D x 4 / n"
+PLAIN = "no cache: tokens through a block per request"
+HELD = "KV cache: bytes per token, 2 L D x 4"
 ENTROPY = "loss in nats per byte, below the bytes' entropy"
+BIT = "loss in nats per byte, above one bit"
 
 LINES = {
     "the bias is added by every rank (Try)": (
@@ -31,9 +33,14 @@ LINES = {
         ],
         {CUT},
     ),
-    "partial results are not summed": (
-        [("        dist.all_reduce(y, group=self.group)\n", "")],
-        {CUT, SUMS, SIZE},
+    "without a cache the text is padded": (
+        [
+            (
+                "logits_BV = model(text_BT)[:, -1]",
+                "logits_BV = model(F.pad(text_BT, (0, 1)))[:, -2]",
+            )
+        ],
+        {PLAIN},
     ),
     "qkv is cut as if it were one layer": (
         [("view(3, n, D // n).transpose(0, 1).flatten(1)", "view(n, 3 * D // n)")],
@@ -68,9 +75,26 @@ LINES = {
         ],
         {"KV cache: tokens through a block per request"},
     ),
-    "the cache holds a rank's share, and the prediction the whole": (
-        [("2 * L * D * 4 / n, held", "2 * L * D * 4, held")],
-        {SHARE},
+}
+ON_FOUR = {
+    "partial results are not summed": (
+        "        dist.all_reduce(y, group=self.group)\n",
+        "",
+        {
+            "cut in 4: tokens that differ",
+            "cut in 4: all-reduces per step, 2 L",
+            "cut in 4: elements summed per token, 2 L D",
+        },
+    ),
+    "every rank reserves room for all heads": (
+        "new_zeros(2, B, block.heads, T, K)",
+        "new_zeros(2, B, H, T, K)[:, :, : block.heads]",
+        {"cut in 4: cache per token, 2 L D x 4 / n"},
+    ),
+    "it is told the token that it has to predict": (
+        "F.cross_entropy(logits_BTV.transpose(1, 2), x_BT[:, 1:])",
+        "F.cross_entropy(logits_BTV.transpose(1, 2), x_BT[:, :-1])",
+        {BIT},
     ),
 }
 UNLEARNED = {
@@ -79,7 +103,7 @@ UNLEARNED = {
             ("lr=3e-3", "lr=0.0"),
             ("B, model.position.num_embeddings)", "B, 2 * model.position.num_embeddings)"),
         ],
-        {ENTROPY, "KV cache: bytes per token, 2 L D x 4", SHARE},
+        {ENTROPY, HELD, SHARE},
     ),
 }
 OF_DEEPSPEED = {
@@ -88,10 +112,16 @@ OF_DEEPSPEED = {
         "n, reorder=True)\n    ours_BG, _ = generate(whole",
         {"DeepSpeed, qkv as it is: tokens that differ"},
     ),
-    "an uncut model needs no all-reduces": (
-        "ordered = serve(deepspeed, copy.deepcopy(model), n, reorder=True)",
-        "ordered = serve(deepspeed, copy.deepcopy(model), 1, reorder=True)",
-        {"DeepSpeed: all-reduces per step, 2 L"},
+    "DeepSpeed's layers do not sum": (
+        "n, reorder=True)\n    with",
+        "n, reorder=True)\n"
+        "    for layer in ordered.modules():\n"
+        "        layer.mp_group = None\n"
+        "    with",
+        {
+            "DeepSpeed, rows reordered: tokens that differ",
+            "DeepSpeed: all-reduces per step, 2 L",
+        },
     ),
 }
 ON_ONE_RANK = {
@@ -123,6 +153,7 @@ FIVE = ("--steps", "5")
 BREAKS = [
     Breaks(LINES, changes=[NO_DEEPSPEED, *NO_STEPS, ANY_LOSS], argv=FIVE),
     Breaks(ONE_BY_ONE, changes=[NO_DEEPSPEED, ANY_LOSS], argv=FIVE, clock=True),
+    Breaks(ON_FOUR, ranks=4, changes=[NO_DEEPSPEED, *NO_STEPS]),
     Breaks(UNLEARNED, changes=[NO_DEEPSPEED, *NO_STEPS]),
     Breaks(OF_DEEPSPEED, changes=[*NO_STEPS, ANY_LOSS], argv=FIVE),
     Breaks(ON_ONE_RANK, ranks=1, changes=[*NO_STEPS, ANY_LOSS], argv=FIVE),

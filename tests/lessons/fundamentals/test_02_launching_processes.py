@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -16,9 +15,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from course import playing
 from course.playing import changed, load
-from course.ranks import attempt, run
+from course.ranks import run
 from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
 
 LESSON = "fundamentals/02_launching_processes.py"
@@ -200,42 +198,32 @@ TWO_LAUNCHERS = Breaks(
     changes=only(NODES),
     deadline=250,
 )
-BREAKS = [LAUNCHED, BY_HAND_ONLY, TOGETHER, OF_TWO, FORKED, TWO_LAUNCHERS]
-
-
-def _play(changes: tuple[tuple[str, str], ...]) -> set[str]:
-    """Play the lesson on this rank; return what FAILED. mp.spawn's children import it by name."""
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "lesson_02_launching_processes.py").write_text(changed(LESSON, *changes))
-        sys.path.insert(0, folder)
-        code, ledger = playing.play_here(LESSON, changes, ())
-    failed = {row["claim"] for row in ledger if row["verdict"] == "FAIL"}
-    assert (code == 0) == (not failed)
-    return failed
-
-
-SPAWNED = {
-    "children that tell each other nothing": (
-        [
-            (
-                "dist.all_gather_object(pids, os.getpid())",
-                "pids[index] = os.getpid(); dist.barrier()",  # none leaves while the other joins
-            ),
-        ],
-        {"mp.spawn: processes in its children's group"},
+# mp.spawn's children import the lesson by its name: its code, as it is broken, stands in a folder.
+IMPORTED_AS_BROKEN = [
+    ("# %%\nSET_BY_TORCHRUN", "# %%\nCODE = sys._getframe().f_code\nSET_BY_TORCHRUN"),
+    (
+        "    mp.spawn(spawned, args=(store.port,), nprocs=2)\n",
+        "    import importlib.util, marshal\n"
+        "    with tempfile.TemporaryDirectory() as folder:\n"
+        "        sys.path.insert(0, folder)\n"
+        "        with open(f'{folder}/{__name__}.pyc', 'wb') as file:\n"
+        "            file.write(importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(CODE))\n"
+        "        mp.spawn(spawned, args=(store.port,), nprocs=2)\n",
     ),
-}
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("name", SPAWNED)
-def test_what_is_wrong_in_spawned_children_fails_its_claims(name: str) -> None:
-    """They import the lesson by its name, so that it has to stand in a file, broken."""
-    broken, claims = SPAWNED[name]
-    changes = (*only(CHILDREN), FORK, *broken)
-    (outcome,) = attempt(_play, 1, changes, deadline=250, group=False)
-    assert outcome.kind == "returned", outcome
-    assert outcome.value == claims
+]
+SPAWNED = Breaks(
+    {
+        "children that tell each other nothing": (
+            "dist.all_gather_object(pids, os.getpid())",
+            "pids[index] = os.getpid(); dist.barrier()",  # none leaves while the other joins
+            {"mp.spawn: processes in its children's group"},
+        ),
+    },
+    ranks=1,
+    changes=[*only(CHILDREN), FORK, *IMPORTED_AS_BROKEN],
+    deadline=250,
+)
+BREAKS = [LAUNCHED, BY_HAND_ONLY, TOGETHER, OF_TWO, FORKED, SPAWNED, TWO_LAUNCHERS]
 
 
 def _staggered(delays: list[float]) -> list[bool]:

@@ -17,17 +17,34 @@ QUICK = (  # fewer sizes and smaller tensors
     ("[4**k for k in range(3, 15)]", "[64, 4**5, 4**9, 4**14]"),
     ("rounds: int = 7", "rounds: int = 3"),
 )
-BREAKS = Breaks(
-    {
-        "one byte over and over": (
-            "copy = copier(to, source)\n    curve",
-            "copy = copier(to, source[:1].expand(SIZES[-1]))\n    curve",
-            {COPIED},
-        ),
-    },
-    ranks=1,
-    changes=QUICK,
-)
+LINES = {
+    "one byte over and over": (
+        "copy = copier(to, source)\n    curve",
+        "copy = copier(to, source[:1].expand(SIZES[-1]))\n    curve",
+        {COPIED},
+    ),
+}
+CLOCK_LINES = {
+    "larger copies that end where the cache does": (
+        "{n: copy(n) for n in SIZES}",
+        "{n: copy(min(n, 4**9)) for n in SIZES}",
+        {CACHE},
+    ),
+    "a vector's product with one row": (
+        "partial(torch.mm, a, x, out=y)",
+        "partial(torch.mm, a[:1], x, out=y[:1])",
+        {ROOF, PEAK},
+    ),
+    "a product of matrices that sums nothing up": (
+        "partial(torch.mm, p, q, out=product)",
+        "partial(torch.mm, p[:, :1], q[:1], out=product)",
+        {NEEDS},
+    ),
+}
+BREAKS = [
+    Breaks(LINES, ranks=1, changes=QUICK),
+    Breaks(CLOCK_LINES, ranks=1, changes=QUICK, clock=True),
+]
 ON_GPUS = OnGpus(
     changes=[
         ("n, m = 16384, 8192", "n, m = 512, 512"),

@@ -17,25 +17,43 @@ lesson = Lazily(LESSON)
 WHOLE, TWICE = "bytes that came back wrong, all paths", "sizes that a fit saw and is judged on"
 HALF = "4 KiB by TCP: way there / half of both"
 WIRED = ("shared memory", "Unix socket", "TCP loopback")
+HALVES = {f"{name}: n_1/2 found - predicted, 4x" for name in WIRED}
+OFF = {f"{name}: factor off, sizes held out" for name in WIRED}
+SMALL = "64 bytes: seconds by gloo / the next slowest"
+LARGE = "4 MiB: seconds by TCP / shared memory"
 FEW = (
     (
         "for _ in range(10):\n        for name in sizes",
         "for _ in range(3):\n        for name in sizes",
     ),
 )
-BREAKS = Breaks(
-    {
-        "shared memory not written": ("shared[:n] = out[:n]", "shared[:1] = out[:1]", {WHOLE}),
-        "socket sends zeros": ("wire.sendall(out[:n])", "wire.sendall(bytes(n))", {WHOLE}),
-        "gloo receives elsewhere": (
-            "dist.recv(self.received[:n]",
-            "dist.recv(self.received.clone()[:n]",
-            {WHOLE},
-        ),
-        "judged on what it saw": ("held = slice(1, None, 2)", "held = slice(0, None, 2)", {TWICE}),
-    },
-    changes=FEW,
-)
+LINES = {
+    "shared memory not written": ("shared[:n] = out[:n]", "shared[:1] = out[:1]", {WHOLE}),
+    "socket sends zeros": ("wire.sendall(out[:n])", "wire.sendall(bytes(n))", {WHOLE}),
+    "gloo receives elsewhere": (
+        "dist.recv(self.received[:n]",
+        "dist.recv(self.received.clone()[:n]",
+        {WHOLE},
+    ),
+    "judged on what it saw": ("held = slice(1, None, 2)", "held = slice(0, None, 2)", {TWICE}),
+}
+NO_LATENCY = ("np.stack([1 / t[seen]", "np.stack([0 / t[seen]")
+ROUND_TRIP = ("(end - start) / 2 for", "(end - start) for")
+CLOCK_LINES = {
+    "no latency in the fit": (NO_LATENCY, OFF | HALVES),
+    "a round trip told as one way": (ROUND_TRIP, {HALF}),  # Try
+    "a Unix socket in place of gloo": (
+        '["gloo"] = self.through_gloo(host)',
+        '["gloo"] = through_socket(unix, out, into)',
+        {SMALL},
+    ),
+    "shared memory that is written nine times": (
+        "        shared[:n] = out[:n]\n",
+        "        for _ in range(9):\n            shared[:n] = out[:n]\n",
+        {LARGE},
+    ),
+}
+BREAKS = [Breaks(LINES, changes=FEW), Breaks(CLOCK_LINES, clock=True)]
 NO_DEVICE = {"trip": "sockets and shared memory"}
 
 
@@ -46,12 +64,10 @@ def PLAIN(played: Played) -> None:
 
 # What a clock decides, with trips that are made up: all of them on the line of alpha and beta.
 
-HALVES = {f"{name}: n_1/2 found - predicted, 4x" for name in WIRED}
-OFF = {f"{name}: factor off, sizes held out" for name in WIRED}
 WRONG = {  # what each wrong line must make FAIL, and nothing else
     "alpha / beta": (("self.alpha * self.beta", "self.alpha * self.beta / 64"), HALVES),
-    "no latency in the fit": (("np.stack([1 / t[seen]", "np.stack([0 / t[seen]"), OFF | HALVES),
-    "a round trip told as one way": (("(end - start) / 2 for", "(end - start) for"), {HALF}),
+    "no latency in the fit": (NO_LATENCY, OFF | HALVES),
+    "a round trip told as one way": (ROUND_TRIP, {HALF}),
 }
 
 

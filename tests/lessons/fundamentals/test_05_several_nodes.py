@@ -19,7 +19,7 @@ from course.playing import Played, changed, load, play
 from course.ranks import run
 from tests.helpers.leftovers import MARKED, gone, machine, networks
 from tests.helpers.pretended_gpus import play_on_gpus
-from tests.lessons.every import OnGpus, test_lesson  # noqa: F401
+from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
 
 LESSON = "fundamentals/05_several_nodes.py"
 CPU = torch.device("cpu")
@@ -117,49 +117,6 @@ def test_the_slack_of_a_share_tells_theories_apart(times_S: float, verdict: str)
     assert [row["verdict"] for row in lesson.ledger] == [verdict]
 
 
-# Mistakes
-
-ONLY_MISTAKES = [
-    *NO_STATIC,
-    ("    tell.send(Launch(nodes, c10d_form, speeds).seen())  # alone: it is timed\n", ""),
-    ("        check_across(next_report(operator), here, on_cpu)\n", ""),
-]
-RIGHT = [
-    ('    taken = socket.create_server(("10.0.0.1", 29502))\n', "    taken = socket.socket()\n"),
-    ("by_flags(0, 29503), None)", "by_flags(0, 29503), by_flags(1, 29503))"),
-    ('"RendezvousTimeoutError", wait_for_a_node, None)', '"Rendezvous", lambda: None, None)'),
-    ("by_flags(0, 29504), by_flags(0, 29504)", "by_flags(0, 29504), by_flags(1, 29504)"),
-    ("partial(join_by_hand, 1, 3, 29505)", "partial(join_by_hand, 1, 2, 29505)"),
-    ('partial(join_by_hand, 0, 2, 29506, network="lo")', "partial(join_by_hand, 0, 2, 29506)"),
-    ('partial(join_by_hand, 1, 2, 29506, network="lo")', "partial(join_by_hand, 1, 2, 29506)"),
-    ("        dist.broadcast(x, src=0)\n", "        dist.all_reduce(x)\n"),
-]
-NAMED = ": errors that name it"
-
-
-@pytest.mark.deep
-def test_what_is_no_mistake_is_not_named() -> None:
-    in_time = ("PATIENCE = 4 ", "PATIENCE = 50 ")  # however busy the machine is
-    played = play(LESSON, 1, *ONLY_MISTAKES, *RIGHT, in_time, deadline=200)
-    named = {row["claim"] for row in played.ledger if row["claim"].endswith(NAMED)}
-    assert len(named) == 7
-    played.expect(named)
-    assert played.output.count("no error at all") == 7
-    assert played.failed_by_clock == {"mistakes noticed before any timeout"}
-
-
-@pytest.mark.deep
-def test_a_mistake_that_waits_is_not_noticed_at_once() -> None:
-    """Nobody listens at that port: the second node waits, and the first has what it needs.
-
-    However fast the machine is, it waits longer than that takes; a slow one notices even less.
-    """
-    waits = ("    launch_nothing(flags)\n    taken", "    time.sleep(PATIENCE + 1)\n    taken")
-    played = play(LESSON, 1, *ONLY_MISTAKES, waits, deadline=200)
-    played.expect({"port taken" + NAMED})
-    assert played.failed_by_clock == {"mistakes noticed before any timeout"}
-
-
 def test_two_ranks_that_take_one_gpu_bind_their_group_to_it(monkeypatch) -> None:
     """torch 2.15 would bind a group without device_id to LOCAL_RANK's GPU, or the rank's."""
     lesson = load(LESSON)
@@ -186,46 +143,125 @@ def test_busbw_of_real_nodes_follows_from_bytes_and_seconds(ranks: int) -> None:
 
 # Claims, and what breaks them
 
-
-@pytest.mark.deep
-def test_broken_lines_fail_the_claims_that_guard_them(tmp_path: Path) -> None:
-    """In a file: the ranks in the nodes run it as well."""
-    played = run_alone(
-        tmp_path,
-        ("    dist.all_reduce(heard)", "    dist.barrier()"),
-        ("    return batch[rank::n]\n", "    return batch\n"),
-        ("        dist.all_reduce(x_TD.grad, group=group)\n", ""),
-        (" + int(row[9])", ""),
-    )
-    played.expect(
+# The ranks in the nodes are programs of their own: they run the lesson's code, as it is broken.
+RUN_AS_BROKEN = [
+    ("STEPS = 15\n", "STEPS = 15\nCODE = sys._getframe().f_code\n"),
+    (
+        "        torchrun([*flags, os.path.abspath(__file__)])\n",
+        "        import importlib.util, marshal\n"
+        "        file = os.memfd_create('lesson')\n"
+        "        os.write(file, importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(CODE))\n"
+        "        torchrun([*flags, f'/proc/{os.getpid()}/fd/{file}'])\n",
+    ),
+]
+IN_TIME = ("PATIENCE = 4 ", "PATIENCE = 50 ")  # where nothing is wrong, however busy the machine is
+NAMED = ": errors that name it"
+LINES = {
+    "a hello that adds nothing up": (
+        "    dist.all_reduce(heard)",
+        "    dist.barrier()",
         {
             "c10d: ranks that hear 1 + 2 + ... + n",
             "static: ranks that hear 1 + 2 + ... + n",
-            "weights: two nodes' less this node's",
+        },
+    ),
+    "each rank's address on the way to itself": (
+        'place["address"] = address_towards(os.environ["MASTER_ADDR"])',
+        'place["address"] = address_towards("127.0.0.1")',
+        {
+            "c10d: addresses at which the ranks live",
+            "static: addresses at which the ranks live",
+        },
+    ),
+    "the whole batch for every rank": (  # Try
+        "    return batch[rank::n]\n",
+        "    return batch\n",
+        {
+            "weights: one node's less those of one process",
+            "weights: two nodes' less this node's",  # of four ranks and of two, as it is played
             "weights: two nodes' less those of one process",
-            "data parallel: S over the cable, both ways",
-            "tensor parallel: relative error",
-            "tensor parallel: bytes over the cable / payload",
-        }
-    )
-
-
-@pytest.mark.clock
-def test_a_link_that_does_not_shrink_fails_what_a_clock_decides(tmp_path: Path) -> None:
-    played = run_alone(
-        tmp_path,
-        ('== 0:  # each node has an end\n        command(f"tc', '< 0:\n        command(f"tc'),
-        (
-            '    layouts["two ranks across the link"] = [0, local_ranks]\n',
-            '    layouts["two ranks across the link"] = [0, 1]\n',
-        ),
-    )
-    played.expect({"tensor parallel: bytes over the cable / payload"})
-    assert played.failed_by_clock >= {
-        "20 Mbit/s: the link's share of a step",
-        "5 Mbit/s: the link's share of a step",
-        "across: seconds / (half of alone + the link's)",
-    }
+        },
+    ),
+    "a step that leaves its all-reduce out": (
+        '"whole": nullcontext}',
+        '"whole": model.no_sync}',
+        {"data parallel: S over the cable, both ways"},
+    ),
+    "a layer whose dx is not added up": (
+        "        dist.all_reduce(x_TD.grad, group=group)\n",
+        "",
+        {"tensor parallel: relative error", "tensor parallel: bytes over the cable / payload"},
+    ),
+    # Seven launches without their mistakes:
+    "a port that is free": (
+        '    taken = socket.create_server(("10.0.0.1", 29502))\n',
+        "    taken = socket.socket()\n",
+        {"port taken" + NAMED},
+    ),
+    "both nodes there": (
+        "by_flags(0, 29503), None)",
+        "by_flags(0, 29503), by_flags(1, 29503))",
+        {"node missing" + NAMED},
+    ),
+    "nobody who waits for a node": (
+        '        f"--rdzv-conf=is_host=1,join_timeout={PATIENCE}",\n    ]\n',
+        '        f"--rdzv-conf=is_host=1,join_timeout={PATIENCE}",\n    ]\n    return\n',
+        {"node missing, c10d form" + NAMED},
+    ),
+    "two nodes with two numbers": (
+        "by_flags(0, 29504), by_flags(0, 29504)",
+        "by_flags(0, 29504), by_flags(1, 29504)",
+        {"two nodes with one number" + NAMED},
+    ),
+    "equal WORLD_SIZE": (
+        "partial(join_by_hand, 1, 3, 29505)",
+        "partial(join_by_hand, 1, 2, 29505)",
+        {"unequal WORLD_SIZE" + NAMED},
+    ),
+    "the interface between the nodes, whatever is asked": (
+        '"GLOO_SOCKET_IFNAME": network,',
+        '"GLOO_SOCKET_IFNAME": "slow",',
+        {"wrong interface" + NAMED},
+    ),
+    "equal collectives": (
+        "        dist.broadcast(x, src=0)\n",
+        "        dist.all_reduce(x)\n",
+        {"different collectives" + NAMED},
+    ),
+}
+CLOCK_LINES = {
+    "a cable without a limit": (
+        [
+            (
+                '        command(f"tc qdisc add dev slow root tbf'
+                ' rate {mbit}mbit burst 5kb latency 100ms")\n',
+                "",
+            ),
+            (
+                '        command(f"tc qdisc change dev slow root tbf'
+                ' rate {mbit}mbit burst 5kb latency 100ms")\n',
+                "        pass\n",
+            ),
+            ("H = 4 * D\n", "H = 128 * D\n"),  # so much to compute that two ranks gain by it
+        ],
+        {
+            "40 Mbit/s: the link's share of a step",
+            "20 Mbit/s: the link's share of a step",
+            "5 Mbit/s: the link's share of a step",
+            "across: seconds / (half of alone + the link's)",
+            "across the link / one rank alone",
+        },
+    ),
+    "different collectives after a while": (
+        "    x = torch.ones(4)\n    if rank",
+        "    x = torch.ones(4)\n    time.sleep(PATIENCE)\n    if rank",
+        {"mistakes noticed before any timeout"},
+    ),
+}
+BREAKS = [
+    Breaks(LINES, changes=[*RUN_AS_BROKEN, IN_TIME], most=len(LINES), deadline=250),
+    Breaks(CLOCK_LINES, ranks=1, changes=RUN_AS_BROKEN, deadline=250, clock=True),
+]
 
 
 # Who may make nodes, and real ones

@@ -95,38 +95,69 @@ def test_a_model_and_images_of_the_learner_are_measured(tmp_path: Path) -> None:
     assert "--data goes with --model" in played.code
 
 
+LINES = {
+    "accumulated, not averaged": ("label) / accumulation)", "label))", {ERROR}),
+    "gradients summed over a batch": (  # in units of the small batch's mean
+        "label_N[index_B]).backward()",
+        'label_N[index_B], reduction="sum").div(20).backward()',
+        {LOSS + "8x, as before", LOSS + "8x, scaled", LOSS + "8x, scaled, warm-up"},
+    ),
+    "small steps in place of a large one": (
+        [
+            ("chosen.split(batch)", "chosen.split(20)"),
+            ("= learning_rate * min(1, done)", "= learning_rate * 20 / batch * min(1, done)"),
+        ],
+        {LOSS + "32x, scaled", LOSS + "32x, scaled, warm-up"},
+    ),
+    "no sum over ranks": ("            dist.all_reduce(parameter.grad)\n", "", {ERROR}),
+}
+SAMPLES = {
+    "a rank's samples again": (
+        ".view(steps, WORLD_SIZE, 24)[:, RANK]",
+        "[: steps * 24]",
+        {ERROR},
+    ),
+}
+LEARNING = [  # what draws no time: left out where a clock decides
+    ("    check_effective_batch(digits, device)\n", ""),
+    NO_TRAINING,
+]
+NO_LAWS = [
+    ("    times = measure_scaling(work, device)\n", ""),
+    ("    check_laws(times, known_share=UPDATE / (UPDATE + COMPUTE) if stand_in else None)\n", ""),
+]
+TWO_CORES = (  # of as many as there are
+    "        cores = len(os.sched_getaffinity(0))\n",
+    "        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])\n"
+    "        cores = len(os.sched_getaffinity(0))\n",
+)
+TIMED = {
+    "a step that leaves its all-reduce out": (
+        "        dist.all_reduce(work.gradient, group=group)\n",
+        "        pass\n",
+        {SHARE},
+    ),
+    "ranks that sleep in place of their arithmetic": (
+        "        matrix @ matrix\n",
+        "        time.sleep(0.005)\n",
+        {"real arithmetic: speed-up, at most the cores"},
+    ),
+}
+ONE_CORE = {
+    "ranks that share one core": (
+        "    matrix = torch.randn(512, 512)\n",
+        "    matrix = torch.randn(512, 512)\n"
+        "    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])\n",
+        {"real arithmetic: speed-up, at least"},
+    ),
+}
+NO_SHARE = ("    check_communication(work, device)\n", "")
 BREAKS = [
-    Breaks(
-        {
-            "accumulated, not averaged": ("label) / accumulation)", "label))", {ERROR}),
-            "the rate as it was": (
-                '"8x, scaled": (160, 0.08, 0)',
-                '"8x, scaled": (160, 0.01, 0)',
-                {LOSS + "8x, scaled"},
-            ),
-            "no larger batch": (
-                '"32x, scaled": (640, 0.32, 0)',
-                '"32x, scaled": (20, 0.01, 0)',
-                {LOSS + "32x, scaled"},
-            ),
-        },
-        changes=[FEW],
-    ),
-    Breaks(
-        {
-            "no sum over ranks": (
-                "            dist.all_reduce(parameter.grad)\n",
-                "",
-                {ERROR},
-            ),
-            "a rank's samples again": (
-                ".view(steps, WORLD_SIZE, 24)[:, RANK]",
-                "[: steps * 24]",
-                {ERROR},
-            ),
-        },
-        changes=[FEW, NO_TRAINING],
-    ),
+    # Small steps that are summed would be the small batch's: two in one play, and no more.
+    Breaks(LINES, changes=[FEW], most=2),
+    Breaks(SAMPLES, changes=[FEW, NO_TRAINING]),
+    Breaks(TIMED, ranks=3, changes=[*LEARNING, *NO_LAWS, TWO_CORES], clock=True),
+    Breaks(ONE_CORE, ranks=3, changes=[*LEARNING, *NO_LAWS, NO_SHARE, TWO_CORES], clock=True),
 ]
 
 

@@ -58,6 +58,11 @@ LINES = {
         "self.shards = 1",
         held(1) | elements(1, "all_reduce", "reduce_scatter", "all_gather") | handed(1),
     ),
+    "stage 0 shards as stage 1 does": (
+        "dist.get_world_size(group) if sharded else 1",
+        "dist.get_world_size(group)",
+        held(0) | elements(0, "all_reduce", "reduce_scatter", "all_gather") | handed(0),
+    ),
     "a shard off by one": (
         "self.shard_K = self.full_N.tensor_split(shards)[mine]",
         "self.shard_K = self.full_N.tensor_split(shards)[mine - 1]",
@@ -86,10 +91,10 @@ LINES = {
         "",
         {f"stage {s}, bfloat16: bytes held per parameter" for s in (0, 1)},
     ),
-    "Adam of one moment": (
-        "weight=2, gradient=2, optimizer=12",
-        "weight=2, gradient=2, optimizer=8",
-        {f"stage {s}, bfloat16: bytes held per parameter" for s in (0, 1)},
+    "masters and moments in float64": (
+        "torch.promote_types(dtype, master_dtype or dtype)",
+        "torch.promote_types(dtype, torch.float64)",
+        held(0, 1),
     ),
     "weights never see an update in bfloat16": (
         "                bucket.shard_K.copy_(bucket.master_K)\n",
@@ -115,7 +120,7 @@ LINES = {
     ),
 }
 
-BREAKS = Breaks(LINES)
+BREAKS = Breaks(LINES, alone=["stage 0 shards as stage 1 does"])
 
 # A CUDA tensor in an object would be unpickled onto its sender's GPU, by every rank.
 OBJECTS = "        dist.all_gather_object(by_rank, mine, zero.group)\n"

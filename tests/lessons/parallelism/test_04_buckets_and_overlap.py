@@ -391,12 +391,34 @@ MEMORY, BUFFERS = (
     OWN + "gradients and buckets / gradients",
     "buffers at each forward, between ranks",
 )
+EVENTS = ("all-reduces per step", "bytes per step", "missing at the first")
 NONE = "gradients that no rank made, and are None"
 WRONG = {ERROR, MICRO + "error", LATE}  # it averages wrongly
 LINES = {
     "does not broadcast": (
         ("        broadcast([*module.parameters(), *module.buffers()], group)\n", ""),
         {BETWEEN, *WRONG},
+    ),
+    "a bucket of one element too many": (
+        [
+            (
+                "new_zeros(sum(p.numel() for p in parameters))",
+                "new_zeros(\n            sum(p.numel() for p in parameters) + 1\n        )",
+            ),
+            ("self.flat.split(", "self.flat[:-1].split("),
+        ],
+        {OWN + "bytes per step", MEMORY},
+    ),
+    "each gradient leaves in backward, and again after it": (
+        (
+            "    with per_gradient:\n",
+            "    for parameter in model.parameters():\n"
+            "        parameter.register_post_accumulate_grad_hook(\n"
+            "            lambda parameter: dist.all_reduce(parameter.grad)\n"
+            "        )\n"
+            "    with per_gradient:\n",
+        ),
+        {f"per gradient: {event}" for event in EVENTS},
     ),
     "does not divide": (
         ("torch.div(dense, ranks, out=", "torch.div(dense, 1, out="),
@@ -461,6 +483,17 @@ LINES = {
     "PyTorch's is asked for no views": (
         ("gradient_as_bucket_view=views", "gradient_as_bucket_view=False"),
         {TORCH + "views=True: the same"},
+    ),
+    "PyTorch's looks for unused parameters": (
+        (
+            "train(torch_ddp(model), batches, ddp)",
+            "train(torch_ddp(model, find_unused_parameters=True), batches, ddp)",
+        ),
+        {f"{TORCH}{step} step: {event}" for step in ("first", "third") for event in EVENTS},
+    ),
+    "PyTorch's does not broadcast": (
+        ("bucket_cap_mb=CAPACITY / 2**20,", "bucket_cap_mb=CAPACITY / 2**20, init_sync=False,"),
+        {TORCH + "4 micro-batches: error", TORCH + "static_graph: error"},
     ),
     "PyTorch's has smaller buckets": (
         ("bucket_cap_mb=CAPACITY / 2**20", "bucket_cap_mb=1e-4"),

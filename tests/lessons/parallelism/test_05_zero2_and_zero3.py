@@ -26,6 +26,10 @@ SECOND = {stage: of(stage, "gathered in the 2nd pass / P") for stage in (2, 3)}
 EARLY = of(3, "gathers beside a whole unit")
 WHOLE = of(3, "units whole at once")
 ORDER = of(3, "gathers in the order 0123 3210")
+REDUCED = set().union(
+    *(of(s, f"reduced in the {n} pass / P") for s in (2, 3) for n in ("1st", "2nd"))
+)
+PYTORCH = "PyTorch: "
 
 LINES = {
     "no broadcast": ("dist.broadcast(dense, group=group, group_src=0)", "pass", BOTH),
@@ -34,6 +38,26 @@ LINES = {
         "whole[self.mine * rows : (self.mine + 1) * rows]",
         "whole[(1 - self.mine) * rows : (2 - self.mine) * rows]",
         BOTH,
+    ),
+    "gathered rows in the order of ranks, the last first": (
+        "whole.view(column.shape).copy_(column)",
+        "whole.view(column.shape).copy_(column.flip(0))",
+        BOTH | {*UNLIKE.values()},
+    ),
+    "an all-reduce where a reduce-scatter would do": (
+        "            self.work = dist.reduce_scatter_tensor(\n"
+        "                self.mean_1K, self.table_nK, group=shards.group, async_op=True\n"
+        "            )\n",
+        "            self.mean_1K = self.table_nK[dist.get_rank(shards.group)][None]\n"
+        "            self.work = dist.all_reduce(\n"
+        "                self.table_nK, group=shards.group, async_op=True\n"
+        "            )\n",
+        REDUCED,
+    ),
+    "gradients travel in float64": (
+        "column = rows.padded(gradient, shards.parts)",
+        "column = rows.padded(gradient, shards.parts).double()",
+        of(2, "bytes per element") | of(3, "bytes per element"),
     ),
     "each rank its own norm": (
         "    dist.all_reduce(square, group=fsdp.group)\n",
@@ -100,6 +124,16 @@ LINES = {
         "self.units.use(unit, self.units.previous.get(unit))",
         "self.units.use(unit, self.units.next.get(unit))",
         ORDER,
+    ),
+    "PyTorch's units stay whole after forward": (
+        "fully_shard(unit, mesh=mesh)",
+        "fully_shard(unit, mesh=mesh, reshard_after_forward=False)",
+        {PYTORCH + "gathered per pass / P"},
+    ),
+    "PyTorch's keeps gradients on their rank": (
+        "    fully_shard(model, mesh=mesh)\n",
+        "    fully_shard(model, mesh=mesh).set_requires_gradient_sync(False)\n",
+        {PYTORCH + "error against one process", PYTORCH + "reduced per pass / P"},
     ),
     "moments are left behind": (
         "            if torch.is_tensor(value) and value.shape == shape:\n"

@@ -179,6 +179,9 @@ FORWARD, BACKWARD = "all-reduces forward", "all-reduces backward"
 SCATTER_GATHER = ("reduce-scatters", "all-gathers")
 DTENSOR, DTENSOR_SP = "DTensor: ", "DTensor, tokens split: "
 
+HELD, SPARED = "elements held of the split weights", "saved elements spared"
+SP_COUNTS = {f"{BLOCK}{call} {way}" for call in SCATTER_GATHER for way in ("forward", "backward")}
+
 LINES = {
     "g does not sum": (
         ("        return all_reduce(x, group)\n", "        return x.view_as(x)\n"),
@@ -187,6 +190,30 @@ LINES = {
     "f does not sum (Try)": (
         ("return all_reduce(grad, ctx.group), None", "return grad, None"),
         {COLUMN + "backward", MLP + BACKWARD, BLOCK + BACKWARD, TP + GRADIENTS},
+    ),
+    "f sums forward too": (
+        (
+            "        ctx.group = group\n        return x.view_as(x)\n",
+            "        ctx.group = group\n        return all_reduce(x, group)\n",
+        ),
+        {COLUMN + "forward", MLP + FORWARD, BLOCK + FORWARD, TP + OUTPUT, TP + GRADIENTS},
+    ),
+    "every rank holds the whole MLP": (  # the block stays right
+        [
+            (
+                "    part.up = ColumnParallelLinear(block.up, enter)\n"
+                "    part.down = RowParallelLinear(block.down, leave)\n",
+                "",
+            ),
+            (  # whole weights have whole gradients
+                "dim = SPLIT_ALONG.get(parameter_name)",
+                "dim = SPLIT_ALONG[parameter_name]"
+                " if parameter.shape != expected_grad.shape else None",
+            ),
+        ],
+        {HELD, MLP + FORWARD, MLP + BACKWARD, BLOCK + FORWARD, BLOCK + BACKWARD}
+        | {SP + GRADIENTS, SPARED}
+        | SP_COUNTS,
     ),
     "g sums backward too": (
         ("        return grad, None\n", "        return all_reduce(grad), None\n"),
@@ -227,8 +254,20 @@ LINES = {
             "    part = tensor_parallel(whole, GatherTokens, ScatterTokens)\n",
             "    part = tensor_parallel(whole)\n",
         ),
-        {SP + OUTPUT, SP + GRADIENTS, "saved elements spared"}
-        | {f"{BLOCK}{call} {way}" for call in SCATTER_GATHER for way in ("forward", "backward")},
+        {SP + OUTPUT, SP + GRADIENTS, SPARED} | SP_COUNTS,
+    ),
+    "the plan gathers features between columns and rows": (
+        (
+            '"up": ColwiseParallel(input_layouts=tokens),\n'
+            '        "down": RowwiseParallel(output_layouts=tokens),\n',
+            '"up": ColwiseParallel(input_layouts=tokens, output_layouts=Replicate()),\n'
+            '        "down": RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens),\n',
+        ),
+        {
+            f"{way}collectives {to}"
+            for way in (DTENSOR, DTENSOR_SP)
+            for to in ("forward", "backward")
+        },
     ),
     "the plan forgets the norms": (
         ("    if sequence_parallel:\n", "    if False:\n"),

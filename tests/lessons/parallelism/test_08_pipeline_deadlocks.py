@@ -122,6 +122,13 @@ LINES = {
         (WARMUP, "num_warmup = 0"),
         {BUBBLES, f"{MIXED}: done by the last stage", f"1F1B, {FINISH}", f"torch's 1F1B: {UNLIKE}"},
     ),
+    "each message is sent twice": (
+        (
+            "ops.append(dist.P2POp(verbs[message.verb], stamp, message.peer, group))",
+            "ops += 2 * [dist.P2POp(verbs[message.verb], stamp, message.peer, group)]",
+        ),
+        {"GPipe: messages handed to send", "1F1B: messages handed to send"},
+    ),
     "a message that arrives costs no waiting": (
         ("                    clock[message.peer] = max(clock[message.peer], clock[s])\n", ""),
         {BUBBLES, f"GPipe: {SLOTS}", f"1F1B: {SLOTS}"},
@@ -149,6 +156,10 @@ LINES = {
         ('("1F1B", Schedule1F1B, one_f_one_b)', '("1F1B", ScheduleGPipe, one_f_one_b)'),
         {f"torch's 1F1B: {UNLIKE}"},
     ),
+    "GPipe goes back in reverse order": (
+        ('+ [("B", k) for k in range(m)]', '+ [("B", k) for k in reversed(range(m))]'),
+        {f"torch's GPipe: {UNLIKE}"},
+    ),
 }  # fmt: skip
 
 POSTED = {  # a clock decides how many actions are done before patience ends
@@ -162,6 +173,22 @@ POSTED = {  # a clock decides how many actions are done before patience ends
     "the run always posts together": (
         ("batches = [ops] if together else [[op] for op in ops]", "batches = [ops]"),
         {f"1F1B, sends first: {DONE}", f"1F1B, {FINISH}"},
+    ),
+    "the run receives first": (
+        [
+            ("else [[op] for op in ops]", "else [[op] for op in reversed(ops)]"),
+            ("with_time = timedelta(minutes=2)", "with_time = PATIENCE"),  # it gets stuck
+        ],
+        {f"GPipe, sends first: {DONE}", f"GPipe, {FINISH}"},
+    ),
+    "an action counts before its messages have come": (
+        (
+            "            for message, stamp in exchange(",
+            "            if todo is not None:\n"
+            "                starts[todo] = now\n"
+            "            for message, stamp in exchange(",
+        ),
+        {f"{MIXED}: {DONE}", f"{MIXED}: done by the last stage", f"1F1B, sends first: {DONE}"},
     ),
 }
 BREAKS = [Breaks(LINES), Breaks(POSTED, clock=True)]

@@ -120,8 +120,12 @@ LINES = {
         ('"tp": 4 * blocks', '"tp": 2 * blocks'),
         on(TP, "bytes along tp"),
     ),
-    "n for n - 1": (
-        ("2 * width / ((n - 1) * element_bytes)", "2 * width / (n * element_bytes)"),
+    "features are gathered twice": (
+        (
+            "        dist.all_gather_into_tensor(y_nBw, y_Bw.contiguous())\n",
+            "        for _ in range(2):\n"
+            "            dist.all_gather_into_tensor(y_nBw, y_Bw.contiguous())\n",
+        ),
         {batch + "FLOPs per gathered byte" for batch in BATCHES},
     ),
     "the gathered loss counts n times": (
@@ -150,6 +154,19 @@ LINES = {
         ("send(y.detach(), pipe, 1)", "send(2 * y.detach(), pipe, 1)"),
         on(PP, *RESULT),
     ),
+    "each message is sent twice": (
+        [
+            (
+                f"{operation}, group=pipe, group_peer=peer)\n"
+                "    dist.batch_isend_irecv([operation])[0].wait()\n",
+                f"{operation}, group=pipe, group_peer=peer)\n"
+                "    for work in dist.batch_isend_irecv([operation, operation]):\n"
+                "        work.wait()\n",
+            )
+            for operation in ("(dist.isend, x.contiguous()", "(dist.irecv, received")
+        ],
+        on(PP, "bytes along pp"),
+    ),
     "all ranks take the same examples": (
         (
             '.tensor_split(mesh["dp"].size())[mesh.get_local_rank("dp")]\n    pipe',
@@ -159,7 +176,13 @@ LINES = {
     ),
 }
 
-BREAKS = Breaks(LINES, ranks=4, changes=QUICK)
+TOO_SHORT = {
+    "a model that learns too little": (
+        ("STEPS = 15\n", "STEPS = 3\n"),
+        {"one process: loss of the last step, at most"},
+    ),
+}
+BREAKS = [Breaks(LINES, ranks=4, changes=QUICK), Breaks(TOO_SHORT)]
 
 ON_GPUS = OnGpus(
     changes=[

@@ -148,9 +148,23 @@ LINES = {
         {SPANS, REST, HERE, GAP, LATE},
     ),
 }  # fmt: skip
+UNBOUNDED = "at_least = -math.inf\n    at_most = math.inf\n    for spans"
+OF_THE_CLOCK = {
+    "the worst barrier decides": (
+        [
+            (UNBOUNDED, "at_least = math.inf\n    at_most = -math.inf\n    for spans"),
+            ("max(at_least, start - end_0)", "min(at_least, start - end_0)"),
+            ("min(at_most, end - start_0)", "max(at_most, end - start_0)"),
+        ],
+        {"bounds from all barriers / from one"},
+    ),
+}
 
 
-BREAKS = Breaks(LINES, alone=["the wrong sign, as in Try"])
+BREAKS = [
+    Breaks(LINES, alone=["the wrong sign, as in Try"]),
+    Breaks(OF_THE_CLOCK, clock=True),
+]
 
 
 @pytest.mark.deep

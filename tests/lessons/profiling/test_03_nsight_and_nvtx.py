@@ -133,8 +133,16 @@ def test_shares_are_those_of_the_steps() -> None:
     assert lesson.share_of_torch(gpu_trace(0)["traceEvents"]) == pytest.approx(0.25)
 
 
+SHARE, LEAST = (
+    "all-reduce's share of the steps: by torch, by NVTX",
+    "the rank whose all-reduces take least",
+)
+COST = "% of a step that its ranges take, unheard"
 # Faults that are planted together, and the claims that have to FAIL, one or more for each fault.
 OPEN = '    nvtx.mark("loss", COLORS["step"], DOMAIN, payload=loss.item())\n'
+TOLD = '    store.set(f"launched by {RANK}", "")\n'
+WAIT = '    with nvtx.annotate("wait", COLORS["all_reduce"], DOMAIN):\n'
+LANDED = "    nvtx.end_range(flight)\n"
 LINES = {
     "ranges left open, and short; a rounded loss; a collective that nobody named": (
         [
@@ -145,29 +153,48 @@ LINES = {
         ],
         {ROWS, NAMED, PLAN, MARKS, POPS, RANGED},
     ),
-    "bytes left out, as in Try; the wrong ranges looked at; no callbacks for torch": (
+    "bytes left out, as in Try; the last joins first; no callbacks for torch": (
         [
             ('phase("all_reduce", device, payload=bucket_N.nbytes)', 'phase("all_reduce", device)'),
             ('phase("step", device, payload=number)', 'phase("step", device)'),
-            ('before["launch"], question=3', 'before["wait"], question=3'),
-            ('- before["wait"] -', '- before["launch"] -'),
+            (
+                "    if RANK == WORLD_SIZE - 1:\n"
+                '        store.wait([f"launched by {rank}" for rank in range(WORLD_SIZE - 1)])\n',
+                "    if RANK < WORLD_SIZE - 1:\n"
+                '        store.wait([f"launched by {WORLD_SIZE - 1}"])\n',
+            ),
             ("*of[9] = torch_push; *of[11] = torch_pop;", ""),
         ],
-        {PLAN, NAMED, BYTES, LAUNCHES, AFTER} | ({TORCH} if torch.version.cuda else set()),
+        {PLAN, NAMED, BYTES, LAUNCHES} | ({TORCH} if torch.version.cuda else set()),
     ),
-    "every range has one colour; the wait is outside, as in Try": (
+    "every range has one colour; the wait is outside, as in Try, and nobody waits in flight": (
         [
+            (f"{TOLD}{WAIT}        work.wait()\n", f"{WAIT}        pass\n"),
+            (LANDED, LANDED + f"{TOLD}    work.wait()\n"),
             ("nvtx.annotate(name, COLORS[name]", 'nvtx.annotate(name, COLORS["step"]'),
             ("                dist.all_reduce(bucket_N)\n",
              "                work = dist.all_reduce(bucket_N, async_op=True)\n"
              "            work.wait()\n"),
         ],
-        {PLAN, TOGETHER},
+        {PLAN, TOGETHER, AFTER},
     ),
 }  # fmt: skip
+OF_THE_CLOCK = {
+    "torch is asked for the launch, not for the transfer": (
+        'e["name"] == "gloo:all_reduce"',
+        'e["name"] == "c10d::allreduce_"',
+        {SHARE},
+    ),
+    "another rank's loader is late": ("LATE if RANK == SLOW", "LATE if RANK == SLOW - 1", {LEAST}),
+    "2,000 ranges are taken for one": ("float(done.stdout) / TIMES", "float(done.stdout)", {COST}),
+}
 
 
-BREAKS = Breaks(LINES)
+BREAKS = [
+    Breaks(LINES),
+    # of three ranks one is late, another waits least, and rank 0 waits
+    Breaks(OF_THE_CLOCK, ranks=3, clock=True),
+]
 
 
 @pytest.mark.deep

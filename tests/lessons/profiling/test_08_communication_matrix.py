@@ -422,25 +422,30 @@ SAMPLE = {f"sample: bytes that rank {rank} sends" for rank in (0, 1)}
 FIRST, DIFFERENCES = "sample: opCount of the first difference", "sample: differences"
 LOOP = "for _ in range(4 * LAYERS):\n            dist."
 HALF = "for _ in range(2 * LAYERS):\n            dist."
+TO_PARTNER = "[len(tokens) * (rank == (RANK ^ 1)) for rank in ALL]"
 LINES = {
     "as in Try: rings the other way": (
         [("ring(ranks, -1 if gloo else 1,", "ring(ranks, 1,")],
         entries("data parallel", "FSDP"),
     ),
-    "a header too short, and a type too wide": (
+    "one message in two, and a type too wide": (
         [
-            ("HEADER = 48 ", "HEADER = 40 "),
+            ("            dist.send(x, 1)\n",
+             "            dist.send(x[:99], 1)\n            dist.send(x[99:], 1)\n"),
+            ("            dist.recv(x, 0)\n",
+             "            dist.recv(x[:99], 0)\n            dist.recv(x[99:], 0)\n"),
             ("WIDTHS = [1, 1, 4, 4, 8, 8, 2, 4, 8, 2,", "WIDTHS = [1, 1, 4, 4, 8, 8, 2, 4, 8, 4,"),
         ],
-        MESSAGE | entries(*JOBS, *GRIDS) | {max(SAMPLE)},
+        MESSAGE | {max(SAMPLE)},
     ),
-    "gloo credited with a reduce-scatter; half of the all-to-alls": (
+    "gloo credited with a reduce-scatter; one expert for each rank's tokens; calls from 1": (
         [
             ('if name == "ReduceScatter" and not gloo:', 'if name == "ReduceScatter":'),
-            (LOOP + "all_to_all", HALF + "all_to_all"),
-            ("int(op_count, 16)", "int(op_count, 20)"),
+            ("all_to_all_single(arrived, tokens)",
+             f"all_to_all_single(arrived, tokens, *2 * [{TO_PARTNER}])"),
+            ("int(op_count, 16)", "1 + int(op_count, 16)"),
         ],
-        entries("FSDP", "expert parallel"),
+        entries("FSDP", "expert parallel") | pairs("expert parallel") | {FIRST},
     ),
     "one gathering, no backward pass, half of the all-reduces": (
         [
