@@ -2,6 +2,7 @@
 
 import pickle
 import random
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -198,8 +199,12 @@ def real(answer, wire, late: int) -> tuple:
     dist.all_reduce(x)
     if rank != late:
         work = dist.all_reduce(x, async_op=True)
-    recorded = torch._C._distributed_c10d._dump_fr_trace(includeStackTraces=False)
-    dump = pickle.loads(recorded)
+    stop = time.monotonic() + 5
+    retired = False  # gloo's thread writes that down a moment after the call returns
+    while not retired and time.monotonic() < stop:
+        recorded = torch._C._distributed_c10d._dump_fr_trace(includeStackTraces=False)
+        dump = pickle.loads(recorded)
+        retired = dump["entries"][0]["retired"]
     dump["pg_config"] = {"0": {"ranks": str(list(range(dist.get_world_size())))}}
     store.set(f"dumped {rank}", "")
     store.wait([f"dumped {other}" for other in range(dist.get_world_size())], timedelta(seconds=8))

@@ -242,7 +242,7 @@ CLOCK_LINES = {
                 ' rate {mbit}mbit burst 5kb latency 100ms")\n',
                 "        pass\n",
             ),
-            ("H = 4 * D\n", "H = 128 * D\n"),  # so much to compute that two ranks gain by it
+            ("H = 4 * D\n", "H = 64 * D\n"),  # so much to compute that two ranks gain by it
         ],
         {
             "40 Mbit/s: the link's share of a step",
