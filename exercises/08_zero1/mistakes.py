@@ -251,15 +251,6 @@ MISTAKES = [
         "has no state, like the frozen?",
     ),
     (
-        "broadcasts in the order of a set",
-        "        for parameter, owner in self.owner.items():\n"
-        "            dist.broadcast(parameter.detach(), src=owner)\n",
-        "        for parameter in set(self.owner):\n"
-        "            dist.broadcast(parameter.detach(), src=self.owner[parameter])\n",
-        "test_weights",
-        "every rank makes the same calls in the same order",
-    ),
-    (
         "received into new memory",
         "            dist.broadcast(parameter.detach(), src=owner)\n",
         "            came = parameter.detach().clone()\n"
