@@ -470,4 +470,11 @@ MISTAKES = [
         "test_generators",
         "another seed gives the same dropout",
     ),
+    (
+        "x pointed at another tensor",
+        "    dist.broadcast(x, src=source)",
+        "    came = x.clone()\n    dist.broadcast(came, src=source)\n    x.data = came",
+        "test_agree",
+        "x was given other memory; to overwrite x, write into its own",
+    ),
 ]

@@ -190,4 +190,16 @@ MISTAKES = [
         "test_sum",
         "x was given other memory; the sum belongs where x lies",
     ),
+    (
+        "one direction after the other, but for the first step",
+        "        for work in dist.batch_isend_irecv(operations):\n            work.wait()\n",
+        "        works = [] if step else dist.batch_isend_irecv(operations)\n"
+        "        for pair in (operations[:2], operations[2:]) if step else ():\n"
+        "            for work in dist.batch_isend_irecv(pair):\n"
+        "                work.wait()\n"
+        "        for work in works:\n"
+        "            work.wait()\n",
+        "test_both_ways_at_once",
+        "rank 0, step 1: it waits when 2 of the four have been started",
+    ),
 ]

@@ -2,8 +2,10 @@
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -113,13 +115,26 @@ class Told(list):
         _get_default_store().add(f"rank {dist.get_rank()}, {event.op} {times}", 1)
 
 
+class Wait:
+    """Work.wait, noted when it is asked for: a rank that hangs in it is in no line of ours."""
+
+    def __init__(self, note: Callable[[dist.Work], object]) -> None:
+        self.note = note
+        self.wait = vars(dist.Work)["wait"]
+
+    def __get__(self, work: dist.Work, kind: type) -> Callable:
+        self.note(work)
+        return self.wait.__get__(work, kind)
+
+
 def each_late(answer, wire, late: int, seed: int) -> list[Event]:
     """One rank comes late: when all others have started the four operations of their first step."""
     rank = dist.get_rank()
     wire.events = Told()
     if rank == late:
         wait_for_the_others(late, dist.get_world_size())
-    answer.ring_all_reduce(operand(rank, 24, torch.float32, seed))
+    with patch.object(dist.Work, "wait", Wait(lambda work: wire.note("wait"))):
+        answer.ring_all_reduce(operand(rank, 24, torch.float32, seed))
     return list(wire.events)
 
 
@@ -141,6 +156,12 @@ def wait_for_the_others(late: int, n: int) -> None:
 def test_both_ways_at_once(answer: Path, seed: int, late: int) -> None:
     """Both directions in each step, started before any is waited for; rank {late} of 4 is late"""
     for rank, events in enumerate(grade(answer, each_late, 4, late, seed, deadline=20)):
+        started = 0
+        for event in events:
+            if event.op == "note" and started % 4:
+                told = f"rank {rank}, step {started // 4}: it waits when {started % 4} of the four"
+                raise Wrong(f"{told} have been started: start both directions, then wait")
+            started += event.op != "note"
         to = [e.peer for e in events if e.op == "send"]
         for step, pair in enumerate(zip(to[::2], to[1::2], strict=False)):
             due = {(rank + 1) % 4, (rank - 1) % 4}

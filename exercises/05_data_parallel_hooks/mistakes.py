@@ -202,4 +202,11 @@ MISTAKES = [
         "test_each_is_waited_for",
         "zeros are all-reduced: this step's gradient was not in .grad yet",
     ),
+    (
+        "launched in the order of a set",
+        "[p for p in module.parameters() if p.requires_grad][::-1]",
+        "[p for p in set(module.parameters()) if p.requires_grad]",
+        "test_waiting",
+        "all ranks are to launch in one and the same order",
+    ),
 ]

@@ -84,6 +84,24 @@ def wrap(answer, wire, seed: int) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
+class InOrder(list):
+    """Events, each compared with the other ranks' in the same place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = 0
+
+    def append(self, event: Event) -> None:
+        super().append(event)
+        self.place += 1
+        mine = f"{event.op} of {event.nbytes:,} B"
+        key = f"call {self.place}"
+        first = dist.distributed_c10d._get_default_store().compare_set(key, "", mine).decode()
+        if first != mine:
+            told = f"{key} is a {mine} here, and on another rank a {first}"
+            raise Wrong(f"{told}: all ranks are to launch in one and the same order")
+
+
 def train(answer, wire, uses: list, seed: int) -> tuple:
     """Return each step's gradients and events, and the state at the end."""
     rank = dist.get_rank()
@@ -91,6 +109,7 @@ def train(answer, wire, uses: list, seed: int) -> tuple:
     model = Net(seed + rank)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     wrapped = answer.DataParallel(model)
+    wire.events = InOrder()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):
         wire.events.clear()
@@ -141,6 +160,7 @@ def late(answer, wire, seed: int) -> None:
     store = dist.distributed_c10d._get_default_store()
     rank = dist.get_rank()
     wrapped = answer.DataParallel(Net(seed + rank))
+    wire.events = InOrder()
     token_B, next_B = batch(rank, 0, seed)
     loss = cross_entropy(wrapped(token_B, ALL), next_B)
     if rank == 1:

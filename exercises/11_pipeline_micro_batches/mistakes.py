@@ -270,7 +270,16 @@ MISTAKES = [
         "            for send in sends.pop(k):\n                send.wait()\n",
         "            sends.pop(k)\n",
         "test_values",
-        "12 sends and receives, of which 6 were waited for: a message whose Work is dropped may "
-        "never arrive",
+        "the Work of a send is gone, and nobody has waited for it: its message may never arrive",
+    ),
+    (
+        "what isend returns not kept",
+        (
+            "sends[k].append(dist.isend(y.detach(), rank + 1))",
+            "sends[k].append(dist.isend(x.grad, rank - 1))",
+        ),
+        ("dist.isend(y.detach(), rank + 1)", "dist.isend(x.grad, rank - 1)"),
+        "test_values",
+        "the Work of a send is gone, and nobody has waited for it: its message may never arrive",
     ),
 ]
