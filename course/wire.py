@@ -51,6 +51,42 @@ class Event:
     text: str = ""  # a note's
 
 
+class InOrder(list):
+    """For a wire's `events`: each call is compared with the other ranks' in the same place.
+
+    Raises Wrong on the rank that makes another call there than the rank that came first.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = 0
+
+    def append(self, event: Event) -> None:
+        super().append(event)
+        self.place += 1
+        mine = f"{event.op} of {event.nbytes:,} B"
+        key = f"call {self.place}"
+        first = dist.distributed_c10d._get_default_store().compare_set(key, "", mine).decode()
+        if first != mine:
+            told = f"{key} is a {mine} here, and on another rank a {first}"
+            raise Wrong(f"{told}: every rank makes the same calls in the same order")
+
+
+class NotedWait:
+    """To patch `dist.Work.wait` with: `note` is told each Work as its wait is asked for.
+
+    An attribute and no function, since a rank that hangs in it is to stand in no line of ours.
+    """
+
+    def __init__(self, note: Callable[[dist.Work], object]) -> None:
+        self.note = note
+        self.wait = vars(dist.Work)["wait"]
+
+    def __get__(self, work: dist.Work, kind: type) -> Callable:
+        self.note(work)
+        return self.wait.__get__(work, kind)
+
+
 class Wire(TorchDispatchMode):
     """Sees every communication of this rank; see above for what it cannot see. `events` holds them
     in order.

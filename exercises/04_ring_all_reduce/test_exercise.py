@@ -2,7 +2,6 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from unittest.mock import patch
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from course.grading import Event, Wrong, expect, grade, same
+from course.wire import NotedWait
 
 
 def operand(rank: int, length: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -115,25 +115,13 @@ class Told(list):
         _get_default_store().add(f"rank {dist.get_rank()}, {event.op} {times}", 1)
 
 
-class Wait:
-    """Work.wait, noted when it is asked for: a rank that hangs in it is in no line of ours."""
-
-    def __init__(self, note: Callable[[dist.Work], object]) -> None:
-        self.note = note
-        self.wait = vars(dist.Work)["wait"]
-
-    def __get__(self, work: dist.Work, kind: type) -> Callable:
-        self.note(work)
-        return self.wait.__get__(work, kind)
-
-
 def each_late(answer, wire, late: int, seed: int) -> list[Event]:
     """One rank comes late: when all others have started the four operations of their first step."""
     rank = dist.get_rank()
     wire.events = Told()
     if rank == late:
         wait_for_the_others(late, dist.get_world_size())
-    with patch.object(dist.Work, "wait", Wait(lambda work: wire.note("wait"))):
+    with patch.object(dist.Work, "wait", NotedWait(lambda work: wire.note("wait"))):
         answer.ring_all_reduce(operand(rank, 24, torch.float32, seed))
     return list(wire.events)
 

@@ -207,6 +207,6 @@ MISTAKES = [
         "[p for p in module.parameters() if p.requires_grad][::-1]",
         "[p for p in set(module.parameters()) if p.requires_grad]",
         "test_waiting",
-        "all ranks are to launch in one and the same order",
+        "every rank makes the same calls in the same order",
     ),
 ]

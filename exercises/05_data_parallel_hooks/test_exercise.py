@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from course.grading import Event, Wrong, expect, grade, same
+from course.wire import InOrder
 
 FORBIDDEN = (
     "torch.nn.parallel.DistributedDataParallel.__init__",
@@ -82,24 +83,6 @@ def wrap(answer, wire, seed: int) -> dict[str, torch.Tensor]:
     model = Net(seed + dist.get_rank())
     answer.DataParallel(model)
     return model.state_dict()
-
-
-class InOrder(list):
-    """Events, each compared with the other ranks' in the same place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.place = 0
-
-    def append(self, event: Event) -> None:
-        super().append(event)
-        self.place += 1
-        mine = f"{event.op} of {event.nbytes:,} B"
-        key = f"call {self.place}"
-        first = dist.distributed_c10d._get_default_store().compare_set(key, "", mine).decode()
-        if first != mine:
-            told = f"{key} is a {mine} here, and on another rank a {first}"
-            raise Wrong(f"{told}: all ranks are to launch in one and the same order")
 
 
 def train(answer, wire, uses: list, seed: int) -> tuple:

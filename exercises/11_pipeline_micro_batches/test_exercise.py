@@ -17,6 +17,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from course.grading import Wrong, expect, grade, same
+from course.wire import NotedWait
 
 ROWS = 11
 M = 6  # micro-batches, where one number is enough
@@ -218,18 +219,6 @@ def any_alive(tensors: list[weakref.ref]) -> bool:
     return any(t() is not None for t in tensors)
 
 
-class Wait:
-    """Work.wait, noted when it is asked for: a rank that hangs in it is in no line of ours."""
-
-    def __init__(self, note: Callable[[dist.Work], object]) -> None:
-        self.note = note
-        self.wait = vars(dist.Work)["wait"]
-
-    def __get__(self, work: dist.Work, kind: type) -> Callable:
-        self.note(work)
-        return self.wait.__get__(work, kind)
-
-
 @contextlib.contextmanager
 def dropped_sends_refused() -> Iterator[None]:
     """Within, a send whose Work is gone before anyone has waited for it is refused."""
@@ -247,7 +236,7 @@ def dropped_sends_refused() -> Iterator[None]:
         pending[id(work)] = weakref.ref(work)
         return work
 
-    wait = Wait(lambda work: pending.pop(id(work), None))
+    wait = NotedWait(lambda work: pending.pop(id(work), None))
     with patch.object(dist.ProcessGroup, "send", send_seen), patch.object(dist.Work, "wait", wait):
         yield
     look()

@@ -1,4 +1,4 @@
-"""Memory is foretold to the byte: each claim FAILs when its line is broken."""
+"""Memory is predicted to the byte: each claim FAILs when its line is broken."""
 
 import json
 from functools import partial
