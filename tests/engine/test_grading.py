@@ -47,7 +47,7 @@ def order_of_a_set(answer, wire) -> list[int]:
 def test_what_hangs_on_addresses_differs_between_ranks_as_under_torchrun(tmp_path: Path) -> None:
     body = """import torch
 def f():
-    number = {torch.nn.Parameter(torch.ones(2)): i for i in range(8)}
+    number = {torch.nn.Parameter(torch.ones(2)): i for i in range(40)}
     return [number[parameter] for parameter in set(number)]
 """
     (path := tmp_path / "answer.py").write_text(body)

@@ -17,7 +17,7 @@ LOGITS = "a decode step's logits, error"
 CUT = "cut in 2: tokens that differ"
 SIZE = "cut in 2: elements summed per token, 2 L D"
 SHARE = "cut in 2: cache per token, 2 L D x 4 / n"
-PLAIN = "no cache: tokens through a block per request"
+TEXT_ANEW = "no cache: tokens through a block per request"
 HELD = "KV cache: bytes per token, 2 L D x 4"
 ENTROPY = "loss in nats per byte, below the bytes' entropy"
 BIT = "loss in nats per byte, above one bit"
@@ -40,7 +40,7 @@ LINES = {
                 "logits_BV = model(F.pad(text_BT, (0, 1)))[:, -2]",
             )
         ],
-        {PLAIN},
+        {TEXT_ANEW},
     ),
     "qkv is cut as if it were one layer": (
         [("view(3, n, D // n).transpose(0, 1).flatten(1)", "view(n, 3 * D // n)")],
