@@ -274,8 +274,11 @@ class Rank:
         self.process = server.Process(target=_be_rank, args=(place, work, handed), daemon=False)
         self.process.start()
 
-    def look(self) -> None:
-        """Find out whether the rank, or what it started, has worked since the last look."""
+    def look(self, served: bool = False) -> None:
+        """Find out whether the rank, or what it started, has worked since the last look.
+
+        If it is `served`, what it waits for is about to come.
+        """
         self.looked = time.monotonic()
         switches = {}
         states = set()
@@ -288,7 +291,7 @@ class Rank:
                 states.add(state)
         runs = states & {"R", "D"}  # on a core or waiting for one, or for the disk
         allowed = NOISE * max(self.looked - self.worked, 0.5)
-        if runs or switches != self.switches or self.used - self.used_at_work > allowed:
+        if served or runs or switches != self.switches or self.used - self.used_at_work > allowed:
             self.worked = self.looked
             self.used_at_work = self.used
         self.switches = switches
@@ -345,6 +348,13 @@ def _threads(pid: int) -> Iterator[tuple[Path, str, str]]:
             yield file, told["State"][0], " ".join(counts)
 
 
+def _works_for_them() -> bool:
+    """Whether a thread of this process, which serves the ranks' store, waits for a core."""
+    own = str(threading.get_native_id())
+    states = {state for file, state, _ in _threads(os.getpid()) if file.parent.name != own}
+    return bool(states & {"R", "D"})
+
+
 def _watch(
     ranks: list[Rank], deadline: float, quiet: float, trusted: bool, own: list[Path]
 ) -> None:
@@ -359,6 +369,7 @@ def _watch(
     while running := [rank for rank in ranks if rank.outcome.kind == "running"]:
         signs = [rank.bell for rank in running] + [rank.process.sentinel for rank in running]
         silent = not connection.wait(signs, timeout=LOOK)
+        served = silent and _works_for_them()
         for rank in running:
             o = rank.outcome
             ended = rank.process.exitcode is not None  # look first: its last words may still come
@@ -368,7 +379,7 @@ def _watch(
                 o.kind = "flooded"
                 o.text = f"printed more than {OUTPUT_LIMIT:,} bytes"
             elif silent:
-                rank.look()
+                rank.look(served)
         now = time.monotonic()
         failed = {rank.outcome.kind for rank in ranks} - {"running", "returned"}
         reached = 2 if failed else int(all(rank.began for rank in ranks))

@@ -598,7 +598,7 @@ def check_learning(text: bytes, losses: list[float], own_data: bool) -> None:
 
 def check_that_ranks_differ(drawn: list[int]) -> None:
     if WORLD_SIZE == 1:
-        blocked("ranks that drew another text than rank 0", needs="2 ranks")
+        blocked("ranks that drew another text than this one", needs="2 ranks")
         return
     others = sum(starts != drawn for starts in gather_objects(drawn))  # its own are equal
     claim("ranks that drew another text than this one", WORLD_SIZE - 1, others)

@@ -189,9 +189,9 @@ def bytes_per_element(calls: list["Call"]) -> float:
 # whole, unreduced gradients stay on every rank, 4P bytes in float32. The parameters are still
 # gathered for every micro-batch.
 #
-# Clipping needs the norm of the *whole* gradient. `clip_grad_norm_` returns it as a DTensor whose
-# `.full_tensor()` adds up the ranks' shares. A norm of one rank's own shards is something else, and
-# clipping by it would scale every rank's shards by another factor.
+# Clipping needs the norm of the *whole* gradient. `clip_grad_norm_` computes it from the shards of
+# all ranks and returns a DTensor, of which `.full_tensor()` makes a plain tensor. The norm of one
+# rank's own shards is something else: clipping by it would scale each rank by another factor.
 
 
 # %%

@@ -548,7 +548,8 @@ def check_communication(work: StandIn | RealModel, device: torch.device) -> None
     times = seconds({name: {WORLD_SIZE: run} for name, run in runs.items()}, device)
     alone, without, together = [times[name][WORLD_SIZE] for name in runs]
     share = alone / (alone + without)
-    claim(text, share, 1 - without / together, atol=share / 3, question=3, timed=True)
+    how = {"kind": "simulated" if isinstance(work, StandIn) else "measured", "timed": True}
+    claim(text, share, 1 - without / together, atol=share / 3, question=3, **how)
 
 
 def check_cores() -> None:

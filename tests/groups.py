@@ -8,13 +8,16 @@ the versions of the packages that they and the lessons among them import.
 
 A lesson's group does not depend on what all lessons share: the plumbing, what plays and judges
 them. That is a group of its own, `SHARED`, whose tests are the sentinels: three plays of broken
-lines of each lesson, the spine on pretended GPUs.
+lines of each lesson, the spine on pretended GPUs. Nor does it depend on the lesson's prose, its
+comments and docstrings: form reads those, and holds that each broken line is still in its lesson.
 """
 
 import ast
 import functools
 import hashlib
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
@@ -137,7 +140,7 @@ def packages_of(files: set[str] | tuple) -> set[str]:
 
 @functools.cache
 def state_of(dependency: str) -> str:
-    """What it is now: a package's version, or a hash of a file, a lesson's less its plumbing."""
+    """What it is now: a package's version, or a hash of a file, of a lesson's code alone."""
     kind, _, name = dependency.partition(" ")
     if kind == "package":
         try:
@@ -147,10 +150,23 @@ def state_of(dependency: str) -> str:
     path = ROOT / dependency
     if not path.is_file():
         return "missing"
-    text = path.read_bytes()
+    content = path.read_bytes()
     if dependency in LESSONS:
-        text = text.partition(MARK.encode())[0]
-    return hashlib.sha256(text).hexdigest()[:16]
+        content = code_of(content.decode().partition(MARK)[0]).encode()
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def code_of(source: str) -> str:
+    """What of the source runs: no comment, docstring or empty line."""
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
+    return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
 # tests/passed.txt

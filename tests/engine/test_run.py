@@ -108,3 +108,10 @@ def test_each_tier_runs_what_the_readme_of_tests_says() -> None:
     assert len(shared - unchanged) == 3  # sentinels
     assert "test_lesson[ranks: 1]" in night - changed
     assert collected("all") >= night
+
+
+def test_a_lessons_prose_is_in_no_hash() -> None:
+    code = 'print("# no comment")\nx = """no docstring"""'
+    prose = '"""What it shows."""\n# %% [markdown]\n# In words.\n\n' + code + "  # a remark"
+    assert groups.code_of(prose) == groups.code_of(code) == code
+    assert groups.code_of(prose.replace("no comment", "another")) != code

@@ -98,7 +98,9 @@ def test_lesson(case: Case, tmp_path: Path) -> None:
 
 def cases_of(module: ModuleType) -> list[Case]:
     """Every test of the lesson to which this module of tests belongs."""
-    plain = partial(passes_alone, module.LESSON, getattr(module, "PLAIN", None))
+    more = getattr(module, "PLAIN", None)
+    assert more is None or callable(more), f"{module.__name__}: PLAIN is a function, or not there"
+    plain = partial(passes_alone, module.LESSON, more)
     found = [Case("plain", plain, plain_marks(module.LESSON))]
     for cases in (
         refusal_cases,
