@@ -26,8 +26,8 @@ Not run on several GPUs, where NCCL is measured as well.
 **Before.** fundamentals/01_gpu_interconnects.py: links and their rates.
 fundamentals/02_launching_processes.py: ranks and groups.
 
-**Next.** exercises/02_measure_a_link; then communication/01_nccl_collectives.py: what many ranks
-say to each other at once.
+**Next.** exercises/02_measure_a_link; then fundamentals/05_several_nodes.py. What many ranks pay at
+once, by the same two numbers: communication/04_alpha_beta.py.
 """
 
 import argparse
@@ -628,10 +628,8 @@ def setup() -> torch.device:
         counted = f"{devices.count(b'cuda')} GPUs for {WORLD_SIZE} ranks"
         refuse(f"needs a GPU per rank, or none, got {counted}; hide all by CUDA_VISIBLE_DEVICES=")
     group = {"rank": RANK, "world_size": WORLD_SIZE, "store": store, "timeout": patience}
-    if device.type == "cuda":
-        dist.init_process_group("nccl", device_id=device, **group)
-    else:
-        dist.init_process_group("gloo", **group)
+    own_gpu = device if device.type == "cuda" else None
+    dist.init_process_group("nccl" if own_gpu else "gloo", device_id=own_gpu, **group)
     sys.excepthook = crash  # only now: init_process_group sets one of its own
     print0(f"{WORLD_SIZE} ranks, {how}, torch {torch.__version__}\n")
     print0(f"{'':13}{'claim':50} {'predicted':22} {'measured':>11}")
@@ -721,10 +719,9 @@ def finish() -> None:
     said = f"{counts['measured', 'PASS']} PASS, {counts['measured', 'FAIL']} FAIL"
     said += f", {counts[None, 'BLOCKED']} BLOCKED"
     for kind in ("simulated", "theory"):  # apart from what was measured
-        if counts[kind, "PASS"] + counts[kind, "FAIL"]:
-            said += (
-                f"; {kind} ({kind[0]}): {counts[kind, 'PASS']} PASS, {counts[kind, 'FAIL']} FAIL"
-            )
+        passed = counts[kind, "PASS"]
+        failed = counts[kind, "FAIL"]
+        said += f"; {kind} ({kind[0]}): {passed} PASS, {failed} FAIL" if passed + failed else ""
     print0(f"\n  {said}")
     verdicts = {row["verdict"] for row in ledger}
     if verdicts == {"BLOCKED"}:

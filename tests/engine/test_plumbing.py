@@ -311,7 +311,7 @@ def joined(gpus: list[int], nodes: int) -> tuple[str, str]:
     def join(backend: str, **options: object) -> None:
         assert options["rank"] == rank
         assert options["world_size"] == len(gpus)
-        asked.append((backend, str(options.get("device_id", "cpu"))))
+        asked.append((backend, str(options["device_id"] or "cpu")))
 
     with (
         patch("torch.cuda.device_count", lambda: gpus[rank]),
