@@ -437,7 +437,7 @@ MISTAKES = [
         "dist.barrier()",
         "dist.barrier(dist.new_group())",
         "test_look_when_all_have_worked",
-        "rank 0: new groups; all ranks are in one already: expected 0, got 1",
+        "rank 0: expected one call, barrier; got barrier, new_group",
     ),
     (
         "each rank makes its own group first",
@@ -476,5 +476,35 @@ MISTAKES = [
         "    came = x.clone()\n    dist.broadcast(came, src=source)\n    x.data = came",
         "test_agree",
         "x was given other memory; to overwrite x, write into its own",
+    ),
+    (
+        "received into new memory",
+        "        dist.recv(x, src=source)\n",
+        "        came = torch.empty_like(x)\n"
+        "        dist.recv(came, src=source)\n"
+        "        x.data = came\n",
+        "test_hand_over",
+        "x was given other memory; to overwrite x, write into its own",
+    ),
+    (
+        "summed in place, then cut",
+        "    dist.reduce_scatter_tensor(part, x)\n    return part",
+        "    dist.all_reduce(x)\n    return x.chunk(dist.get_world_size())[dist.get_rank()]",
+        "test_my_part_of_the_sum",
+        "rank 0: x was changed; it is the caller's",
+    ),
+    (
+        "a group of its own for the sum",
+        "dist.all_reduce(total)",
+        "dist.all_reduce(total, group=dist.new_group())",
+        "test_sum_and_mean",
+        "rank 0: expected one call, all_reduce; got all_reduce, new_group",
+    ),
+    (
+        "a barrier before the sum",
+        "    dist.all_reduce(x, group=",
+        "    dist.barrier()\n    dist.all_reduce(x, group=",
+        "test_sum_of_my_kind",
+        "on 4 ranks, rank 0: expected one call, all_reduce; got barrier, all_reduce",
     ),
 ]

@@ -36,7 +36,7 @@ def agree(x: torch.Tensor, source: int) -> None:
 
 
 def stack_all(x: torch.Tensor) -> torch.Tensor:
-    """3. Return all ranks' `x`, row r that of rank r, on every rank.
+    """3. Return all ranks' `x`, row r that of rank r, on every rank. `x` stays as it is.
 
     [[1, 2, 3], [10, 20, 30], [100, 200, 300]]. One dist.all_gather into a list of tensors.
     (dist.all_gather_into_tensor takes one tensor, as long as all ranks' together: end to end.)
@@ -52,7 +52,7 @@ def my_part_of_the_sum(x: torch.Tensor) -> torch.Tensor:
     """4. Return this rank's n-th of the sum of all ranks' `x`, whose length n divides.
 
     Rank 0 returns [111], rank 1 [222] and rank 2 [333]: what an all-reduce would hold, cut into n
-    shards. One dist.reduce_scatter_tensor. ZeRO and FSDP reduce gradients so.
+    shards. `x` stays as it is. One dist.reduce_scatter_tensor. ZeRO and FSDP reduce gradients so.
     """
     # --- yours
     part = x.new_empty(len(x) // dist.get_world_size())

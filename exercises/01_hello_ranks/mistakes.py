@@ -102,4 +102,11 @@ MISTAKES = [
         "test_greeting_and_checksum",
         "new_group was called; all ranks are in one group already",
     ),
+    (
+        "a new group by way of new_subgroups",
+        "dist.all_reduce(checksum)",
+        "dist.all_reduce(checksum, group=dist.new_subgroups(n)[0])",
+        "test_greeting_and_checksum",
+        "new_group was called; all ranks are in one group already",
+    ),
 ]

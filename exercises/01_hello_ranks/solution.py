@@ -17,7 +17,8 @@ def hello(shard: torch.Tensor) -> tuple[str, int]:
     On 2 ranks that hold [1, 2] and [10]: ("rank 0 of 2", 23) and ("rank 1 of 2", 23), for
     1 x (1 + 2) + 2 x 10 = 23.
 
-    One collective of 8 bytes, whatever the length of the shards.
+    One collective of 8 bytes, whatever the length of the shards, in the group that there is. The
+    shard stays as it is.
     """
     # --- yours
     rank = dist.get_rank()

@@ -94,6 +94,13 @@ MISTAKES = [
         "do a few slow pings count that much?",
     ),
     (
+        "the median of three pings",
+        "range(3 + 15)",
+        "range(3 + 3)",
+        "test_outliers",
+        "do a few slow pings count that much?",
+    ),
+    (
         "there and back taken for one way",
         "np.stack([2 / t, n / t], axis=1)",
         "np.stack([1 / t, n / t], axis=1)",

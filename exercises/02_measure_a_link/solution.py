@@ -37,8 +37,9 @@ def measure(link: Link, sizes: list[int]) -> tuple[float, float]:
     199 us for 999,000 bytes more: beta is 5.02 GB/s. The 1,000 bytes themselves take 0.2 us, and
     two messages wait alpha: alpha is 10.9 us.
 
-    The first three pings of each size may be slow, and now and then (one in eight) any ping takes
-    twenty times as long; all others are within 2%. At most 50 pings of each size.
+    The first three pings of each size may be slow, and now and then (one in eight, at times two in
+    a row) any ping takes twenty times as long; all others are within 2%. At most 50 pings of each
+    size.
     """
     # --- yours
     times = []

@@ -172,8 +172,23 @@ MISTAKES = [
         "(1, -1), strict=True",
         "(-1, 1), strict=True",
         "test_bytes",
-        "x of 7 elements, the first half of them 4: bytes to the right from all ranks: "
-        "expected 96, got 72",
+        "x of 7 elements, the first half of them 4: messages to the right by bytes, from all 4 "
+        "ranks: expected {4: 24}, got {0: 6, 4: 18}",
+    ),
+    (
+        "chunks as equal as can be but for the last ones",
+        "            chunks = half.tensor_split(n)\n",
+        "            size = -(-len(half) // n)\n"
+        "            chunks = [half[i * size : (i + 1) * size] for i in range(n)]\n",
+        "test_bytes",
+        "messages to the right by bytes, from all 3 ranks: expected {4: 8, 8: 4}, got {0: 4, 8: 8}",
+    ),
+    (
+        "no elements not wanted",
+        "    rank = dist.get_rank()\n",
+        '    assert len(x) > 0, "there is nothing to sum"\n    rank = dist.get_rank()\n',
+        "test_sum",
+        "AssertionError: there is nothing to sum",
     ),
     (
         "x pointed at another tensor",

@@ -65,7 +65,7 @@ def named(own: torch.Tensor, due: torch.Tensor, n: int) -> dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("n", [3, 4, 2])
-@pytest.mark.parametrize("length", [24, 7, 1])
+@pytest.mark.parametrize("length", [24, 7, 1, 0])
 def test_sum(answer: Path, seed: int, n: int, length: int) -> None:
     """The sum, on {n} ranks, {length} elements"""
     results = grade(answer, call, n, length, torch.float32, seed)
@@ -99,11 +99,13 @@ def test_bytes(answer: Path, seed: int, n: int) -> None:
         )
         expect({e.nbytes for e in sends}, {48}, f"{told}: bytes of each message")
     if n > 2:
-        right = 0
+        sizes = Counter()
         for rank, (_, sends) in enumerate(grade(answer, call, n, 7, torch.float32, seed)):
-            right += sum(e.nbytes for e in sends if e.peer == (rank + 1) % n)
-        told = "x of 7 elements, the first half of them 4: bytes to the right from all ranks"
-        expect(right, 2 * (n - 1) * 4 * 4, told)
+            sizes.update(e.nbytes for e in sends if e.peer == (rank + 1) % n)
+        due = Counter(chunk.nbytes for chunk in torch.empty(4).tensor_split(n))
+        due = {nbytes: 2 * (n - 1) * times for nbytes, times in sorted(due.items())}
+        told = "x of 7 elements, the first half of them 4: messages to the right by bytes"
+        expect(dict(sorted(sizes.items())), due, f"{told}, from all {n} ranks")
 
 
 class Told(list):

@@ -88,13 +88,17 @@ class DataParallel(nn.Module):
 def main() -> None:
     """Print the time of a step, alone and data-parallel, and how far its gradient is from the
     mean over ranks."""
-    from course.live import joined, milliseconds, say
+    from course.live import joined, largest, milliseconds, say
 
     with joined() as device:
         width = 4096 if device.type == "cuda" else 256
         torch.manual_seed(0)
-        alone = nn.Sequential(*[nn.Linear(width, width) for _ in range(6)]).to(device)
-        together = DataParallel(copy.deepcopy(alone))
+        layers = [nn.Linear(width + k, width + k + 1) for k in range(6)]
+        alone = nn.Sequential(*layers).to(device)
+        start = copy.deepcopy(alone)
+        for parameter in start.parameters():
+            parameter.data += dist.get_rank()  # rank 0's weights are to be everywhere
+        together = DataParallel(start)
         x = torch.randn(width, width, device=device) + dist.get_rank()
 
         def step(model: nn.Module) -> None:
@@ -108,7 +112,7 @@ def main() -> None:
         for one, other in zip(alone.parameters(), together.parameters(), strict=True):
             dist.all_reduce(one.grad)
             mean = one.grad / dist.get_world_size()
-            off = max(off, ((other.grad - mean).norm() / mean.norm()).item())
+            off = max(off, largest((other.grad - mean).norm() / mean.norm(), device))
         say(
             f"{dist.get_world_size()} ranks on {device.type}: a step takes {times[0]:.2f} ms alone,"
         )

@@ -129,6 +129,15 @@ MISTAKES = [
         "length 13, in order, epoch 0: samples on rank 0: expected 4, got 5",
     ),
     (
+        "the dataset's last samples dropped before it is shuffled",
+        "torch.randperm(self.length, generator=generator)",
+        "torch.randperm(\n"
+        "                self.length - self.length % self.n * self.drop_last, generator=generator\n"
+        "            )",
+        "test_drop_last",
+        "length 13, shuffled, epoch 0: this is not the head of the order without drop_last",
+    ),
+    (
         "repeats drawn by lot",
         "        order += [i % self.length for i in range(first, first + padding)]\n",
         "        generator = torch.Generator().manual_seed(self.seed + 1000 * self.epoch)\n"

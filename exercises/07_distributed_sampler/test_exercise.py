@@ -60,6 +60,11 @@ def told(case: Case) -> str:
     return f"length {length}, {'shuffled' if shuffle else 'in order'}, epoch {epoch}"
 
 
+def together(ranks: list[dict[Case, list[int]]], case: Case) -> list[int]:
+    """The order that was dealt: place after place, rank after rank."""
+    return list(chain(*zip(*(drawn[case] for drawn in ranks), strict=True)))
+
+
 def few(samples: set[int]) -> str:
     return ", ".join(map(str, sorted(samples)[:5])) + (", ..." if len(samples) > 5 else "")
 
@@ -156,7 +161,7 @@ def test_places(answer: Path, seed: int) -> None:
     ranks = run(answer, draw, 3, False, seed)
     for case in ranks[0]:
         length, shuffle, _ = case
-        order = list(chain(*zip(*(drawn[case] for drawn in ranks), strict=True)))[:length]
+        order = together(ranks, case)[:length]
         if not shuffle:
             expect(order, [*range(length)], f"{told(case)}: the order put together again")
         elif len(set(order)) < length:
@@ -184,18 +189,21 @@ def test_over_epochs(answer: Path, seed: int, n: int) -> None:
 
 @pytest.mark.parametrize("n", [3, 4])
 def test_drop_last(answer: Path, seed: int, n: int) -> None:
-    """drop_last: length // n each, none twice, on {n} ranks"""
+    """drop_last: the last length % n of the order left out, none twice, on {n} ranks"""
     ranks = run(answer, draw, n, True, seed)
+    padded = run(answer, draw, n, False, seed)
     for case in ranks[0]:
         length, shuffle, _ = case
         for rank, drawn in enumerate(ranks):
             expect(len(drawn[case]), length // n, f"{told(case)}: samples on rank {rank}")
-        order = list(chain(*zip(*(drawn[case] for drawn in ranks), strict=True)))
+        order = together(ranks, case)
         if twice := {i for i, times in Counter(order).items() if times > 1}:
             raise Wrong(f"{told(case)}: with drop_last none comes twice, but {few(twice)} did")
         if not shuffle:
             due = [*range(length // n * n)]
             expect(order, due, f"{told(case)}: the order put together again")
+        elif order != together(padded, case)[: length // n * n]:
+            raise Wrong(f"{told(case)}: this is not the head of the order without drop_last")
 
 
 def train(answer, wire, length: int, seed: int) -> tuple[list[int], int]:

@@ -82,7 +82,7 @@ class ZeRO1(torch.optim.Optimizer):
 def main() -> None:
     """Print the time of a step of AdamW and of its sharded form, how far their weights are apart,
     and, on GPUs, the bytes of their state."""
-    from course.live import joined, milliseconds, say
+    from course.live import joined, largest, milliseconds, say
 
     with joined() as device:
         width = 4096 if device.type == "cuda" else 256
@@ -93,7 +93,7 @@ def main() -> None:
             start = [torch.randn(width + k, width, device=device) for k in range(6)]
             weights = [torch.nn.Parameter(part.clone()) for part in start]
             for weight in weights:
-                weight.grad = torch.ones_like(weight)
+                weight.grad = torch.randn_like(weight)
             held = torch.cuda.memory_allocated() if device.type == "cuda" else 0
             if name == "AdamW":
                 optimizer = torch.optim.AdamW(weights)
@@ -105,7 +105,7 @@ def main() -> None:
             say(line)
             ended.append(weights)
         off = max((a - b).abs().max().item() for a, b in zip(*ended, strict=True))
-        say(f"largest difference of the weights {off:g}")
+        say(f"largest difference of the weights {largest(off, device):g}")
 
 
 if __name__ == "__main__":

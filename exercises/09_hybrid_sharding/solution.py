@@ -60,13 +60,15 @@ def predict(model: nn.Module, nodes: int, per_node: int) -> tuple[int, int]:
 
 
 def main() -> None:
-    """Print the time of a step for each number of ranks per "node", and the bytes it sends."""
-    from course.live import joined, milliseconds, say
+    """Print, for each number of ranks per "node", the time of a step, the bytes it sends, and how
+    far its gradients are from the mean of those that the ranks find alone."""
+    from course.live import joined, largest, milliseconds, say
 
     class Model(nn.Module):
         def __init__(self, width: int) -> None:
             super().__init__()
-            self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(6))
+            widths = [width, 2 * width] * 3 + [width]
+            self.blocks = nn.ModuleList(nn.Linear(*widths[k : k + 2]) for k in range(6))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for block in self.blocks:
@@ -76,13 +78,27 @@ def main() -> None:
     with joined() as device:
         n = dist.get_world_size()
         width = 4096 if device.type == "cuda" else 256
-        x = torch.ones(width, width, device=device)
+        torch.manual_seed(0)  # the same weights on all ranks
+        plain = Model(width).to(device)
+        torch.manual_seed(1 + dist.get_rank())
+        x = torch.randn(width, width, device=device)
+        plain(x).backward()
+        for parameter in plain.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= n
         for per_node in [k for k in range(1, n + 1) if n % k == 0]:
+            torch.manual_seed(0)
             model = Model(width).to(device)
             inside, across = predict(model, n // per_node, per_node)
             model = hybrid(model, per_node)
+            model(x).backward()
+            off = 0.0
+            for one, due in zip(model.parameters(), plain.parameters(), strict=True):
+                error = (one.grad.full_tensor() - due.grad).norm() / due.grad.norm()
+                off = max(off, largest(error, device))
             ms = milliseconds(lambda model=model: model(x).backward(), device)
             say(f"{n // per_node} x {per_node} ranks on {device.type}: {ms:8.2f} ms per step, ")
+            say(f"    gradients are {off:.1g} of their length from the mean of the ranks'")
             say(f"    {inside / 1e6:.2f} MB sent inside a node, {across / 1e6:.2f} MB across")
 
 

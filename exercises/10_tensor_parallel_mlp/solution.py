@@ -89,7 +89,7 @@ class ParallelMLP(nn.Module):
 
 def main() -> None:
     """Print the time of the MLP, whole and in parts, and how far their outputs are apart."""
-    from course.live import joined, milliseconds, say
+    from course.live import joined, largest, milliseconds, say
 
     with joined() as device:
         width = 4096 if device.type == "cuda" else 128
@@ -104,7 +104,7 @@ def main() -> None:
             return nn.functional.linear(h, *whole[2:])
 
         due = alone()
-        off = ((parts(x) - due).norm() / due.norm()).item()
+        off = largest((parts(x) - due).norm() / due.norm(), device)
         times = [milliseconds(call, device) for call in (alone, lambda: parts(x))]
         say(f"{dist.get_world_size()} ranks on {device.type}: {times[0]:.2f} ms whole,")
         say(f"{times[1]:.2f} ms in parts; outputs are {off:.1g} of their length apart")

@@ -105,31 +105,42 @@ def pipeline_step(stage: nn.Module, inputs: Sequence[Tensor], loss_of: Callable)
 
 
 def main() -> None:
-    """Print the time of a step, and its loss next to that of one process.
+    """Print the time of a step, and its loss and gradients next to those of one process.
 
     On GPUs, messages stay so small that NCCL's buffers take them: larger ones, of which one goes
     forth while the other comes back, want a process group for each direction.
     """
-    from course.live import joined, milliseconds, say
+    from course.live import joined, largest, milliseconds, say
 
     with joined() as device:
         rank = dist.get_rank()
         p = dist.get_world_size()
         torch.manual_seed(0)  # the same stages and input on all ranks
-        stages = [nn.Linear(64, 64, device=device) for _ in range(p)]
-        batch = torch.randn(4 * p, 8, 64, device=device)
-        inputs = list(batch) if rank == 0 else list(torch.empty_like(batch, device="meta"))
+        stages = [nn.Linear(64 + r, 65 + r, device=device) for r in range(p)]
+        sizes = [6 + k % 5 for k in range(4 * p)]  # rows of the micro-batches
+        batch = torch.randn(sum(sizes), 64, device=device)
+        inputs = list(batch.split(sizes))
+        if rank > 0:
+            inputs = [torch.empty(size, 64 + rank, device="meta") for size in sizes]
 
         def mean_loss(y: Tensor, k: int) -> Tensor:
             return y.square().mean()
 
         loss = pipeline_step(stages[rank], inputs, mean_loss)
+        got = [parameter.grad.clone() for parameter in stages[rank].parameters()]
         ms = milliseconds(lambda: pipeline_step(stages[rank], inputs, mean_loss), device)
+        stages[rank].zero_grad()
+        due = nn.Sequential(*stages)(batch).square().mean()
+        due.backward()
+        off = 0.0
+        for grad, parameter in zip(got, stages[rank].parameters(), strict=True):
+            error = (grad - parameter.grad).norm() / parameter.grad.norm()
+            off = max(off, largest(error, device))
         if rank == p - 1:
-            due = nn.Sequential(*stages)(batch).square().mean()
             print(f"loss {loss.item():.6f}, of one process {due.item():.6f}", flush=True)
         dist.barrier()
-        say(f"{p} stages on {device.type}: {ms:.2f} ms per step of {len(batch)} micro-batches")
+        say(f"{p} stages on {device.type}: {ms:.2f} ms per step of {len(sizes)} micro-batches;")
+        say(f"gradients are {off:.1g} of their length from those of one process")
 
 
 if __name__ == "__main__":

@@ -22,8 +22,9 @@ LONGEST, SIDE = 64, 32  # pixels: no stored side is longer; what the loader deli
 def write(folder: Path, path: Path) -> None:
     """Write all images below `folder` to `path`, a .beton file. Called on one rank alone.
 
-    folder: a folder for each class, in it the class's images: .JPEG, .jpg, .png; grey, RGBA and
-    CMYK ones, too; other files are no samples. A class's label is its place among the sorted names.
+    folder: a folder for each class, in it the class's images: .JPEG, .jpg, .png, in capitals or
+    not; grey, RGBA and CMYK ones, too; other files are no samples. A class's label is its place
+    among the sorted names.
     Samples are in order: by class, then by file name, both as Python sorts strings.
 
     Two fields, in this order: "image", RGB, raw pixels as PIL decodes and converts them, scaled by

@@ -109,8 +109,11 @@ def given(job: int, n: int, seed: int = 0) -> list[tuple]:
             of_rank.append(({name: state[name] for name in order},))
         elif job == 5:
             batches = some_batches(5)
-            for bad in [[3], [1, 3], [], []][r]:
-                batches[bad][0][1, 2] = torch.inf
+            bad = [{3: torch.inf}, {1: torch.inf, 3: torch.nan}, {}, {}][r]
+            for step, value in bad.items():
+                x, y = batches[step]
+                x[1] = 1  # then each element of the gradient is infinite, or NaN
+                y[1] = value
             of_rank.append((batches, w))
     return of_rank
 

@@ -169,6 +169,20 @@ MISTAKES = [
         "rank 0: w is not finite; a bad step was taken",
     ),
     (
+        "job 5 looks for NaN alone",
+        "        if not grad.isfinite().all():\n",
+        "        if grad.isnan().any():\n",
+        "test_job_5",
+        "rank 0: w is not finite; a bad step was taken",
+    ),
+    (
+        "job 5 looks for infinities alone",
+        "        if not grad.isfinite().all():\n",
+        "        if grad.isinf().any():\n",
+        "test_job_5",
+        "rank 0: w is not finite; a bad step was taken",
+    ),
+    (
         "job 4 written anew",
         "    n = dist.get_world_size()\n"
         "    for _, tensor in sorted(state.items()):\n"

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course.grading import Wrong, expect, grade, same
+from course.wire import NotedWait
 
 JOBS = Path(__file__).with_name("jobs.py")
 NOT_WAITED = "isend and irecv return at once; wait for what they return"
@@ -26,13 +27,7 @@ def call(answer, wire, job: int, given: list[tuple]) -> tuple:
     work = getattr(answer, f"job_{job}")
     tensors = dict(mine[0]) if job == 4 else {}
     waited = []
-    wait = dist.Work.wait
-
-    def _wait_seen(one: dist.Work, *patience: object) -> bool:
-        waited.append(one)
-        return wait(one, *patience)
-
-    with patch.object(dist.Work, "wait", _wait_seen):
+    with patch.object(dist.Work, "wait", NotedWait(waited.append)):
         returned = work(*mine)
     started = len(wire.calls("send", "recv"))
     if (done := len({id(one) for one in waited})) < started:

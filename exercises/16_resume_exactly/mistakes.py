@@ -23,6 +23,14 @@ MISTAKES = [
         "rank 0, stopped after step",
     ),
     (
+        "no momentum is not loaded",
+        '        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))\n',
+        '        if state["optimizer"]["state"]:\n'
+        '            self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))\n',
+        "test_resume",
+        "rank 0, stopped after step 0 of 20: weights",
+    ),
+    (
         "the step forgotten",
         '        self.step = state["step"]\n',
         "",
@@ -66,6 +74,14 @@ MISTAKES = [
         "own[: self.batch]",
         "test_batches",
         "rank 0, step 1, which is step 1 of epoch 0: samples",
+    ),
+    (
+        "a counter of its own, in place of the step",
+        "        epoch, done = divmod(self.step, steps_per_epoch)\n",
+        '        self.asked = getattr(self, "asked", -1) + 1\n'
+        "        epoch, done = divmod(self.asked, steps_per_epoch)\n",
+        "test_batches",
+        "batch of step 19, asked for after later ones: element",
     ),
     (
         "every epoch in the same order",

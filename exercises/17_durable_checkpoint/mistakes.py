@@ -111,6 +111,23 @@ MISTAKES = [
         "model of step-000003: a bit is flipped: newest_whole, step: expected 2, got 3",
     ),
     (
+        "no parts at all, for what is not whole",
+        (
+            "    return None\n",
+            "    if read_whole(final) is not None:\n",
+            "if read_whole(path) is not None]",
+            "        if parts is not None:\n",
+        ),
+        (
+            "    return {}\n",
+            "    if read_whole(final):\n",
+            "if read_whole(path)]",
+            "        if parts:\n",
+        ),
+        "test_damaged",
+        "read_whole of a checkpoint that does not exist: expected None, got dict {}",
+    ),
+    (
         "the newest or nothing",
         "    for path in newest_first(folder):\n",
         "    for path in newest_first(folder)[:1]:\n",
@@ -189,6 +206,29 @@ MISTAKES = [
         "",
         "test_none",
         "no checkpoint is whole, and newest_whole starts anew",
+    ),
+    (
+        "the newest alone is named",
+        'raise ValueError(f"no checkpoint is whole: {damaged}")',
+        'raise ValueError(f"no checkpoint is whole: {damaged[0]}")',
+        "test_none",
+        "no checkpoint is whole, and the error does not name step-000001",
+    ),
+    (
+        "written, and thrown away where it is whole already",
+        (
+            "    if read_whole(final) is not None:\n        return\n",
+            "    if final.exists():  # damaged: the job has come to this step again\n",
+        ),
+        (
+            "",
+            "    if read_whole(final) is not None:\n"
+            "        shutil.rmtree(temporary)\n"
+            "        return\n"
+            "    if final.exists():  # damaged: the job has come to this step again\n",
+        ),
+        "test_once",
+        "save of a step that is there, whole: files opened to write: expected {'checksums.json': 0",
     ),
     (
         "each part written twice",

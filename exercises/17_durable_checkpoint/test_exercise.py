@@ -222,6 +222,11 @@ def damage(path: Path, how: str, dice: random.Random) -> None:
 
 def read(answer, wire, seed: int) -> None:
     dice = random.Random(seed)
+    folder = folder_with(answer, seed, 1)
+    for step, due in ((1, parts_of(1, seed)), (2, None)):
+        what = f"read_whole of a checkpoint that {'is whole' if due else 'does not exist'}"
+        expect(answer.read_whole(folder / f"step-{step:06}"), due, what)
+    shutil.rmtree(folder)
     for how in DAMAGE:
         for file in ("model", "optimizer", "checksums.json"):
             folder = folder_with(answer, seed, 1, 2, 3, keep=3)
@@ -229,6 +234,7 @@ def read(answer, wire, seed: int) -> None:
             there = names(folder)
             where = f"{file} of step-000003: {how}"
             expect_found(answer, folder, 2, ["step-000003"], where, seed)
+            expect(answer.read_whole(folder / "step-000003"), None, f"{where}: read_whole of it")
             damage(folder / "step-000002" / file, how, dice)
             both = ["step-000003", "step-000002"]
             expect_found(answer, folder, 1, both, f"{where}, and of step-000002", seed)
@@ -296,29 +302,35 @@ def test_none(answer: Path, seed: int) -> None:
     grade(answer, nothing, 1, seed)
 
 
-def opened(answer, wire, seed: int) -> tuple[dict, dict]:
-    """How often each file is opened: when a checkpoint is saved, to write; when it is loaded."""
+def opened(answer, wire, seed: int) -> list[dict]:
+    """How often each file is opened: when a checkpoint is saved, to write; when it is saved once
+    more, to write; when it is loaded."""
     folder = folder_with(answer, seed)
     seen = []
     sys.addaudithook(lambda event, args: event == "open" and seen.append(args))
-    answer.save(folder, 1, parts_of(1, seed))
-    writing = [path for path, _, flags in seen if flags & (os.O_WRONLY | os.O_RDWR)]
-    seen.clear()
-    answer.newest_whole(folder)
-    reading = [path for path, _, _ in seen]
-    shutil.rmtree(folder)
-    counts = [Counter(Path(str(path)).name for path in some) for some in (writing, reading)]
     found = []
-    for count in counts:
+    for call in ("save", "save", "newest_whole"):
+        seen.clear()
+        if call == "save":
+            answer.save(folder, 1, parts_of(1, seed))
+            counted = [path for path, _, flags in seen if flags & (os.O_WRONLY | os.O_RDWR)]
+        else:
+            answer.newest_whole(folder)
+            counted = [path for path, _, _ in seen]
+        count = Counter(Path(str(path)).name for path in counted)
         found.append({name: count[name] for name in FILES})
-    return tuple(found)
+    shutil.rmtree(folder)
+    return found
 
 
 def test_once(answer: Path, seed: int) -> None:
     """Each file is written once, and read once"""
-    ((written, read_back),) = grade(answer, opened, 1, seed)
-    expect(written, dict.fromkeys(FILES, 1), "save: how often each file is opened to write")
-    expect(read_back, dict.fromkeys(FILES, 1), "newest_whole: how often each file is opened")
+    ((written, again, read_back),) = grade(answer, opened, 1, seed)
+    once = dict.fromkeys(FILES, 1)
+    never = dict.fromkeys(FILES, 0)
+    expect(written, once, "save: how often each file is opened to write")
+    expect(again, never, "save of a step that is there, whole: files opened to write")
+    expect(read_back, once, "newest_whole: how often each file is opened")
 
 
 def everywhere(answer, wire, seed: int) -> tuple:

@@ -139,6 +139,13 @@ MISTAKES = [
         "fastest of 1 to",
     ),
     (
+        "the root of b / c, rounded, from 1 to most",
+        "min(range(1, most + 1), key=lambda n: a + b / n + c * (n - 1))",
+        "min(most, max(1, round((b / c) ** 0.5))) if c else most if b else 1",
+        "test_fastest",
+        "fastest of 1 to",
+    ),
+    (
         "the last number is left out",
         "min(range(1, most + 1), key",
         "min(range(1, most), key",
@@ -179,6 +186,20 @@ MISTAKES = [
         '"o-", label="measured"',
         "test_drawing",
         "without a line between them",
+    ),
+    (
+        "points without a marker",
+        '"o", label="measured"',
+        '" ", label="measured"',
+        "test_drawing",
+        "measured: points are asked for, with markers",
+    ),
+    (
+        "one axis without a name",
+        'axes.set(xlabel="ranks", ylabel="speed-up")',
+        'axes.set(ylabel="speed-up")',
+        "test_drawing",
+        "name both axes",
     ),
     (
         "no legend",

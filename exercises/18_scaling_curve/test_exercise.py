@@ -140,6 +140,7 @@ def test_fastest(answer: Path, seed: int) -> None:
     cases = [(0.01, chance.uniform(0.2, 0.9), chance.uniform(1e-3, 5e-3), 64) for _ in range(20)]
     cases += [(0.01, 0.4, 0.001, 8), (0.01, 0.4, 0.0, 16), (0.01, 0.0, 0.001, 16)]
     cases += [(0.0, 0.75, 0.125, 16), (0.5, 0.0, 0.0, 16)]  # two, or all, are equally fast
+    cases += [(0.0, 0.765625, 0.125, 16)]  # the root of b / c is 2.47, and 3 ranks are fastest
     (got,) = grade(answer, call_fastest, 1, cases, group=False)
     for (a, b, c, most), found in zip(cases, got, strict=True):
         seconds = [a + b / n + c * (n - 1) for n in range(1, most + 1)]
@@ -155,7 +156,7 @@ def call_draw(answer, wire, times: dict, most: int) -> tuple:
     lines = {}
     for line in axes.get_lines():
         x, y = (np.asarray(part, dtype=float).tolist() for part in line.get_data())
-        lines[line.get_label()] = (x, y, line.get_linestyle())
+        lines[line.get_label()] = (x, y, line.get_linestyle(), line.get_marker())
     legend = axes.get_legend()
     words = [text.get_text() for text in legend.get_texts()] if legend else []
     return lines, words, axes.get_xlabel(), axes.get_ylabel()
@@ -178,14 +179,15 @@ def test_drawing(answer: Path, seed: int) -> None:
     }
     expect(sorted(lines), sorted(due), "labels of the lines")
     for name, (ranks, speed_ups) in due.items():
-        x, y, style = lines[name]
+        x, y, style, marker = lines[name]
         expect([round(n) for n in x], ranks, f"{name}: numbers of ranks")
         for n, got, expected in zip(ranks, y, speed_ups, strict=True):
             if abs(got - expected) > 1e-6 * expected:
                 due_and_got = f"expected {expected:.4f}, got {got:.4f}"
                 raise Wrong(f"{name}: speed-up of {n} ranks: {due_and_got}")
-        if name == "measured" and style not in ("None", "", " ", "none"):
-            raise Wrong("measured: points are asked for, without a line between them")
+        nothing = (None, "None", "none", "", " ")
+        if name == "measured" and (style not in nothing or marker in nothing):
+            raise Wrong("measured: points are asked for, with markers, without a line between them")
     expect(sorted(words), sorted(due), "words of the legend")
     if not (x_label and y_label):
         raise Wrong("name both axes")

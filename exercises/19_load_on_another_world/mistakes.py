@@ -144,6 +144,13 @@ MISTAKES = [
         "calls of read_at, where",
     ),
     (
+        "no bytes are read where its rows end and a shard begins",
+        "            if first < last:\n",
+        "            if first <= last:\n",
+        "test_cost",
+        "calls of read_at, where",
+    ),
+    (
         "rank 0 reads the metadata for all",
         (
             "def load(folder",
@@ -183,6 +190,17 @@ MISTAKES = [
         '            whole = torch.empty(about["shape"], dtype=dtype)\n'
         "            whole[start:stop] = loaded[name]\n"
         "            loaded[name] = whole[start:stop]\n",
+        "test_memory",
+        "rank 0: holds 2,097,152 bytes at a time to return 524,288",
+    ),
+    (
+        "a whole tensor, of which its part is copied out",
+        "        loaded[name] = to_tensor(data, dtype, shape)\n",
+        "        loaded[name] = to_tensor(data, dtype, shape)\n"
+        '        if about["shape"]:\n'
+        '            whole = torch.empty(about["shape"], dtype=dtype)\n'
+        "            whole[start:stop] = loaded[name]\n"
+        "            loaded[name] = whole[start:stop].clone()\n",
         "test_memory",
         "rank 0: holds 2,097,152 bytes at a time to return 524,288",
     ),

@@ -40,6 +40,14 @@ MISTAKES = [
         "rank 0, unit 0: elements still in the unit's own parameters: expected 0",
     ),
     (
+        "the last unit is kept, whole, besides the shares",
+        "            nothing = p.detach().new_zeros(0)  # in the unit's dtype\n",
+        "            nothing = p.detach().new_zeros(0)  # in the unit's dtype\n"
+        "            self.last = torch.cat(flat[True] + flat[False])\n",
+        "test_shares",
+        "elements are held,",
+    ),
+    (
         "the sum instead of the mean",
         "gradient.flatten() / n",
         "gradient.flatten()",
@@ -181,6 +189,14 @@ MISTAKES = [
             "        model.gather(k - 1)\n"
             "        model.whole(k)\n",
         ),
+        "test_memory",
+        "elements are alive while unit",
+    ),
+    (
+        "whole parameters saved for backward",
+        "        return functional_call(model.units[k], parameters, (x,))\n",
+        "        ctx.save_for_backward(x, *parameters.values())\n"
+        "        return functional_call(model.units[k], parameters, (x,))\n",
         "test_memory",
         "elements are alive while unit",
     ),

@@ -82,10 +82,23 @@ def kinds(unit: nn.Module) -> dict[str, torch.Tensor]:
     return {"trained": flat(trained), "frozen": flat(frozen)}
 
 
+def alive() -> int:
+    """Elements of all tensors that were made since gc.freeze() and that a variable holds."""
+    gc.collect()
+    storages = {}
+    for tensor in gc.get_objects():
+        if issubclass(type(tensor), torch.Tensor) and tensor.dim() > 0:
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes() // 8
+    return sum(storages.values())
+
+
 def hold(answer, wire, seed: int) -> list:
     """Each unit's shares, and the elements left in its own parameters."""
+    gc.freeze()
     units = units_of(seed)
     model = answer.ZeRO3(units)
+    elements = alive()
     held = []
     for k, unit in enumerate(units):
         left = sum(p.untyped_storage().nbytes() // 8 for p in unit.parameters())
@@ -98,13 +111,14 @@ def hold(answer, wire, seed: int) -> list:
                 )
         held.append((copy_of(model.trained[k]), copy_of(model.frozen[k]), left))
     names = [name for name, _ in model.named_parameters()]
-    return [held, names]
+    return [held, names, elements]
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_shares(answer: Path, seed: int, n: int) -> None:
     """Each of {n} ranks holds its share, and nothing else"""
-    for rank, (held, names) in enumerate(grade(answer, hold, n, seed)):
+    most = sum(sum(shares(k, n)) for k in range(len(WIDTHS))) + 100  # a few numbers more
+    for rank, (held, names, elements) in enumerate(grade(answer, hold, n, seed)):
         for k, unit in enumerate(units_of(seed)):
             told = f"rank {rank}, unit {k}"
             for kind, share in (("trained", held[k][0]), ("frozen", held[k][1])):
@@ -117,6 +131,8 @@ def test_shares(answer: Path, seed: int, n: int) -> None:
                     same(share, due, f"{told}: share of what is {kind}")
             expect(held[k][2], 0, f"{told}: elements still in the unit's own parameters")
         expect(names, [f"trained.{k}" for k in range(len(WIDTHS))], "the model's parameters")
+        if elements > most:
+            raise Wrong(f"rank {rank}: {elements:,} elements are held, {most:,} at most are due")
 
 
 def train(answer, wire, seed: int, micro_batches: int) -> list[torch.Tensor]:
@@ -269,15 +285,6 @@ def weigh(answer, wire, seed: int) -> list[tuple[str, int, int]]:
     model = answer.ZeRO3(units_of(seed, told))
     gc.collect()
     gc.freeze()
-
-    def alive() -> int:
-        gc.collect()
-        storages = {}
-        for tensor in gc.get_objects():
-            if issubclass(type(tensor), torch.Tensor) and tensor.dim() > 0:
-                storage = tensor.untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes() // 8
-        return sum(storages.values())
 
     def look(when: str, bound: int) -> None:
         """gloo's threads may hold a buffer for a moment: once, give them time to let go of it."""

@@ -76,6 +76,13 @@ MISTAKES = [
         "which waits in another group for the guilty one. rank: expected 1, got 3",
     ),
     (
+        "follows a chain for two ranks",
+        "    for _ in dumps:\n",
+        "    for _ in dumps[:1]:\n",
+        "test_made_dumps",
+        "which waits for another, which waits for the guilty one. rank: expected 3, got 4",
+    ),
+    (
         "takes no vote in a circle",
         "        scores.append((eventually, sum(rank in others for others in waits)))\n",
         "        scores.append((eventually, 0))\n",

@@ -124,6 +124,17 @@ def chain(rng: random.Random) -> tuple[list[dict], Due]:
     return made.dumps, (1, "1", number, "broadcast")
 
 
+def long_chain(rng: random.Random) -> tuple[list[dict], Due]:
+    """Two wait for one, which waits for another, which waits for the guilty one."""
+    made = Recorders(rng, {"0": [0, 1, 2], "1": [2, 4], "2": [3, 4]}, 5)
+    made.shared_past()
+    number = made.call(4, "2", "broadcast", [[8]], retired=False)
+    made.call(2, "1", "all_gather", [[8]], retired=False)
+    for rank in (0, 1):
+        made.call(rank, "0", "all_reduce", [[8]], retired=False)
+    return made.dumps, (3, "2", number, "broadcast")
+
+
 def wrong_group(rng: random.Random) -> tuple[list[dict], Due]:
     """One rank has made the same call in another group of the same ranks."""
     made = Recorders(rng, {"0": [0, 1, 2, 3], "1": [0, 1, 2, 3]}, 4)
@@ -161,6 +172,7 @@ CASES = {
     "one rank's tensor is larger": another_size,
     "several groups": two_groups,
     "a chain through two groups": chain,
+    "a chain through three groups": long_chain,
     "one rank is in the wrong group": wrong_group,
     "nobody hangs": healthy,
     "the oldest calls are lost": buffer_full,

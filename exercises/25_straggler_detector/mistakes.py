@@ -37,6 +37,20 @@ MISTAKES = [
         "18% slower, a margin of 30%, on rank 0 of 4: expected [], got [2]",
     ),
     (
+        "rank 0 is never named",
+        "    for rank in range(ranks):\n",
+        "    for rank in range(1, ranks):\n",
+        "test_slow",
+        "half as slow again, on rank 0 of 2: expected [0], got []",
+    ),
+    (
+        "late if the margin is reached",
+        "(gathered[rank] > (1 + margin) * median)",
+        "(gathered[rank] >= (1 + margin) * median)",
+        "test_margin",
+        "exactly 50% slower, a margin of 50%, on rank 0 of 4: expected [], got [2]",
+    ),
+    (
         "the mean of the others, which another slow rank moves",
         "others.sort(dim=0).values[len(others) // 2]",
         "others.mean(dim=0)",

@@ -84,7 +84,7 @@ def training_3(model: nn.Module, batches: list[Pair], validation: Pair) -> list[
 
     A sample is right if the model's largest output is at its label. Returned, on every rank: how
     many of the V are, after each step. Train with `step_together`. For the validation a rank puts
-    V / n samples into the model, give or take one, and joins one all_reduce of one int64.
+    V / n samples into the model at most, rounded up, and joins one all_reduce of one int64.
     """
     # --- yours
     rank = dist.get_rank()
