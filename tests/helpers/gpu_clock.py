@@ -8,6 +8,7 @@ an error, unless the line says that this is what it wants, by a comment with "la
 import linecache
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -64,9 +65,22 @@ class Work(torch.distributed.Work):
 
 kept: list[Work] = []  # as long as C++ may hold them, Python must, too
 pending_works: list[Work] = []
-current = {"device": 0}
 used: set[int] = set()  # the devices on which this process has a context
+forked = False  # whether this process is a fork of one that had used a GPU
 file_of_the_lesson = ""
+
+
+class Current(threading.local):
+    """What is current in this thread: a new one starts on GPU 0, and on the default streams."""
+
+    device = 0
+    chosen = False  # whether the thread has called set_device
+
+    def __init__(self) -> None:
+        self.streams: dict[int, Stream] = {}  # by the device's number
+
+
+current = Current()
 
 
 class Stream:
@@ -83,17 +97,17 @@ class Stream:
         every_stream.append(self)
 
     def __enter__(self) -> "Stream":
-        self.before = streams.get(self.device.index)
-        self.device_before = current["device"]
-        streams[self.device.index] = self
-        current["device"] = self.device.index
+        self.before = current.streams.get(self.device.index)
+        self.device_before = current.device
+        current.streams[self.device.index] = self
+        current.device = self.device.index
         return self
 
     def __exit__(self, *error: object) -> None:
-        streams.pop(self.device.index)
+        current.streams.pop(self.device.index)
         if self.before:
-            streams[self.device.index] = self.before
-        current["device"] = self.device_before
+            current.streams[self.device.index] = self.before
+        current.device = self.device_before
 
     def query(self) -> bool:
         return self.pending is None
@@ -126,15 +140,19 @@ class Stream:
 
 
 every_stream: list[Stream] = []
-streams: dict[int, Stream] = {}  # the current one of each device
 defaults: dict[int, Stream] = {}
 
 
 def device_of(device: object = None) -> torch.device:
     """The device that is meant: the current one if none is said."""
+    if forked:
+        raise RuntimeError(
+            "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you "
+            "must use the 'spawn' start method"
+        )
     if not isinstance(device, int | None):
         device = torch.device(device).index
-    index = current["device"] if device is None else device
+    index = current.device if device is None else device
     if not 0 <= index < torch.cuda.device_count():
         raise RuntimeError("CUDA error: invalid device ordinal")
     return torch.device("cuda", index)
@@ -150,7 +168,7 @@ def default_stream(device: object = None) -> Stream:
 def stream_of(device: object = None) -> Stream:
     """The current stream of a device."""
     index = device_of(device).index
-    return streams.get(index) or default_stream(index)
+    return current.streams.get(index) or default_stream(index)
 
 
 class Event:
@@ -191,6 +209,12 @@ class Event:
 kept_events: list[Event] = []
 
 
+def note_fork() -> None:
+    """In a forked child: CUDA does not survive that, if the parent had begun to use it."""
+    global forked
+    forked = forked or current.chosen or bool(used)
+
+
 def patch_futures() -> None:
     """Futures that know devices ask the CUDA driver; these know none."""
     begin = torch.futures.Future.__init__
@@ -213,7 +237,7 @@ def settle(work: Work) -> None:
 def synchronize(device: object = None) -> None:
     """The host waits for all that one GPU has to do."""
     index = device_of(device).index
-    if index not in used and index != current["device"]:
+    if index not in used and index != current.device:
         raise RuntimeError(
             f"torch.cuda.synchronize({index}) makes a context on GPU {index}, on which this rank "
             "has nothing: it takes memory there, and milliseconds. Synchronize your own GPU only."

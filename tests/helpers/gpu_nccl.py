@@ -5,6 +5,7 @@ ranks' notes when they have ended, and lets each communicator do one thing after
 """
 
 import inspect
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable
 
@@ -18,11 +19,13 @@ from tests.helpers.gpu_places import CPU, is_tensor, place_of
 
 GLOO = "cpu:gloo,cuda:gloo"
 BITWISE = ("BAND", "BOR", "BXOR")
-NO_DTYPE = (torch.int16, torch.uint16, torch.uint32, torch.complex64, torch.complex128)
+NO_DTYPE = (torch.int16, torch.uint16, torch.uint32)
+NO_SUM = (torch.complex64, torch.complex128)
+SOCKETS = ("send", "recv_", "recv_any_source_")  # what gloo does on the caller's own memory
 ONE_SIZE = ("gather_", "scatter_")  # all tensors of a list have to be alike
 ALIKE = {"gather_": "input_tensors", "scatter_": "output_tensors"}  # what all ranks hand over
 
-notes: list[tuple] = []  # (communicator, batch, what, peer or None, elements), in order
+notes: list[tuple] = []  # (communicator, ranks, batch, what, peer or None, of what), in order
 state = {"device_id": None, "batch": 0, "in a batch": False, "default": ""}
 
 
@@ -33,8 +36,12 @@ class Refused(RuntimeError):
 # Groups
 
 
+def backend_of(group: dist.ProcessGroup) -> str:
+    return c10d._world.pg_map.get(group, ("", None))[0]
+
+
 def is_nccl(group: dist.ProcessGroup) -> bool:
-    return c10d._world.pg_map.get(group, ("", None))[0] == "nccl"
+    return backend_of(group) == "nccl"
 
 
 def init_process_group(real: Callable) -> Callable:
@@ -101,6 +108,12 @@ def barrier(real: Callable) -> Callable:
         group = group or c10d._get_default_group()
         if not (isinstance(group, dist.ProcessGroup) and is_nccl(group)):
             return real(group, async_op, **other)
+        unknown = state["device_id"] is None and not other.get("device_ids")
+        if unknown and group.size() > 1 and not gpu_clock.current.chosen:
+            raise Refused(
+                "barrier before set_device: its tensor would lie on GPU 0 on every rank. Call "
+                "torch.cuda.set_device first, or give init_process_group a device_id"
+            )
         options = dist.BarrierOptions()
         options.device = CPU
         options.asyncOp = async_op
@@ -144,6 +157,8 @@ def collective(func: object, args: tuple, kwargs: dict, inputs: list) -> object:
     name = func._schema.name.partition("::")[2]
     group = group_of(func, args, kwargs)
     if group is None or not is_nccl(group):
+        if name in SOCKETS and backend_of(group) == "gloo" and on_a_gpu(inputs):
+            raise Refused(f"{name}: gloo hands a CUDA tensor's address to a socket: send .cpu()")
         result = func(*args, **kwargs)
         inherit(result, inputs)
         return result
@@ -151,9 +166,9 @@ def collective(func: object, args: tuple, kwargs: dict, inputs: list) -> object:
     device = refuse(name, named, inputs)
     note(name, named, group, inputs)
     gpu_nccl_log.log(name, named, group, inputs)
-    if gpu_clock.current["device"] != device.index:
+    if gpu_clock.current.device != device.index:
         raise Refused(
-            f"{name} on {device} while GPU {gpu_clock.current['device']} is this rank's current "
+            f"{name} on {device} while GPU {gpu_clock.current.device} is this rank's current "
             "device, where all ranks would meet: call torch.cuda.set_device first"
         )
     large = (
@@ -180,6 +195,10 @@ def group_of(func: object, args: tuple, kwargs: dict) -> dist.ProcessGroup | Non
     return None
 
 
+def on_a_gpu(tensors: list) -> bool:
+    return gpu_places.common(map(place_of, tensors)) not in (None, CPU)
+
+
 def inherit(result: object, inputs: list, place: torch.device | None = None) -> None:
     place = place or gpu_places.common(map(place_of, inputs))
     for x in gpu_places.tensors_in(result):
@@ -197,7 +216,8 @@ def refuse(name: str, named: dict, inputs: list) -> torch.device:
         raise Refused(f"{name}: tensors on {sorted(map(str, devices))} in one call")
     if not all(x.is_contiguous() for x in counted):
         raise Refused(f"{name}: Tensors must be contiguous")
-    if any(x.dtype in NO_DTYPE and name in ("allreduce_", "reduce_") for x in counted):
+    refused = NO_DTYPE + (NO_SUM if name in ("allreduce_", "reduce_") else ())
+    if any(x.dtype in refused for x in counted):
         raise Refused(f"{name}: Input tensor data type is not supported for NCCL process group")
     if name == "recv_any_source_":
         raise Refused("ProcessGroup nccl does not support recvAnysource")
@@ -245,8 +265,21 @@ def note(name: str, named: dict, group: dist.ProcessGroup, inputs: list) -> None
     if not state["in a batch"]:
         state["batch"] += 1
     ranks = tuple(dist.get_process_group_ranks(group))
-    size = elements(name, named, inputs)
-    notes.append((group.group_name, ranks, state["batch"], what, peer, size))
+    of_it = of_what(name, named, inputs)
+    notes.append((group.group_name, ranks, state["batch"], what, peer, of_it))
+
+
+def of_what(name: str, named: dict, inputs: list) -> str:
+    """Size, dtype, operation and root, which all ranks that take part have to agree on."""
+    dtypes = "/".join(sorted({str(x.dtype) for x in inputs}))
+    told = [f"{elements(name, named, inputs)} {dtypes} elements"]
+    operator = named.get("reduce_op")
+    if operator is not None:
+        boxed = isinstance(operator, torch.ScriptObject)
+        told.append(dist.ReduceOp.unbox(operator).op.name if boxed else operator)
+    if "root_rank" in named:
+        told.append(f"root {named['root_rank']}")
+    return ", ".join(told)
 
 
 def elements(name: str, named: dict, inputs: list) -> int:
@@ -265,21 +298,21 @@ def what_would_hang(notes_of_ranks: list[list[tuple]]) -> str:
     queues: dict[tuple, list] = defaultdict(list)  # (communicator, rank): batches
     for rank, own in enumerate(notes_of_ranks):
         last = None
-        for name, ranks, batch, what, peer, size in own:
+        for name, ranks, batch, what, peer, of_it in own:
             if batch != last:
                 queues[name, rank].append((ranks, Counter()))
                 last = batch
-            queues[name, rank][-1][1][what, peer, size] += 1
+            queues[name, rank][-1][1][what, peer, of_it] += 1
     while step(queues):
         pass
     stuck = {key: left[0][1] for key, left in queues.items() if left}
     told = []
     for (name, rank), asked in stuck.items():
-        what, peer, size = next(iter(asked))
+        what, peer, of_it = next(iter(asked))
         of = ""
         if peer is not None:
             of = f" to rank {peer}" if what == "send" else f" from rank {peer}"
-        told.append(f"rank {rank} waits in {what}{of}, {size} elements (group {name})")
+        told.append(f"rank {rank} waits in {what}{of}, {of_it} (group {name})")
     return "; ".join(told)
 
 
@@ -290,19 +323,19 @@ def step(queues: dict[tuple, list]) -> bool:
         if not left:
             continue
         ranks, asked = left[0]
-        for what, peer, size in [*asked]:
+        for what, peer, of_it in [*asked]:
             if peer is None:
                 fronts = [queues[name, r][:1] for r in ranks]
-                if all(front and front[0][1][what, peer, size] for front in fronts):
+                if all(front and front[0][1][what, peer, of_it] for front in fronts):
                     for r in ranks:
-                        take(queues[name, r], (what, peer, size))
+                        take(queues[name, r], (what, peer, of_it))
                     moved = True
                     break
             elif what == "send" and queues[name, peer]:
-                wanted = ("recv", rank, size)
+                wanted = ("recv", rank, of_it)
                 if queues[name, peer][0][1][wanted]:
                     take(queues[name, peer], wanted)
-                    take(left, (what, peer, size))
+                    take(left, (what, peer, of_it))
                     moved = True
                     break
     return moved
@@ -317,14 +350,41 @@ def take(left: list, wanted: tuple) -> None:
         left.pop(0)
 
 
+class Objects(threading.local):
+    """Which object collective this thread is in."""
+
+    collective = ""
+
+
+sending = Objects()
+
+
 def objects(real: Callable) -> Callable:
     """Objects travel as tensors of bytes, which all have to arrive."""
 
     def travel(*args: object, **kwargs: object) -> object:
-        with gpu_kernels.with_all_values():
-            return real(*args, **kwargs)
+        sending.collective = real.__name__
+        try:
+            with gpu_kernels.with_all_values():
+                return real(*args, **kwargs)
+        finally:
+            sending.collective = ""
 
     return travel
+
+
+def pickling(real: Callable) -> Callable:
+    """A CUDA tensor that is unpickled lands on the GPU of the rank that has sent it."""
+
+    def reduce(x: torch.Tensor, protocol: int) -> tuple:
+        if sending.collective and on_a_gpu([x]):
+            raise Refused(
+                f"{sending.collective} is handed a CUDA tensor of {tuple(x.shape)}: unpickled, it "
+                "would lie on its sender's GPU, where each rank would need a context: send .cpu()"
+            )
+        return real(x, protocol)
+
+    return reduce
 
 
 OBJECTS = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")
@@ -354,6 +414,7 @@ def buffer_of_a_bucket(real: Callable) -> Callable:
 def patch() -> None:
     """Replace the functions of torch.distributed, wherever they are known by name."""
     dist.GradBucket.buffer = buffer_of_a_bucket(dist.GradBucket.buffer)
+    torch.Tensor.__reduce_ex__ = pickling(torch.Tensor.__reduce_ex__)
     for name, patched in PATCHES.items():
         replacement = patched(getattr(c10d, name))
         for module in (c10d, dist):

@@ -121,6 +121,36 @@ def moved(x: torch.Tensor, place: torch.device, non_blocking: bool = False) -> t
 # What Python asks for
 
 
+class AnyGenerator(type(torch._C.Generator)):
+    """`torch.default_generator` was made before there was the class below, and is one, too."""
+
+    def __instancecheck__(cls, x: object) -> bool:
+        return isinstance(x, torch._C.Generator)
+
+
+class Generator(torch._C.Generator, metaclass=AnyGenerator):
+    """A generator that was made for a device, and draws on the CPU."""
+
+    def __new__(cls, device: object = "cpu") -> "Generator":
+        made = super().__new__(cls)
+        made.place = place_asked(device)
+        return made
+
+    @property
+    def device(self) -> Place:
+        return self.place
+
+
+def refuse_generator(generator: torch._C.Generator, place: Place, inputs: list) -> None:
+    """Raise as CUDA does if numbers for one kind of device are drawn by a generator of another."""
+    place = place or (common(map(place_of, inputs)) if inputs else CPU)
+    if place and place.type != generator.device.type:
+        raise RuntimeError(
+            f"Expected a '{place.type}' device type for generator but found "
+            f"'{generator.device.type}'"
+        )
+
+
 def device_is(x: torch.Tensor) -> torch.device:
     return place_of(x) or torch.Tensor.device.__get__(x)
 
@@ -216,6 +246,8 @@ class Requests(TorchFunctionMode):
         place = place_asked(kwargs.get("device"))
         if isinstance(func, torch._ops.OpOverload) and place in (None, CPU):
             return func(*args, **kwargs)  # a lesson's own mode hands it on
+        if (generator := kwargs.get("generator")) is not None:
+            refuse_generator(generator, place, tensors_in(args, kwargs))
         if place:
             kwargs["device"] = CPU
         pinned = kwargs.pop("pin_memory", False)

@@ -1,10 +1,18 @@
 """Run a lesson's ranks as if each had an NVIDIA GPU, on CPUs: what no physics decides is decided.
 
 `play_on_gpus(lesson, ranks)` is `course.playing.play` with as many pretended GPUs. Known are: on
-which device every tensor lies (gpu_places.py, gpu_kernels.py), what the GPUs still have to do when
-a clock is read (gpu_clock.py), what NCCL refuses and in which order it waits (gpu_nccl.py), and
-what it logs (gpu_nccl_log.py). So a tensor left on the CPU, a forgotten synchronise and sends that
-meet nobody fail here as they would on GPUs, or louder.
+which device every tensor lies and every generator draws (gpu_places.py, gpu_kernels.py); what the
+GPUs still have to do when a clock is read, which device and stream are current in a thread, that
+CUDA does not survive a fork (gpu_clock.py); what NCCL refuses and in which order it waits
+(gpu_nccl.py), and what it logs (gpu_nccl_log.py). So a tensor left on the CPU, a forgotten
+synchronise and sends that meet nobody fail here as they would on GPUs, or louder.
+
+Not known is what nothing orders, for here everything is done in the order in which it is asked: a
+side stream that does not wait for another, or that nobody waits for; memory that is freed or
+written while a stream or a collective still uses it; a pinned buffer that is written while it is
+copied; a copy to the CPU that does not block and is read at once; groups that the ranks use in
+different orders. Nor is it known how often the host waits, or what threads other than the main one
+do with tensors.
 
 Not known are: bandwidth, overlap, and any claim a clock decides; the thread that CUDA's autograd
 has per device; the allocator beyond the bytes of live storages; kernels in traces; the numerics of
@@ -52,7 +60,8 @@ def patch_cuda(gpus: int) -> None:
         return clock.device_of(device).index
 
     def set_device(device: object) -> None:
-        clock.current["device"] = index(device)
+        clock.current.device = index(device)
+        clock.current.chosen = True
 
     def properties(device: object = None) -> PretendedProperties:
         uuid = f"GPU-{index(device):08d}-0000-0000-0000-000000000000"
@@ -62,13 +71,13 @@ def patch_cuda(gpus: int) -> None:
 
     @contextlib.contextmanager
     def device(wanted: object) -> Iterator[None]:
-        before = clock.current["device"]
+        before = clock.current.device
         if wanted is not None and wanted != -1:
             set_device(wanted)
         try:
             yield
         finally:
-            clock.current["device"] = before
+            clock.current.device = before
 
     def sleep(cycles: int) -> None:
         clock.really["sleep"](cycles / 1e9)
@@ -90,7 +99,7 @@ def patch_cuda(gpus: int) -> None:
         }
 
     def set_stream(stream: clock.Stream) -> None:
-        clock.streams[stream.device.index] = stream
+        clock.current.streams[stream.device.index] = stream
 
     answers = {
         "device_count": lambda: gpus,
@@ -98,8 +107,9 @@ def patch_cuda(gpus: int) -> None:
         "is_initialized": lambda: True,
         "init": lambda: None,
         "_lazy_init": lambda: None,
+        "_is_in_bad_fork": lambda: clock.forked,
         "set_device": set_device,
-        "current_device": lambda: clock.current["device"],
+        "current_device": index,
         "device": device,
         "synchronize": clock.synchronize,
         "Stream": clock.Stream,
@@ -135,6 +145,7 @@ def patch_cuda(gpus: int) -> None:
             setattr(torch.accelerator, theirs, getattr(torch.cuda, ours))
     torch._C._get_accelerator = lambda *check, **available: torch.device("cuda")
     torch.accelerator.current_accelerator = torch._C._get_accelerator
+    torch.Generator = gpu_places.Generator
     patch_nvml()
 
 
@@ -159,6 +170,7 @@ def pretended_gpus(gpus: int, lesson: str = "") -> Iterator[None]:
     gpu_places.patch_backward()
     gpu_clock.patch_futures()
     gpu_nccl.patch()
+    os.register_at_fork(after_in_child=gpu_clock.note_fork)
     if lesson:
         gpu_clock.watch_clocks(lesson)
     with gpu_places.Requests(), gpu_kernels.Kernels(gpu_nccl.collective):
@@ -174,14 +186,15 @@ def play_on_gpus(
 ) -> Played:
     """Run a lesson's `main` on so many ranks, each with a pretended GPU of its own."""
     changed(path, *changes)
-    patient = {"deadline": deadline, "quiet": deadline}  # lessons sleep on purpose
-    outcomes = attempt(_play, world_size, path, changes, argv, group=False, **patient)
+    how = {"deadline": deadline, "quiet": deadline}  # lessons sleep on purpose
+    how |= {"group": False, "own": [(ROOT / path).parent]}
+    outcomes = attempt(_play, world_size, path, changes, argv, **how)
     first = outcomes[0]
     if any(o.kind != "returned" for o in outcomes):
         return Played("\n".join(map(str, outcomes)), [], first.output)
     code, ledger, _ = first.value
     if hangs := gpu_nccl.what_would_hang([outcome.value[2] for outcome in outcomes]):
-        return Played(f"on NCCL this would hang: {hangs}", ledger, first.output)
+        return Played(f"on NCCL this would hang or be wrong: {hangs}", ledger, first.output)
     return Played(code, ledger, first.output)
 
 
