@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from course.playing import play
+from course.playing import load, play
 from tests.lessons.every import Breaks, OnGpus, Without, test_lesson  # noqa: F401
 
 LESSON = "data-loading/01_ffcv_distributed_optimization.py"
@@ -44,6 +44,15 @@ NO_DEVICE = {
     "wrapped": "copy_to_device waits",
     "alternate": "loaders end on the host",
 }
+
+
+def test_training_crops_are_drawn_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUMBA_OPT", "0")  # which the lesson sets, and nobody else is to see
+    monkeypatch.setenv("RANK", "1")  # a launcher does not import FFCV, rank 0 torchvision too
+    crop = load(LESSON).crops_by_ffcv()[0]
+    drawn = {crop.get_crop_generator(375, 500, crop.scale, crop.ratio) for _ in range(9)}
+    assert len(drawn) > 1
+
 
 LEFT = "samples that an epoch leaves out"
 TWICE = "samples that come twice"

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from course.playing import Lazily, play
 from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
@@ -46,6 +47,12 @@ def test_numpy_and_ffcv_read_the_same(beton: Path) -> None:
     assert header.tobytes() == reader.header.tobytes()
     assert rows.tobytes() == reader.metadata.tobytes()
     assert entries.tobytes() == reader.alloc_table.tobytes()
+
+
+def test_channels_come_first_and_rows_stay_rows() -> None:
+    image_BHWC = torch.arange(2 * 4 * 5 * 3, dtype=torch.uint8).view(2, 4, 5, 3)
+    image_BCHW = lesson.as_floats(image_BHWC, torch.device("cpu"))
+    assert torch.equal((image_BCHW * 255).round().movedim(1, 3), image_BHWC.float())
 
 
 @pytest.mark.deep

@@ -48,7 +48,10 @@ def test_ranks_share_an_epoch_and_quasi_random_is_refused(ranks: int, beton: Pat
 def test_shares_are_equal_and_miss_nothing(samples: int, ranks: int) -> None:
     shares = [lesson.shard(rank, ranks, samples) for rank in range(ranks)]
     assert {len(share) for share in shares} == {-(-samples // ranks)}
-    assert set(np.concatenate(shares)) == set(range(samples))
+    counts = np.bincount(np.concatenate(shares))
+    assert len(counts) == samples
+    assert counts.min() >= 1
+    assert counts.max() - counts.min() <= 1  # what comes again is spread over all samples
 
 
 @settings(deadline=None)

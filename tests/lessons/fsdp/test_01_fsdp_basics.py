@@ -2,11 +2,13 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from course.playing import load, play
 from course.ranks import run
@@ -75,6 +77,32 @@ def test_padded_rows_are_whole_chunks(rows: int, n: int) -> None:
     module = torch.nn.Linear(5, rows, bias=False)
     chunk = len(torch.arange(rows).chunk(n)[0])
     assert lesson.padded_elements(module) == 5 * chunk * n
+
+
+def norms_of_updates() -> list[float]:
+    """The norm over all ranks of the gradients that the optimizer is given, for each update."""
+    lesson = load(LESSON)
+    lesson.RANK, lesson.WORLD_SIZE = dist.get_rank(), dist.get_world_size()
+    for name in ("learning", "that_ranks_differ", "that_nothing_looks_ahead"):
+        setattr(lesson, f"check_{name}", lambda *_, **__: None)
+    losses_of = lesson.byte_losses
+    lesson.byte_losses = lambda *given: 1000 * losses_of(*given)  # there is something to clip
+    norms = []
+
+    def note(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        gradients = [parameter.grad for parameter in optimizer.param_groups[0]["params"]]
+        norms.append(torch.nn.utils.get_total_norm(gradients).full_tensor().item())
+
+    register_optimizer_step_pre_hook(note)
+    mesh = init_device_mesh("cpu", (lesson.WORLD_SIZE,))
+    lesson.train(mesh, SimpleNamespace(steps=2, data=lesson.__file__))
+    return norms
+
+
+def test_gradients_are_clipped_by_their_norm_over_all_ranks() -> None:
+    """Clipped by the norm of its own shards, each of two ranks would be left with a norm of 1."""
+    for norms in run(norms_of_updates, 2):
+        assert norms == pytest.approx([1.0, 1.0], rel=1e-4)
 
 
 def counts_of(units: tuple[str, ...]) -> set[str]:

@@ -1,7 +1,9 @@
 """The lesson on DeepSpeed's bytes: real layouts, and each claim FAILs when its line breaks."""
 
 import gc
+import re
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -85,6 +87,24 @@ def counts() -> dict[str, int]:
 def test_whole_tensors_are_counted_and_scalars_are_not() -> None:
     expected = {"all_reduce": 8, "reduce": 8, "all_gather": 16, "reduce_scatter": 8}
     assert run(counts, 2) == [expected] * 2
+
+
+def test_in_a_ring_an_all_reduce_counts_twice_and_a_reduce_scatter_once() -> None:
+    """The third column of section 2's table, for two micro-batches; it is printed, not claimed."""
+    lesson = load(LESSON)
+    lesson.WORLD_SIZE = 2
+    P = sum(p.numel() for p in lesson.GPT().parameters())
+    said = []
+    lesson.print0, lesson.claim = said.append, lambda *_, **__: None
+    counted = {0: (P, 0), 1: (P, P), 2: (2 * P, P), 3: (2 * P, 4 * P)}  # reduced, gathered
+    steps = {stage: SimpleNamespace(reduced=r, gathered=g) for stage, (r, g) in counted.items()}
+    lesson.check_elements(steps)
+    assert [re.search(r"in a ring (.+) P", line)[1] for line in said] == [
+        "2.00",
+        "3.00",
+        "5.00",
+        "6.00",
+    ]
 
 
 DTYPES = ("float32", "bfloat16")

@@ -1,5 +1,10 @@
 """The lesson on FSDP2's other settings: each claim FAILs when the line that it guards breaks."""
 
+from itertools import pairwise
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+from course.playing import load
 from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
 
 LESSON = "fsdp/04_fsdp_refinements.py"
@@ -169,3 +174,12 @@ ON_GPUS = OnGpus(
         ("repeats: int = 20", "repeats: int = 1"),
     ]
 )
+
+
+def test_each_block_prefetches_the_one_after_it() -> None:
+    """How many blocks are asked for does not tell which ones."""
+    blocks = [Mock(), Mock(), Mock(), Mock()]
+    load(LESSON).prefetch_forward(SimpleNamespace(blocks=blocks))
+    for block, following in pairwise(blocks):
+        block.set_modules_to_forward_prefetch.assert_called_once_with([following])
+    blocks[-1].set_modules_to_forward_prefetch.assert_not_called()

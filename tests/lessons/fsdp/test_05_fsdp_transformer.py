@@ -425,6 +425,25 @@ def test_training_and_held_out_text_do_not_overlap() -> None:
     assert len(seen["held out"]) == (len(seen["train"]) + len(seen["held out"])) // 10
 
 
+def test_gradients_are_unscaled_before_they_are_clipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float16 the norm is that of the gradients, not 65,536 times as much."""
+    clip = torch.nn.utils.clip_grad_norm_
+    norms = []
+
+    def clip_and_note(*given: object) -> None:
+        norms.append(clip(*given).item())
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip_and_note)
+    lesson = load(LESSON)
+    lesson.average = lambda losses: losses  # there is one rank
+    text_N = torch.arange(1000).to(torch.uint8)
+    for precision in ("float32", "float16"):
+        model = lesson.new_gpt(SimpleNamespace(device_type="cpu"), lesson.SIZES["tiny"])
+        options = SimpleNamespace(size="tiny", batch=2, precision=precision)
+        lesson.train(model, text_N, options, 1)
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+
+
 @pytest.mark.deep
 def test_compiled_it_has_the_same_losses() -> None:
     """Dynamo's graphs with autograd's, and no kernels of a compiler's: that takes minutes."""

@@ -132,6 +132,20 @@ def test_two_ranks_that_take_one_gpu_bind_their_group_to_it(monkeypatch) -> None
     assert [how["device_id"] for how in bound[::2]] == [torch.device("cuda", 0)] * 2
 
 
+def test_one_rank_of_each_node_changes_the_speed_of_the_cable(monkeypatch) -> None:
+    """Each node has an end of it: by rank 0 alone, one direction would become slow."""
+    lesson = load(LESSON)
+    changes = []
+    lesson.command = lambda line: changes.append((lesson.RANK, line.split()))
+    monkeypatch.setattr(lesson.dist, "barrier", lambda: None)
+    for rank, local_rank in enumerate("0101"):  # two nodes of two ranks
+        lesson.RANK = rank
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        lesson.change_speed(20)
+    assert [rank for rank, _ in changes] == [0, 2]
+    assert all({"change", "20mbit"} <= {*words} for _, words in changes)
+
+
 @pytest.mark.parametrize("ranks", [2, 16])
 def test_busbw_of_real_nodes_follows_from_bytes_and_seconds(ranks: int) -> None:
     lesson = load(LESSON)

@@ -1,6 +1,11 @@
 """ZeRO-1: the paper's table; each claim fails when the line that it guards is broken."""
 
+import pytest
+import torch
+from torch import nn
+
 from course.playing import load
+from course.ranks import run
 from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
 
 LESSON = "parallelism/02_fsdp_zero.py"
@@ -24,6 +29,24 @@ def test_the_formula_gives_the_papers_table_1() -> None:
             assert abs(gigabytes - float(cell)) < 10.0 ** -len(cell.partition(".")[2]), (n, cell)
             cells += 1
     assert cells == 54
+
+
+def steps_of_clipped_gradients() -> list[list[float]]:
+    """How SGD moves two weights whose gradient is 5 long, at other values of `clip`."""
+    lesson, moved = load(LESSON), []
+    for clip in 2.5, 100.0:
+        weight = nn.Parameter(torch.zeros(2))
+        zero = lesson.ZeRO1([weight], torch.optim.SGD, clip=clip, lr=1.0)
+        weight.grad = torch.tensor([3.0, 4.0])
+        zero.step()
+        moved.append(weight.tolist())
+    return moved
+
+
+def test_clipping_shortens_a_long_gradient_and_leaves_a_short_one() -> None:
+    for shortened, as_it_was in run(steps_of_clipped_gradients, 2):
+        assert shortened == pytest.approx([-1.5, -2.0])
+        assert as_it_was == [-3.0, -4.0]
 
 
 # One line of the lesson broken: exactly these claims must FAIL at two ranks

@@ -136,6 +136,38 @@ def test_replay_finds_the_bubble(p: int, m: int) -> None:
     assert here().replay(logs) == pytest.approx((p - 1) / (m + p - 1), abs=1e-12)
 
 
+def test_a_message_that_was_there_already_sets_no_clock_back() -> None:
+    """Rank 1 works through slots 0 and 1; what came at the end of slot 0 is read after them."""
+    forward = here().Call("F", 0, 0, (), None)
+    backward = here().Call("B", 0, 0, (), None)
+    send = here().Call("send", 1, 1, (), 1)
+    receive = here().Call("recv", 1, 1, (), 0)
+    idle = here().replay([[forward, send], [backward, receive, forward]])
+    assert idle == pytest.approx(1 - 4 / 6)  # rank 0 works in 1 of 3 slots, rank 1 in all
+
+
+def evaluated_on_new_digits() -> list[bool]:
+    """For each accuracy that this rank claims: is it that of the outputs for new digits?"""
+    lesson, cpu, found = load(LESSON), torch.device("cpu"), []
+    x, target = (of_all[lesson.TRAINED_ON :] for of_all in lesson.digits(cpu))
+    model = lesson.untrained(cpu)
+
+    def accuracy(y: torch.Tensor, targets: torch.Tensor) -> float:
+        found.append(torch.equal(targets, target) and torch.allclose(y, model(x)))
+        return 1.0
+
+    lesson.accuracy = accuracy
+    lesson.claim = lambda *_, **__: None
+    lesson.train = lambda step, model, device: model
+    lesson.check_tensor(cpu, model)
+    lesson.pipelined_accuracy(lesson.part_of(model, lesson.RANK, lesson.WORLD_SIZE), cpu)
+    return found
+
+
+def test_accuracy_is_that_on_digits_which_the_training_did_not_see() -> None:
+    assert run(evaluated_on_new_digits, 2) == [[True], [True, True]]
+
+
 def mlp_error(seed: int, rows: int) -> float:
     """How far a split MLP is from the whole one: output, and all gradients."""
     lesson = load(LESSON)

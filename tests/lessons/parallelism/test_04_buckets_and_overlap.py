@@ -250,6 +250,16 @@ def test_buckets_hold_every_parameter_once_last_first(sizes: list[tuple], capaci
         assert not others or sum(p.nbytes for p in others) < capacity  # closed as soon as full
 
 
+def bytes_of_buckets() -> list[int]:
+    """Two tensors between 0.1 MB and 0.1 MiB, at 0.1 MB per bucket."""
+    model = nn.ParameterList(torch.zeros(102_400 // 4) for _ in range(2))
+    return [b.flat.nbytes for b in load(LESSON).BucketedDDP(model, 0.1).reducer.buckets]
+
+
+def test_bucket_mb_counts_in_1e6_bytes() -> None:
+    assert run(bytes_of_buckets, 1) == [[102_400, 102_400]]
+
+
 def launched_sizes() -> list[int]:
     """Which buckets leave, in which order, when every rank uses other layers."""
     sizes, real = [], dist.all_reduce

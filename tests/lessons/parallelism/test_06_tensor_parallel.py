@@ -106,7 +106,8 @@ def test_the_whole_block_is_torchs_own() -> None:
 
 
 def test_what_is_saved_twice_counts_once() -> None:
-    assert load(LESSON).saved_elements(lambda x: x * x, torch.randn(5)) == 5
+    """The product keeps both factors: two tensors, views of one storage."""
+    assert load(LESSON).saved_elements(lambda x: x.view(1, 5) * x.view(5, 1), torch.randn(5)) == 5
 
 
 def refusal(heads: int) -> str:

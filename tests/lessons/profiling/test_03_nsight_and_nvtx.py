@@ -3,8 +3,10 @@
 import os
 import subprocess
 import sys
+from copy import deepcopy
 from importlib.util import find_spec
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -131,6 +133,23 @@ def test_shares_are_those_of_the_steps() -> None:
     transfers = [event for event in gpu_trace(0)["traceEvents"] if "AllReduce" in event["name"]]
     assert len(transfers) == 4  # barriers are all-reduces, too
     assert lesson.share_of_torch(gpu_trace(0)["traceEvents"]) == pytest.approx(0.25)
+
+
+def test_gradients_are_averaged_over_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks that have the same batch take the step of one process."""
+    lesson = load(LESSON)
+    lesson.nvtx = MagicMock()  # the first call of NVTX in a process decides who listens
+    lesson.WORLD_SIZE, lesson.LATE = 2, 0
+    monkeypatch.setattr(lesson.dist, "all_reduce", lambda bucket_N: bucket_N.mul_(2))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Linear(4, 3))
+    alone = deepcopy(model)
+    x_BD = torch.randn(6, 5)
+    lesson.one_step(model, x_BD, 0)
+    alone(x_BD).square().mean().backward()
+    torch.optim.SGD(alone.parameters(), lr=0.01).step()
+    for ours, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        assert torch.allclose(ours, expected, rtol=0, atol=1e-7)
 
 
 SHARE, LEAST = (
