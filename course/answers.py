@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from pathlib import Path
 
 from course import progress
 from course.book import Exercise
@@ -42,9 +43,10 @@ def add(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "reset",
         help="the empty stub again; a copy of yours is kept",
-        description="Put the stub in place of your answer, which is kept beside it. Asks first.",
+        description="Put the stub in place of your answer, which is kept next to it. Asks first.",
     )
-    parser.add_argument("exercise", **N)
+    parser.add_argument("exercise", nargs="?", **N)
+    parser.add_argument("--all", action="store_true", help="of every answer that you have begun")
     parser.set_defaults(run=reset)
 
 
@@ -96,7 +98,7 @@ def say_what_comes_before(exercise: Exercise) -> None:
 def write_stub(exercise: Exercise) -> None:
     """Begin the answer. Raises FileExistsError if there is one."""
     exercise.answer.parent.mkdir(exist_ok=True)
-    with exercise.answer.open("x") as file:
+    with exercise.answer.open("x", encoding="utf-8") as file:
         file.write(exercise.stub())
 
 
@@ -122,28 +124,50 @@ def solution(options: argparse.Namespace) -> int:
             f"Yours has not been accepted yet. Another hint: {command('hint', exercise.number)}. "
             f"To see ours now: {command('solution', exercise.number, '--anyway')}."
         )
-    print(exercise.solution.read_text(), end="")
+    print(exercise.solution.read_text(encoding="utf-8"), end="")
     return 0
 
 
 def reset(options: argparse.Namespace) -> int:
-    """Put the stub back, having asked; keep what was there."""
-    exercise = find_exercise(options.exercise)
-    answer = exercise.answer
-    if not answer.exists():
-        begin = command("start", exercise.number)
-        sys.exit(f"There is no {shown(answer)}, so nothing to reset. To begin it: {begin}.")
+    """Put stubs back, having asked; keep what was there."""
+    for exercise, kept in to_reset(options):
+        exercise.answer.rename(kept)
+        write_stub(exercise)
+        say(f"{shown(exercise.answer)} is the empty stub again; yours is {kept.name}.")
+    return 0
+
+
+def to_reset(options: argparse.Namespace) -> list[tuple[Exercise, Path]]:
+    """The exercises to begin anew, and where each answer is kept. Asks; ends the program if none
+    is meant.
+    """
+    if options.all == bool(options.exercise):
+        sys.exit(f"Name one, or all: {command('reset', 'N')} or {command('reset', '--all')}.")
+    if options.all:
+        some = [one for one in book() if one.answer.exists()]
+        some = [one for one in some if one.answer.read_bytes() != one.stub().encode()]
+        if not some:
+            sys.exit("No answer has more than its stub, so nothing to reset.")
+        what = f"{len(some)} answers (NN_name.py as NN_name.kept-1.py, or the next free number)"
+    else:
+        exercise = find_exercise(options.exercise)
+        some = [exercise]
+        if not exercise.answer.exists():
+            begin = command("start", exercise.number)
+            answer = shown(exercise.answer)
+            sys.exit(f"There is no {answer}, so nothing to reset. To begin it: {begin}.")
+        what = f"{shown(exercise.answer)} as {free_name(exercise.answer).name}"
+    if ask(f"Keep {what} and begin anew? [y/N] ").strip().lower() not in ("y", "yes"):
+        sys.exit("Nothing was changed.")
+    return [(one, free_name(one.answer)) for one in some]
+
+
+def free_name(answer: Path) -> Path:
+    """The next name under which a copy of this answer can be kept."""
     number = 1
     while answer.with_suffix(f".kept-{number}.py").exists():
         number += 1
-    kept = answer.with_suffix(f".kept-{number}.py")
-    question = f"Keep {shown(answer)} as {kept.name} and begin anew? [y/N] "
-    if ask(question).strip().lower() not in ("y", "yes"):
-        sys.exit("Nothing was changed.")
-    answer.rename(kept)
-    write_stub(exercise)
-    say(f"{shown(answer)} is the empty stub again.")
-    return 0
+    return answer.with_suffix(f".kept-{number}.py")
 
 
 def ask(question: str) -> str:

@@ -11,12 +11,11 @@ from pathlib import Path
 from course import progress
 from course.answers import N_OR_CURRENT, chosen
 from course.book import Exercise
-from course.outline import book
+from course.outline import book, lessons
 from course.overview import where_to_go
+from course.predict import what_was_seen
 from course.terminal import command, paint, pending, say, shown, tick
 from course.verdict import Verdict, grade
-
-WAITING = "  checking ..."
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -46,7 +45,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def show_check(check: dict) -> None:
-    """One check, as it ends; then that the next is waited for."""
+    """One check, as it ends."""
     pending()
     if check["verdict"] == "passed":
         say(f"{paint('✓', 'green')} {check['check']}", 2)
@@ -55,7 +54,30 @@ def show_check(check: dict) -> None:
     else:
         say(f"{paint('✗', 'red')} {check['check']}", 2)
         say(check["message"], 4)
-    pending(WAITING)
+
+
+def show_running(title: str, seconds: float) -> None:
+    """On a terminal, the check that runs, until it ends."""
+    pending(f"{int(seconds):4} s  {title or 'checking'} ...")
+
+
+def show_proof(exercise: Exercise) -> None:
+    """What an accepted answer has shown, its lesson, and where to read on."""
+    shows = sentence_after("**Cost target.**", exercise)
+    print(f"\n{paint('You have shown', 'bold')}")
+    say(exercise.title, 2)
+    if shows != "None.":
+        say(shows, 2)
+    say(f"Lesson: {sentence_after('Lesson', exercise)}")
+    for leads_here in lessons():
+        if exercise.name in leads_here.exercises:
+            say(f"Read on: {what_was_seen(leads_here)}, What you should have seen")
+
+
+def sentence_after(words: str, exercise: Exercise) -> str:
+    """The sentence that follows these words in the README; empty if they are not there."""
+    found = re.search(rf"{re.escape(words)}s?:?\s+(.+?\.)\s", exercise.readme, re.DOTALL)
+    return " ".join(found[1].replace("`", "").split()) if found else ""
 
 
 def show_end(exercise: Exercise, verdict: Verdict) -> None:
@@ -65,7 +87,8 @@ def show_end(exercise: Exercise, verdict: Verdict) -> None:
         checks = "1 check" if len(verdict.passed) == 1 else f"{len(verdict.passed)} checks"
         rest = f"; {len(verdict.blocked)} BLOCKED" if verdict.blocked else ""
         print(paint(f"Accepted: {checks} passed in {verdict.seconds} s{rest}.", "green"))
-        print(f"Ours, to compare: {command('solution', exercise.number)}\n")
+        show_proof(exercise)
+        print(f"\nOurs, to compare: {command('solution', exercise.number)}\n")
         print(where_to_go(progress.read()))
     elif verdict.status == "blocked":
         print(paint("Nothing could be checked on this machine.", "yellow"))
@@ -105,8 +128,7 @@ def check(options: argparse.Namespace) -> int:
         sys.exit(f"There is no {shown(answer)}.")
     require(answer, exercise)
     print(paint(f"{exercise.number:02d} {exercise.title}", "bold"), flush=True)
-    pending(WAITING)
-    verdict = grade(exercise, answer, options.seed, show_check)
+    verdict = grade(exercise, answer, options.seed, show_check, meanwhile=show_running)
     pending()
     if options.answers is None:
         settle(exercise, verdict)
@@ -184,8 +206,8 @@ def watch(options: argparse.Namespace) -> int:
         saved = state_of(answer)
         clock = time.strftime("%H:%M:%S")
         print(f"\n{paint(f'{clock}  {exercise.number:02d} {exercise.title}', 'bold')}", flush=True)
-        pending(WAITING)
-        verdict = grade(exercise, answer, None, show_check, partial(saved_since, answer, saved))
+        stale = partial(saved_since, answer, saved)
+        verdict = grade(exercise, answer, None, show_check, stale, show_running)
         pending()
         if verdict is None:
             print("Saved meanwhile: from the start.")

@@ -36,7 +36,16 @@ from torch.testing import assert_close
 
 from course.plain import NotPlain, flatten, rebuild
 from course.ranks import QUIET, Outcome, attempt
-from course.wire import WIRE, Event, Wire, Wrong, at_the_store, forbidden, in_threads
+from course.wire import (
+    WIRE,
+    Event,
+    Wire,
+    Wrong,
+    at_the_store,
+    forbidden,
+    groups_counted,
+    in_threads,
+)
 
 __all__ = ["Event", "Wire", "Wrong", "expect", "grade", "same"]
 __tracebackhide__ = True  # pytest shows the grader's lines, not these
@@ -60,6 +69,7 @@ def _on_a_rank(path: Path, task: Callable, forbid: tuple[str, ...], args: tuple)
         with contextlib.ExitStack() as beneath:
             wire = beneath.enter_context(Wire())
             beneath.enter_context(in_threads(wire))
+            beneath.enter_context(groups_counted(wire))
             beneath.enter_context(at_the_store(wire, str(path)))
             beneath.enter_context(forbidden(wire, forbid))
             _unlike = a_heap_of_its_own(int(os.environ.get("RANK", "0")))
@@ -105,7 +115,7 @@ def _said(error: BaseException, path: Path) -> str:
     if isinstance(error, bdb.BdbQuit):
         return "breakpoint() has no terminal here; print(), and the last lines are shown with this"
     if isinstance(error, AttributeError) and error.obj is sys.modules.get("answer"):
-        return f"{path.name} has no {error.name}; `course reset` writes the stub again"
+        return f"{path.name} has no {error.name}; `course reset {path.stem}` writes the stub again"
     return traceback.format_exception_only(error)[-1].strip()
 
 

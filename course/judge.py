@@ -2,8 +2,8 @@
 
     python -m course.judge EXERCISE_FOLDER ANSWER [--only CHECK] [--seed N]
 
-prints a line of JSON per check as it ends; the command `course` runs it so, in a process of its
-own. The answer itself is imported on ranks alone, never here.
+prints a line of JSON per check as it starts, and another as it ends; the command `course` runs it
+so, in a process of its own. The answer itself is imported on ranks alone, never here.
 """
 
 import argparse
@@ -42,12 +42,14 @@ class Listener:
         """What random inputs are drawn from; another one on every run unless --seed names it."""
         return self.report.seed
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Function) -> None:
+        self.tell({"check": title_of(item), "verdict": "running", "message": ""})
+
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Function, call: pytest.CallInfo) -> Iterator:
         told = yield
-        title = (item.obj.__doc__ or item.name).strip().partition("\n")[0]
-        if hasattr(item, "callspec"):
-            title = title.format(**item.callspec.params).replace(" 1 ranks", " 1 rank")
+        title = title_of(item)
         if told.skipped:
             reason = told.longrepr[2].removeprefix("Skipped: ")
             self.report.blocked.append(f"{title}: {reason}")
@@ -85,6 +87,14 @@ class Listener:
         self.tell({"check": title, "verdict": "failed", "message": message})
 
 
+def title_of(item: pytest.Function) -> str:
+    """A check's name as the learner sees it: the first line of its docstring."""
+    title = (item.obj.__doc__ or item.name).strip().partition("\n")[0]
+    if hasattr(item, "callspec"):
+        title = title.format(**item.callspec.params).replace(" 1 ranks", " 1 rank")
+    return title
+
+
 def judge(
     exercise: Exercise,
     answer: Path,
@@ -94,9 +104,10 @@ def judge(
 ) -> Report:
     """Run the grader, or its check `only` (a test function's name), on `answer`.
 
-    `tell` is given each check as it ends: its title, verdict and message. If pytest itself fails,
-    in whatever way, that is told as a failed check of "the grader". Raises KeyboardInterrupt at
-    Ctrl-C. Neither plugins and options of the learner's environment nor a conftest.py count.
+    `tell` is given each check as it starts ("running") and as it ends: its title, verdict and
+    message. If pytest itself fails, in whatever way, that is told as a failed check of "the
+    grader". Raises KeyboardInterrupt at Ctrl-C. Neither plugins and options of the learner's
+    environment nor a conftest.py count.
     """
     report = Report(seed=random.randrange(10**6) if seed is None else seed)
     node = f"{exercise.grader}::{only}" if only else str(exercise.grader)

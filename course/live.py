@@ -64,6 +64,13 @@ def _time(call: Callable[[], object], device: torch.device) -> float:
     return (time.perf_counter() - started) * 1e3
 
 
+def largest(wrong: float, device: torch.device) -> float:
+    """The largest of what the ranks hand in, on every rank; not a number counts as infinite."""
+    every = torch.tensor(float(wrong), dtype=torch.float64, device=device).nan_to_num(torch.inf)
+    dist.all_reduce(every, dist.ReduceOp.MAX)
+    return every.item()
+
+
 def say(text: str) -> None:
     """Print on rank 0."""
     if dist.get_rank() == 0:

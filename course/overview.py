@@ -1,7 +1,9 @@
 """`course`, `course next` and `course tick`: the path, how far one is, and where it goes on."""
 
 import argparse
+import re
 import textwrap
+from pathlib import Path
 
 from course import progress
 from course.book import Exercise
@@ -48,12 +50,12 @@ def show(options: argparse.Namespace) -> int:
         folder = ""
         for lesson in lessons():
             if lesson.spine == spine:
-                show_lesson(lesson, lesson.folder != folder, marks)
+                first = lesson.folder != folder
+                show_lesson(lesson, first, marks, done_here(lesson, done))
                 folder = lesson.folder
     for exercise in exercises_of_no_lesson():
         print(f"{'':73}{of_exercise(exercise, marks)}")
-    if any(in_part(step, done) for step in steps()):
-        print(f"\n{tick(True, True)} done in part: the rest was BLOCKED, for want of GPUs mostly")
+    explain_marks(done)
     print()
     print(where_to_go(done))
     print(f"\n{command('run', 'FOLDER/NN')}   runs any lesson")
@@ -62,23 +64,39 @@ def show(options: argparse.Namespace) -> int:
     return 0
 
 
+def explain_marks(done: dict) -> None:
+    """Say what the marks of steps mean of which something was BLOCKED, if there are any."""
+    partly = [step for step in steps() if in_part(step, done)]
+    here = [step for step in partly if done_here(step, done)]
+    if partly:
+        print()
+    if here:
+        print(f"{tick(True)} here  done as far as this machine can: the rest needs GPUs")
+    if len(here) < len(partly):
+        print(f"{tick(True, True)}       done in part: the rest was BLOCKED")
+
+
 def marks_of(done: dict) -> dict[str, str]:
     """Before each step, by its name: a tick, an arrow if it comes next, or a dot."""
     marks = {step.name: "·" for step in steps()}
     for step in steps():
         if is_done(step, done):
-            marks[step.name] = tick(True, in_part(step, done))
+            marks[step.name] = tick(True, in_part(step, done) and not done_here(step, done))
     coming = next_step(done)
     if coming:
         marks[coming.name] = paint("→", "bold")
     return marks
 
 
-def show_lesson(lesson: Lesson, first: bool, marks: dict[str, str]) -> None:
-    """One row, and another for each further exercise; `first` of its folder, it names that."""
+def show_lesson(lesson: Lesson, first: bool, marks: dict[str, str], here: bool) -> None:
+    """One row, and another for each further exercise; `first` of its folder, it names that.
+
+    Of a lesson that is done as far as this machine can, it says "here" and no minutes.
+    """
     folder = lesson.folder if first else ""
-    subject = textwrap.shorten(lesson.subject, 44, placeholder=" ...")
-    row = f"  {folder:15}{marks[lesson.name]} {lesson.number}  {subject:44}{lesson.minutes:4}"
+    subject = textwrap.shorten(lesson.subject, 43, placeholder=" ...")
+    minutes = "here" if here else lesson.minutes
+    row = f"  {folder:15}{marks[lesson.name]} {lesson.number}  {subject:44}{minutes:>4}"
     after = exercises_after(lesson)
     if not after:
         print(row)
@@ -102,6 +120,19 @@ def in_part(step: Lesson | Exercise, done: dict) -> bool:
     """Whether it is done, apart from what was BLOCKED."""
     key = step.path if isinstance(step, Lesson) else step.name
     return is_done(step, done) and key in done["blocked"]
+
+
+def done_here(step: Lesson | Exercise, done: dict) -> bool:
+    """Whether all that was BLOCKED of it needs more GPUs than this machine has."""
+    key = step.path if isinstance(step, Lesson) else step.name
+    return in_part(step, done) and only_here(done["blocked"][key])
+
+
+def only_here(needs: list[str]) -> bool:
+    """Whether all that is needed ("2 GPUs", "nsys") is more GPUs, or nodes, than are here."""
+    gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    wanted = [re.match(r"(\d+) (GPU|node)", need) for need in needs]
+    return all(want and (want[2] == "node" or int(want[1]) > gpus) for want in wanted)
 
 
 def next_step(done: dict) -> Lesson | Exercise | None:

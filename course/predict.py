@@ -13,7 +13,7 @@ from pathlib import Path
 
 from course import progress
 from course.outline import Lesson, find_lesson
-from course.overview import where_to_go
+from course.overview import only_here, where_to_go
 from course.terminal import end, paint, say, shown, tick
 
 NAME = {"metavar": "NAME", "help": "parallelism/01, or any part of its name"}
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
 
 def say_done(lesson: Lesson, ledger: list[dict]) -> None:
     needs = blocked_in(ledger)
-    say(f"{tick(True, bool(needs))} {lesson.name} is done{in_part(needs)}.")
+    say(f"{tick(True, not only_here(needs))} {lesson.name} is done{in_part(needs)}.")
 
 
 def in_part(needs: list[str]) -> str:
@@ -60,7 +60,8 @@ def in_part(needs: list[str]) -> str:
     if not needs:
         return ""
     claims = "1 claim is" if len(needs) == 1 else f"{len(needs)} claims are"
-    return f" in part: {claims} BLOCKED for want of {', '.join(dict.fromkeys(needs))}"
+    how = "as far as this machine can" if only_here(needs) else "in part"
+    return f" {how}: {claims} BLOCKED for want of {', '.join(dict.fromkeys(needs))}"
 
 
 def blocked_in(ledger: list[dict]) -> list[str]:
@@ -94,7 +95,7 @@ def play(lesson: Lesson, flags: list[str]) -> tuple[int, list[dict]]:
         finally:
             end(process, patience=2)
         passing.join(2)  # no longer, should something that outlives the lesson hold its end open
-        ledger = json.loads(kept.read_text())["ledger"] if kept.exists() else []
+        ledger = json.loads(kept.read_text(encoding="utf-8"))["ledger"] if kept.exists() else []
     if ledger and status == 0:
         progress.settle("lessons", lesson.path, blocked_in(ledger))
     return (128 - status if status < 0 else status), ledger
@@ -208,8 +209,13 @@ def compare(lesson: Lesson, answers: dict[str, str], ledger: list[dict]) -> None
         print("\nThis machine cannot say:")
     for row in blocked:
         say(f"BLOCKED  {row['claim']} (needs {row['needs']})", 3)
-    line = lesson.file.read_text().partition("What you should have seen")[0].count("\n") + 1
-    print(f"\nWhy: {shown(lesson.file)}:{line}, What you should have seen\n")
+    print(f"\nWhy: {what_was_seen(lesson)}, What you should have seen\n")
+
+
+def what_was_seen(lesson: Lesson) -> str:
+    """File and line where a lesson says what one should have seen."""
+    before = lesson.file.read_text(encoding="utf-8").partition("What you should have seen")[0]
+    return f"{shown(lesson.file)}:{before.count(chr(10)) + 1}"
 
 
 def was_right() -> str:

@@ -26,7 +26,7 @@ def read() -> dict[str, dict]:
     """What is known, by KEYS. A file that cannot be read is moved aside, and that is said."""
     known = {key: {} for key in KEYS}
     try:
-        kept = json.loads(FILE.read_text())
+        kept = json.loads(FILE.read_text(encoding="utf-8"))
         if not isinstance(kept, dict):
             raise ValueError("no object")
         for key in KEYS:
@@ -46,32 +46,38 @@ def read() -> dict[str, dict]:
 
 def remember(what: str, name: str, value: object) -> None:
     """Keep a value under one of KEYS."""
-    with _alone():
-        known = read()
-        known[what][name] = value
-        _write(known)
+    _change((what, name, value))
 
 
 def settle(what: str, name: str, blocked: list[str]) -> None:
     """Put down that a lesson or an exercise is done today, and what of it could not be checked."""
-    remember(what, name, date.today().isoformat())
-    if blocked:
-        remember("blocked", name, blocked)
-    else:
-        forget("blocked", name)
+    _change((what, name, date.today().isoformat()), ("blocked", name, blocked or None))
 
 
 def forget(what: str, name: str) -> None:
     """Drop what is kept under one of KEYS, if anything is."""
-    with _alone():
-        known = read()
-        known[what].pop(name, None)
-        _write(known)
+    _change((what, name, None))
+
+
+def _change(*changes: tuple[str, str, object]) -> None:
+    """Keep each value, or drop what is kept if it is None. A folder in which nothing can be
+    written ends no command: that nothing was noted is said.
+    """
+    try:
+        with _alone():
+            known = read()
+            for what, name, value in changes:
+                known[what][name] = value
+                if value is None:
+                    del known[what][name]
+            _write(known)
+    except OSError as error:
+        print(f"Not noted: {shown(FILE)} cannot be written: {error.strerror}.", file=sys.stderr)
 
 
 def _write(known: dict[str, dict]) -> None:
     part = FILE.with_name(FILE.name + ".part")
-    part.write_text(json.dumps(known, indent=1) + "\n")
+    part.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
     os.replace(part, FILE)
 
 

@@ -32,7 +32,8 @@ def tick(done: bool, blocked: bool = False) -> str:
 def pending(text: str = "") -> None:
     """Say on a terminal what is waited for; the next such line, or none, takes its place."""
     if sys.stdout.isatty():
-        print(f"\x1b[K{paint(text, 'dim')}", end="\r", flush=True)
+        width = shutil.get_terminal_size().columns - 1
+        print(paint(f"{text[:width]:{width}}", "dim"), end="\r", flush=True)
 
 
 def say(text: str, indent: int = 0) -> None:

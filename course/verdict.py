@@ -27,6 +27,7 @@ class Verdict(Report):
     seconds: float = 0
     error: str = ""  # how the grader itself failed, with all that it printed
     absent: bool = False  # there is no answer
+    running: str = ""  # the title of the check that has started and not ended
 
     @property
     def status(self) -> str:
@@ -46,8 +47,12 @@ def grade(
     seed: int | None = None,
     tell: Callable[[dict], None] = lambda check: None,
     stale: Callable[[], bool] = lambda: False,
+    meanwhile: Callable[[str, float], None] = lambda title, seconds: None,
 ) -> Verdict | None:
     """Run the grader on `answer`; `tell` is given each check (check, verdict, message) as it ends.
+
+    `meanwhile` is given the title of the check that runs, or "", and its seconds, several times a
+    second.
 
     Returns None as soon as `stale` says that the answer is no longer the one being graded. Nothing
     is left running, whatever is raised.
@@ -57,15 +62,18 @@ def grade(
             sys.exit(f"{sys.executable} has no {package}; in {ROOT}: pip install -e .")
     verdict = Verdict()
     other = []  # what the grader printed, verdicts apart
-    began = time.monotonic()
-    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+    began = since = time.monotonic()
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         process = start_judge(exercise, answer, seed, errors)
         try:
             for line in lines_of(process):
                 if stale():
                     return None
-                if line and not take_down(line, verdict, tell):
-                    other.append(line)
+                if line:
+                    since = time.monotonic()
+                    if not take_down(line, verdict, tell):
+                        other.append(line)
+                meanwhile(verdict.running, time.monotonic() - since)
             status = process.wait()
         except KeyboardInterrupt:
             end(process, patience=2)  # the terminal has told it, too
@@ -92,7 +100,7 @@ def start_judge(exercise: Exercise, answer: Path, seed: int | None, errors: IO) 
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=errors,
-        text=True,
+        encoding="utf-8",
         errors="replace",
     )
 
@@ -133,6 +141,9 @@ def take_down(line: str, verdict: Verdict, tell: Callable[[dict], None]) -> bool
         message = check["message"]
     except (ValueError, TypeError, KeyError):
         return False
+    verdict.running = title if result == "running" else ""
+    if result == "running":
+        return True
     if result == "passed":
         verdict.passed.append(title)
     elif result == "blocked":

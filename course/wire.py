@@ -96,6 +96,7 @@ class Wire(TorchDispatchMode):
         super().__init__()
         self.events: list[Event] = []
         self.refused = ""
+        self.groups: list[tuple[int, ...]] = []  # ranks of each process group that was made
         self.seen: Counter[str] = Counter()  # at most so many numbers each group has given away
         self.allowed = [SPARE]  # bytes that the sockets may carry for the calls that were seen
         self.before = calls_made()
@@ -167,6 +168,12 @@ class Wire(TorchDispatchMode):
         if other := {e.op for e in self.calls()} - set(allowed):
             rest = f"use {', '.join(allowed)}" if allowed else "nothing is to be sent here"
             raise Wrong(f"the answer calls {', '.join(sorted(other))}; {rest}")
+
+    def no_groups(self) -> None:
+        """Refuse an answer that made a process group, by whatever call: see `groups_counted`."""
+        if self.groups:
+            ranks = list(self.groups[0])
+            raise Wrong(f"a process group of ranks {ranks} was made; do without new groups")
 
     def hidden(self) -> str:
         """What went past this wire, in a sentence; empty if nothing did."""
@@ -259,6 +266,23 @@ def in_threads(wire: Wire) -> Iterator[None]:
         start(thread)
 
     with patch.object(threading.Thread, "start", start_seen):
+        yield
+
+
+@contextlib.contextmanager
+def groups_counted(wire: Wire) -> Iterator[None]:
+    """Within, each process group that is made puts its ranks into the wire's `groups`, also one
+    that this rank is no member of: every way to make one (new_group, new_subgroups, split_group,
+    init_device_mesh, under any name) asks torch for the group's name. A mesh of all ranks in one
+    row makes none; a group built by its C++ class is not seen.
+    """
+    named = dist.distributed_c10d._process_group_name
+
+    def name(ranks: list[int], *args: object, **kwargs: object) -> str:
+        wire.groups.append(tuple(ranks))
+        return named(ranks, *args, **kwargs)
+
+    with patch.object(dist.distributed_c10d, "_process_group_name", name):
         yield
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import pexpect
 import pytest
 
-from course import outline, overview, predict, terminal
-from course.book import ROOT
+from course import check, outline, overview, predict, terminal
+from course.book import ROOT, Exercise
 from tests.helpers.leftovers import left_in
 
 FIRST, LAST = "01_hello_ranks", "04_ring_all_reduce"
@@ -62,7 +62,8 @@ if "--hang" in sys.argv:
     time.sleep(600)
 row = {{"claim": "one and one", "verdict": "PASS", "question": 1, "sign": "=", "slack": 0.5}}
 row |= {{"predicted": 2, "measured": 2.25, "rank": 0, "timed": False}}
-blocked = {{"claim": "one and one, on a GPU", "verdict": "BLOCKED", "needs": "1 GPU"}}
+blocked = {{"claim": "one and one, on a GPU", "verdict": "BLOCKED"}}
+blocked["needs"] = os.environ.get("NEEDS", "99 GPUs")
 with open(os.environ["LESSON_JSON"], "w") as file:
     json.dump({{"ledger": [row] if "A_GPU" in os.environ else [row, blocked]}}, file)
 sys.exit("--fail" in sys.argv)
@@ -191,7 +192,8 @@ def test_who_types_what_is_printed_reaches_the_end(
     assert "◐" not in text
     monkeypatch.delenv("A_GPU")
     ran = ask(home, "run", "sharding")
-    assert "◐ parallelism/02 is done in part: 1 claim is BLOCKED for want of 1 GPU." in ran.stdout
+    how = "as far as this machine can: 1 claim is BLOCKED for want of 99 GPUs."
+    assert f"✓ parallelism/02 is done {how}" in ran.stdout
     answer(home, FIRST, f'check("a kernel", "blocked", "needs FFCV"); {ACCEPTED}')
     ran = ask(home, "check", "1")
     assert re.search(r"Accepted: 2 checks passed in .* s; 1 BLOCKED\.", ran.stdout)
@@ -200,13 +202,30 @@ def test_who_types_what_is_printed_reaches_the_end(
         assert "Done, but for what was BLOCKED in 2 of 5 steps." in text
         assert "run these again: 01_hello_ranks, parallelism/02." in " ".join(text.split())
     text = ask(home).stdout
-    assert "  parallelism    ◐ 02  Sharding" in text
+    assert re.search("  parallelism    ✓ 02  Sharding +here  ", text)
+    assert "✓ here  done as far as this machine can: the rest needs GPUs" in text
     assert "◐ 01 hello ranks\n" in text
+    assert "◐       done in part" in text
     assert "3 of 3 lessons, 2 of 2 exercises done" in text
+    monkeypatch.setenv("NEEDS", "nsys")  # which could be installed here
+    ran = ask(home, "run", "sharding")
+    assert "◐ parallelism/02 is done in part: 1 claim is BLOCKED for want of nsys." in ran.stdout
+    assert re.search("  parallelism    ◐ 02  Sharding +20  ", ask(home).stdout)
     monkeypatch.setenv("A_GPU", "here")
     assert "✓ parallelism/02 is done.\n" in ask(home, "run", "sharding").stdout
+    assert "✓ here" not in ask(home).stdout
     ask(home, "tick", "sharding")
     assert "  parallelism    ✓ 02  Sharding" in ask(home).stdout
+
+
+def test_what_a_machine_can_do_is_judged_by_the_gpus_that_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("course.overview.Path.glob", lambda folder, pattern: ["/dev/nvidia0"])
+    for needs in ("2 GPUs", "2 GPUs with bfloat16", "2 nodes with GPUs"):
+        assert overview.only_here([needs]), needs
+    for needs in ("1 GPU", "nsys, and the nvtx package", "8 ranks, or --mesh with tp > 1"):
+        assert not overview.only_here(["2 GPUs", needs]), needs
 
 
 def test_the_path_shows_ticks_and_what_comes_next(home: Path) -> None:
@@ -307,7 +326,9 @@ def test_commands_are_printed_as_they_can_be_typed(
         (("run", "02"), "'02' may be any of: fundamentals/02_launching, parallelism/02_sharding."),
         (("predict", "nothing"), "There is no lesson 'nothing'; "),
         (("chekc", "1"), "invalid choice: 'chekc'"),
-        (("reset",), "the following arguments are required: N"),
+        (("reset",), "Name one, or all: "),
+        (("reset", "1", "--all"), "Name one, or all: "),
+        (("reset", "--all"), "No answer has more than its stub, so nothing to reset."),
         (("check", "1", "--all"), "not both"),
         (("check", "--all", "--answers", "nowhere"), "There is no folder nowhere."),
         (("check", "4", "--answers", "course"), f"There is no course/{LAST}.py."),
@@ -348,7 +369,7 @@ def test_run_ticks_a_lesson_whose_claims_hold(home: Path) -> None:
     assert "0 of 3 lessons" in ask(home).stdout
     ran = ask(home, "run", "launching")
     assert ran.returncode == 0
-    assert "◐ fundamentals/02 is done in part: " in ran.stdout
+    assert "✓ fundamentals/02 is done as far as this machine can: " in ran.stdout
     assert "\nNext: exercise 01." in ran.stdout
     assert "1 of 3 lessons" in ask(home).stdout
 
@@ -380,7 +401,7 @@ def test_predict_shows_yours_beside_predicted_and_measured(home: Path) -> None:
     assert shown.index("how often\n   does it change?") < shown.index("you      two, never\n")
     assert re.search(r" predicted +measured\n {12}one and one +  = 2 ±0.5 +2.25\n", shown)
     assert "you      no answer\n   No claim of this run answers it." in shown
-    assert "BLOCKED  one and one, on a GPU (needs 1 GPU)" in shown
+    assert "BLOCKED  one and one, on a GPU (needs 99 GPUs)" in shown
     line = (
         (home / "fundamentals/02_launching.py")
         .read_text()
@@ -500,6 +521,27 @@ def test_reset_asks_first_and_keeps_a_copy(home: Path) -> None:
     assert not mine.exists()
 
 
+def test_reset_of_all_asks_once_and_keeps_every_copy(home: Path) -> None:
+    ask(home, "start", "4")
+    answer(home, FIRST, "mine = 1\n")
+    first, last = (home / f"answers/{name}.py" for name in (FIRST, LAST))
+    ran = ask(home, "reset", "--all", stdin="n\n")
+    assert (ran.returncode, ran.stderr) == (1, "Nothing was changed.\n")
+    assert first.read_text() == "mine = 1\n"
+    last.write_text("mine = 4\n")
+    first.with_name(f"{FIRST}.kept-1.py").write_text("earlier")
+    ran = ask(home, "reset", "--all", stdin="y\n")
+    assert (ran.returncode, ran.stdout.count("[y/N]")) == (0, 1), ran.stderr
+    kept = {path.name: path.read_text() for path in (home / "answers").glob("*.kept-*")}
+    assert kept == {
+        f"{FIRST}.kept-1.py": "earlier",
+        f"{FIRST}.kept-2.py": "mine = 1\n",
+        f"{LAST}.kept-1.py": "mine = 4\n",
+    }
+    assert "raise NotImplementedError" in first.read_text()
+    assert "raise NotImplementedError" in last.read_text()
+
+
 def test_nothing_but_answers_is_ever_written(home: Path) -> None:
     answer(home, FIRST, FAILED)
 
@@ -533,6 +575,66 @@ def test_a_check_says_what_failed_and_what_to_type(home: Path) -> None:
     assert ran.returncode == 1
     assert "  BLOCKED all: needs FFCV\n\nNothing could be checked on this machine." in ran.stdout
     assert not (home / "answers/.progress.json").exists()
+
+
+def test_an_accepted_answer_is_told_what_it_has_shown(home: Path) -> None:
+    answer(home, FIRST, ACCEPTED)
+    said = ask(home, "check", "1").stdout
+    lines = (home / "fundamentals/02_launching.py").read_text().splitlines()
+    place = f"fundamentals/02_launching.py:{lines.index('# ## What you should have seen') + 1}"
+    assert (
+        "\nYou have shown\n  Hello, ranks: who is there, and what do they hold together?\n"
+        "  One collective, 8 bytes: a sum travels, not the shards.\n"
+        "Lesson: fundamentals/02_launching_processes.py, section 1.\n"
+        f"Read on: {place}, What you should have seen\n"
+    ) in said
+
+
+@pytest.mark.parametrize("exercise", outline.book(), ids=lambda exercise: exercise.name)
+def test_every_exercise_says_what_it_shows_and_its_lesson(exercise: Exercise) -> None:
+    assert check.sentence_after("**Cost target.**", exercise)
+    lesson = re.match(r"([\w/-]+\.py)\b", check.sentence_after("Lesson", exercise))
+    assert (ROOT / lesson[1]).is_file()
+    assert any(exercise.name in lesson.exercises for lesson in outline.lessons())
+
+
+def test_the_running_check_shows_its_name_and_seconds_on_a_terminal_alone(home: Path) -> None:
+    started = 'check("counts", "running"); time.sleep(3)'
+    answer(home, FIRST, f'check("sums"); {started}; check("counts")')
+    shell = begin(home, "check", "1")
+    shell.expect_exact("   1 s  counts ...")
+    shell.expect_exact("✓ counts")
+    shown = shell.before
+    status, rest = said(shell)
+    assert status == 0
+    assert "\x1b" not in shown + rest, "NO_COLOR is set"
+    assert "\n" not in shown, "it is one line, written over"
+    piped = ask(home, "check", "1").stdout
+    assert "\r" not in piped
+    assert "..." not in piped.partition("Accepted")[0]
+
+
+def test_an_accepted_answer_that_cannot_be_noted_is_accepted(home: Path) -> None:
+    answer(home, FIRST, ACCEPTED)
+    (home / "answers/.progress.json.part").mkdir()  # a folder that cannot be written, to root too
+    ran = ask(home, "check", "1")
+    assert ran.returncode == 0
+    assert "Accepted: 2 checks passed" in ran.stdout
+    why = "answers/.progress.json cannot be written: Is a directory"
+    assert ran.stderr == f"Not noted: {why}.\n"
+
+
+def test_texts_are_utf_8_whatever_the_locale(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in (*home.glob("exercises/*/*"), *(home / path for path in LESSONS)):
+        path.write_text(path.read_text(encoding="utf-8") + "\n# é\n", encoding="utf-8")
+    for name, value in {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}.items():
+        monkeypatch.setenv(name, value)
+    answer(home, LAST, ACCEPTED)
+    for argv in ("", "next", "start 1", "hint 1", "solution 1 --anyway", "check 4", "predict laun"):
+        ran = ask(home, *argv.split())
+        assert ran.returncode == 0, ran.stderr
+    assert ask(home, "reset", "1", stdin="y").returncode == 0
+    assert "é" in (home / f"answers/{FIRST}.py").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -700,7 +802,7 @@ def remember(home: Path, *names: str, before: str = "") -> subprocess.Popen:
 KILLED = """
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
-def write_half(path, text):
+def write_half(path, text, encoding):
     with path.open("w") as file:
         file.write(text[: len(text) // 2])
     die()
@@ -733,9 +835,12 @@ def test_the_real_judge_accepts_the_solution(home: Path) -> None:
     shutil.copy(ROOT / "course/judge.py", home / "course/judge.py")
     solution = home / "exercises" / FIRST / "solution.py"
     answer(home, FIRST, solution.read_text())
-    ran = ask(home, "check", "1")
-    assert ran.returncode == 0, ran.stdout
-    assert re.search(rf"Accepted: {ran.stdout.count('✓')} checks passed", ran.stdout)
+    status, text = said(begin(home, "check", "1"))
+    assert status == 0, text
+    passed = re.findall("✓ (.*)\n", text)
+    assert f"Accepted: {len(passed)} checks passed" in text
+    for title in passed:
+        assert f" s  {title} ..." in text
     assert soon(lambda: not left_in(home))
 
 

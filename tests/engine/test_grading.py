@@ -1,6 +1,7 @@
 """What graders stand on: every way for an answer to go wrong is told truly, in time, and leaves
 nothing; nothing that an answer sends goes unseen."""
 
+import inspect
 import os
 import time
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ def f():
 
 def test_a_name_that_the_answer_lacks_is_named_with_its_file(tmp_path: Path) -> None:
     (path := tmp_path / "answer.py").write_text("")
-    with pytest.raises(Wrong, match=r"^rank 0: answer\.py has no f; `course reset` writes"):
+    with pytest.raises(Wrong, match=r"^rank 0: answer\.py has no f; `course reset answer` writes"):
         grade(path, order_of_a_set, 2)
 
 
@@ -258,6 +259,53 @@ def test_what_goes_past_the_wire_is_missed(how: str, tmp_path: Path) -> None:
     with pytest.raises(Wrong) as wrong:
         grade(path, says_sending_is_wrong, 2)
     assert words in str(wrong.value)
+
+
+GROUPS = {  # what rank r of 2 calls, and the ranks of each group that is counted there
+    "new_group": ("dist.new_group([0, 1])", [(0, 1)]),
+    "of all ranks": ("dist.new_group()", [(0, 1)]),
+    "of others": ("dist.new_group([1 - r])", [None]),
+    "by another name": (
+        "from torch.distributed.distributed_c10d import new_group as g; g([0])",
+        [(0,)],
+    ),
+    "new_subgroups": ("dist.new_subgroups(1)", [(0,), (1,)]),
+    "by enumeration": ("dist.new_subgroups_by_enumeration([[0], [1]])", [(0,), (1,)]),
+    "a mesh": ("dist.init_device_mesh('cpu', (2, 1))", [(0,), (1,)]),
+    "made and destroyed": ("dist.destroy_process_group(dist.new_group([0, 1]))", [(0, 1)]),
+    "a mesh of all ranks in a row": ("dist.init_device_mesh('cpu', (2,))", []),
+    "none": ("dist.all_reduce(x)", []),
+}
+
+
+def groups_of(answer, wire) -> list[tuple]:
+    call(answer, wire)
+    return wire.groups
+
+
+@pytest.mark.parametrize("how", GROUPS)
+def test_a_group_is_counted_however_it_is_made(how: str, tmp_path: Path) -> None:
+    body, due = GROUPS[how]
+    (path := tmp_path / "answer.py").write_text(f"{HEAD}\ndef f(x, r):\n    {body}\n")
+    for rank, groups in enumerate(grade(path, groups_of, 2)):
+        assert groups == [(1 - rank,) if ranks is None else ranks for ranks in due]
+
+
+def test_splitting_a_group_asks_for_a_name_too() -> None:
+    """Gloo splits with the newest torch alone; the name is what `groups_counted` counts."""
+    for make in (dist.split_group, dist.distributed_c10d._new_group_with_tag):
+        assert "_process_group_name(" in inspect.getsource(inspect.unwrap(make))
+
+
+def no_groups(answer, wire) -> None:
+    call(answer, wire)
+    wire.no_groups()
+
+
+def test_a_new_group_is_refused_where_it_is_not_wanted(tmp_path: Path) -> None:
+    (path := tmp_path / "answer.py").write_text(f"{HEAD}\ndef f(x, r):\n    dist.new_group([1])\n")
+    with pytest.raises(Wrong, match=r"a process group of ranks \[1\] was made"):
+        grade(path, no_groups, 2)
 
 
 def everything(answer, wire) -> list[tuple]:
