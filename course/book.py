@@ -50,7 +50,7 @@ class Exercise:
 
     @cached_property
     def readme(self) -> str:
-        return (self.folder / "README.md").read_text()
+        return (self.folder / "README.md").read_text(encoding="utf-8")
 
     @property
     def title(self) -> str:
@@ -59,13 +59,14 @@ class Exercise:
     @property
     def hints(self) -> list[str]:
         """The hints, the gentlest first: a file of their own, so that nobody reads all at once."""
-        _, *found = re.split(r"^## Hint \d+$", (self.folder / "hints.md").read_text(), flags=re.M)
+        text = (self.folder / "hints.md").read_text(encoding="utf-8")
+        _, *found = re.split(r"^## Hint \d+$", text, flags=re.M)
         return [hint.strip() for hint in found]
 
     @property
     def holes(self) -> list[int]:
         """Lines of the solution in each hole."""
-        solved = self.solution.read_text()
+        solved = self.solution.read_text(encoding="utf-8")
         return [len(body.splitlines()) for _, body in re.findall(HOLE, solved, re.S)]
 
     def stub(self) -> str:
@@ -76,7 +77,7 @@ class Exercise:
             noun = "line" if lines == 1 else "lines"
             return f"{found[1]}raise NotImplementedError  # {lines} {noun} in the solution\n"
 
-        return re.sub(HOLE, hole, self.solution.read_text(), flags=re.S)
+        return re.sub(HOLE, hole, self.solution.read_text(encoding="utf-8"), flags=re.S)
 
     def mistakes(self) -> list[Mistake]:
         """The known wrong answers, made from the solution as mistakes.py says.
@@ -86,9 +87,9 @@ class Exercise:
         found = []
         for name, old, new, check, says in listed(self.folder / "mistakes.py"):
             if old is None:  # another approach: a whole file beside mistakes.py
-                source = (self.folder / new).read_text()
+                source = (self.folder / new).read_text(encoding="utf-8")
             else:
-                source = self.solution.read_text()
+                source = self.solution.read_text(encoding="utf-8")
                 pairs = [(old, new)] if isinstance(old, str) else list(zip(old, new, strict=True))
                 for before, after in pairs:
                     if source.count(before) != 1:
@@ -105,7 +106,7 @@ def listed(path: Path) -> list[tuple]:
     """The value of MISTAKES in a file of literals, which is read and not run."""
     if not path.exists():
         return []
-    for node in ast.parse(path.read_text()).body:
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and node.targets[0].id == "MISTAKES":
             return ast.literal_eval(node.value)
     raise ValueError(f"{path}: no MISTAKES")

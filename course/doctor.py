@@ -121,7 +121,7 @@ def project(root: Path = ROOT) -> dict:
     """What pyproject.toml says of dependencies."""
     import tomllib  # Python 3.11 brought it
 
-    return tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    return tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
 def names(requirements: list[str]) -> list[str]:
@@ -158,7 +158,7 @@ def extras(root: Path = ROOT) -> list[Finding]:
     """The packages beyond the core: which lessons say BLOCKED without them."""
     sources = {}
     for path in sorted(root.glob("*/[0-9][0-9]_*.py")):
-        sources[str(path.relative_to(root).with_suffix(""))] = path.read_text()
+        sources[str(path.relative_to(root).with_suffix(""))] = path.read_text(encoding="utf-8")
     rows = []
     for extra, needs in project(root)["optional-dependencies"].items():
         package = names(needs)[0]

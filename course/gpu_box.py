@@ -140,7 +140,7 @@ class Box:
     def kept(self, lesson: str, size: int) -> dict:
         """What an earlier call measured, if it passed and is of this lesson and this torch."""
         path = self.folder / f"{size}-ranks/{name_of(lesson)}.json"
-        told = json.loads(path.read_text()) if path.exists() else {}
+        told = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         same = (0, digest(lesson), torch.__version__)
         return told if (told.get("exit"), told.get("source"), told.get("torch")) == same else {}
 
@@ -208,19 +208,20 @@ def ask_doctor(folder: Path, deadline: float) -> list[str]:
     """Show and keep what the doctor finds; whatever it is, go on. Return what failed."""
     status, said = watch(["-m", "course.doctor"], {}, deadline)
     print(said, flush=True)
-    (folder / "doctor.txt").write_text(discreet(said))
+    (folder / "doctor.txt").write_text(discreet(said), encoding="utf-8")
     return ["the doctor"] if status else []
 
 
 def compare_gpus(folder: Path, deadline: float) -> list[str]:
     """Show and keep what each GPU delivers beside the others; return what failed."""
     kept = folder / "cluster.json"
-    if kept.exists() and json.loads(kept.read_text())["about"]["torch"] == torch.__version__:
+    told = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else None
+    if told and told["about"]["torch"] == torch.__version__:
         return []
     flags = (f"--json={kept}", f"--figure={kept.with_suffix('.png')}")
     status, said = watch(["-m", "benchmarks.cluster", *flags], {}, deadline)
     print(said, flush=True)
-    kept.with_suffix(".txt").write_text(discreet(said))
+    kept.with_suffix(".txt").write_text(discreet(said), encoding="utf-8")
     return ["the suite for a new cluster"] if status else []
 
 
@@ -236,7 +237,7 @@ def measure(box: Box) -> list[str]:
 def bench(folder: Path) -> int:
     """Run the benchmarks, unless they were with this torch; return their exit status."""
     kept = folder / "bench/bench.json"
-    if kept.exists() and json.loads(kept.read_text())["torch"] == torch.__version__:
+    if kept.exists() and json.loads(kept.read_text(encoding="utf-8"))["torch"] == torch.__version__:
         return 0
     return subprocess.run([sys.executable, "-m", "benchmarks", f"--into={kept.parent}"]).returncode
 
@@ -259,7 +260,7 @@ def main() -> None:
         sys.exit(print(box.plan()))
     box.folder.mkdir(parents=True, exist_ok=True)
     (box.folder / "machine.json").write_text(json.dumps(about(box.gpus), indent=1) + "\n")
-    (box.folder / "topology.txt").write_text(discreet(topology()))
+    (box.folder / "topology.txt").write_text(discreet(topology()), encoding="utf-8")
     try:
         whole = not (box.pretended or options.only)
         failed = ask_doctor(box.folder, box.deadline)
@@ -281,7 +282,7 @@ def main() -> None:
 def write_page(box: Box) -> None:
     """The folder's README.md, beside every other machine; then the tables that name machines."""
     others = [machine for machine in machines() if machine.folder != box.folder]
-    (box.folder / "README.md").write_text(page(Machine(box.folder), others))
+    (box.folder / "README.md").write_text(page(Machine(box.folder), others), encoding="utf-8")
     if not box.pretended:
         from course.tables import write
 

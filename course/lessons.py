@@ -6,11 +6,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("fundamentals", "communication", "parallelism", "fsdp", "profiling", "data-loading")
-LESSONS = []  # in reading order
+LESSONS = []  # by folder and number
 for folder in FOLDERS:
     found = sorted((ROOT / folder).glob("[0-9][0-9]_*.py"))
     LESSONS += [str(path.relative_to(ROOT)) for path in found]
-READING_ORDER = tomllib.loads((ROOT / "course/lessons.toml").read_text())["lesson"]
+READING_ORDER = tomllib.loads((ROOT / "course/lessons.toml").read_text(encoding="utf-8"))["lesson"]
 ABOUT = {row["path"]: row for row in READING_ORDER}
 
 
@@ -27,7 +27,7 @@ def file_of_tests(path: str) -> Path:
 
 def flags_of(path: str) -> list[str]:
     """The names of the lesson's own flags, read without running it."""
-    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+    for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "command_line":
             return [key.value for key in node.args[0].keys] if node.args else []
     raise AssertionError(f"{path} never calls command_line()")

@@ -37,7 +37,9 @@ def name_of(lesson: str) -> str:
 def ledger_of(lesson: str) -> dict:
     """What the lesson's last run on CPUs said: `make results`."""
     path = ROOT / f"results/lessons/{name_of(lesson)}.json"
-    return json.loads(path.read_text()) if path.exists() else {"ledger": [], "seconds": None}
+    if not path.exists():
+        return {"ledger": [], "seconds": None}
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Machine:
 
     @cached_property
     def about(self) -> dict:
-        return json.loads((self.folder / "machine.json").read_text())
+        return json.loads((self.folder / "machine.json").read_text(encoding="utf-8"))
 
     @property
     def pretended(self) -> bool:
@@ -65,7 +67,7 @@ class Machine:
         for folder in self.folder.glob("*-ranks"):
             by_lesson = {}
             for path in folder.glob("*.json"):
-                told = json.loads(path.read_text())
+                told = json.loads(path.read_text(encoding="utf-8"))
                 by_lesson[told["lesson"]] = told
             found[int(folder.name.partition("-")[0])] = by_lesson
         return dict(sorted(found.items()))
@@ -203,7 +205,7 @@ def shown(number: float | str) -> str:
 
 def speeds(path: Path) -> str:
     """The table of a bench.json: our time and the peer's."""
-    bench = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    bench = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
     rows = ["| Verdict | Ours against | Setting | Ours, ms | Peer, ms | Ratio (quartiles) | Aim |"]
     rows += ["|---|---|---|--:|--:|--:|--:|"]
     for row in bench["rows"]:

@@ -22,7 +22,7 @@ ranks = [1, 2, 3, 4, 8]
 
 def paths() -> list[str]:
     """The lessons that lessons.toml lists, in reading order, less ".py"."""
-    return re.findall(r'^path = "(.+)\.py"$', ORDER.read_text(), re.MULTILINE)
+    return re.findall(r'^path = "(.+)\.py"$', ORDER.read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def title_of(name: str) -> str:
@@ -33,7 +33,7 @@ def title_of(name: str) -> str:
 
 def filled(template: str, **words: str) -> str:
     """A template's text, with each @WORD@ replaced."""
-    text = (TEMPLATES / template).read_text()
+    text = (TEMPLATES / template).read_text(encoding="utf-8")
     for word, value in words.items():
         text = text.replace(f"@{word}@", value)
     return text
@@ -71,11 +71,12 @@ def lesson(options: argparse.Namespace) -> int:
         sys.exit(f"{path.relative_to(ROOT)} is there already.")
     title = title_of(name)
     text = filled("lesson.py.in", TITLE=title, RULE="=" * len(title), FILE=f"{name}.py")
-    path.write_text(text + plumbing_of("course/plumbing.py"))
-    ORDER.write_text(with_row(ORDER.read_text(), f"{folder}/{name}"))
+    path.write_text(text + plumbing_of("course/plumbing.py"), encoding="utf-8")
+    order = with_row(ORDER.read_text(encoding="utf-8"), f"{folder}/{name}")
+    ORDER.write_text(order, encoding="utf-8")
     here = path.relative_to(ROOT)
     tests = ROOT / f"tests/lessons/{folder}/test_{name}.py"
-    tests.write_text(filled("test_lesson.py.in", LESSON=str(here)))
+    tests.write_text(filled("test_lesson.py.in", LESSON=str(here)), encoding="utf-8")
     print(f"Written: {here}, its row in course/lessons.toml, {tests.relative_to(ROOT)}.")
     print(f"It runs: python {here}")
     print(f"Make it yours, and add it to the table of {folder}/README.md. Then:")
@@ -120,10 +121,11 @@ def exercise(options: argparse.Namespace) -> int:
     folder.mkdir()
     for template in sorted((TEMPLATES / "exercise").iterdir()):
         text = filled(f"exercise/{template.name}", **words)
-        (folder / template.name.removesuffix(".in")).write_text(text)
+        (folder / template.name.removesuffix(".in")).write_text(text, encoding="utf-8")
     before = ROOT / f"{after}.py"
-    text = before.read_text()
-    before.write_text(text.replace("**Next.** ", f"**Next.** exercises/{name}; then\n", 1))
+    text = before.read_text(encoding="utf-8")
+    text = text.replace("**Next.** ", f"**Next.** exercises/{name}; then\n", 1)
+    before.write_text(text, encoding="utf-8")
     files = ", ".join(sorted(path.name for path in folder.iterdir()))
     print(f"Written: exercises/{name}: {files}.")
     print(f"{after}.py names it under **Next**. Now: course write tables; then make check.")

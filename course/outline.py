@@ -42,7 +42,7 @@ class Lesson:
 
     @cached_property
     def docstring(self) -> str:
-        return self.file.read_text().split('"""')[1]
+        return self.file.read_text(encoding="utf-8").split('"""')[1]
 
     @property
     def title(self) -> str:

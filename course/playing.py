@@ -80,7 +80,7 @@ def at_night() -> bool:
 
 def changed(path: str, *changes: tuple[str, str]) -> str:
     """The lesson's source with each (old, new) replaced; old must occur once."""
-    source = (ROOT / path).read_text()
+    source = (ROOT / path).read_text(encoding="utf-8")
     for old, new in changes:
         assert source.count(old) == 1, f"{path} holds {source.count(old)} times: {old}"
         source = source.replace(old, new)

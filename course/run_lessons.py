@@ -58,7 +58,7 @@ def run_one(
     told |= {"cpus": os.cpu_count(), "date": time.strftime("%F")}
     kept.write_text(json.dumps(told, indent=1) + "\n")
     said = discreet(said)
-    kept.with_suffix(".txt").write_text(said)
+    kept.with_suffix(".txt").write_text(said, encoding="utf-8")
     return told | {"output": said}
 
 
@@ -77,7 +77,7 @@ def discreet(text: str) -> str:
 def ledger_in(written: Path) -> dict:
     """What a lesson wrote; an empty ledger if it was ended before that, or meanwhile."""
     try:
-        return json.loads(written.read_text())
+        return json.loads(written.read_text(encoding="utf-8"))
     except (FileNotFoundError, json.JSONDecodeError):
         return {"ledger": []}
 

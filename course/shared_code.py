@@ -9,7 +9,7 @@ MARK = "# %% [markdown]\n# ## Plumbing"
 
 def plumbing_of(path: str) -> str:
     """The part of a file from the plumbing's cell mark down, or '' if it has none."""
-    source = (ROOT / path).read_text()
+    source = (ROOT / path).read_text(encoding="utf-8")
     return source[source.index(MARK) :] if MARK in source else ""
 
 
@@ -27,8 +27,8 @@ def definitions(source: str) -> dict[str, str]:
 
 def written(lesson: str) -> str:
     """The lesson with plumbing and passages as course/ has them."""
-    source = (ROOT / lesson).read_text().removesuffix(plumbing_of(lesson))
-    passages = definitions((ROOT / "course/passages.py").read_text())
+    source = (ROOT / lesson).read_text(encoding="utf-8").removesuffix(plumbing_of(lesson))
+    passages = definitions((ROOT / "course/passages.py").read_text(encoding="utf-8"))
     for name, text in definitions(source).items():
         source = source.replace(text, passages.get(name, text))
     return source + plumbing_of("course/plumbing.py")
@@ -36,7 +36,10 @@ def written(lesson: str) -> str:
 
 def write() -> list[str]:
     """Write them into every lesson anew; return the paths of the lessons that changed."""
-    changed = [lesson for lesson in LESSONS if (ROOT / lesson).read_text() != written(lesson)]
+    changed = []
+    for lesson in LESSONS:
+        if (ROOT / lesson).read_text(encoding="utf-8") != written(lesson):
+            changed.append(lesson)
     for lesson in changed:
-        (ROOT / lesson).write_text(written(lesson))
+        (ROOT / lesson).write_text(written(lesson), encoding="utf-8")
     return changed

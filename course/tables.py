@@ -1,18 +1,22 @@
 """Write the tables of the READMEs from what was measured.
 
 What stands between `<!-- NAME -->` and `<!-- /NAME -->` is made here from course/lessons.toml, the
-lessons and results/ (`make results`, `course write tables`); nobody types a figure.
+lessons and results/ (`make results`, `course write tables`); nobody types a figure. A table's links
+begin at the repository's root; `written` makes them relative to the README that holds the table.
 """
 
+import os.path
 import re
 from collections import Counter
+from collections.abc import Callable
 from contextlib import redirect_stdout
+from functools import partial
 from io import StringIO
 from pathlib import Path
 
 from course import outline
 from course.book import exercises as book
-from course.lessons import FOLDERS, LESSONS, ROOT, world_sizes_of
+from course.lessons import ABOUT, FOLDERS, LESSONS, ROOT, world_sizes_of
 from course.machines import (
     COUNTED,
     counted,
@@ -26,73 +30,107 @@ from course.machines import (
 )
 from course.outline import Lesson
 
-READMES = [ROOT / name for name in ("README.md", "results/README.md", "exercises/README.md")]
-SAMPLE = "parallelism/01_data_parallelism_ddp.py"
+READMES = [ROOT / name / "README.md" for name in ("", "results", "exercises", *FOLDERS)]
+
+# README's ledger: the rows that its figure shows as areas, and what they need a GPU for.
+SAMPLE = "profiling/05_memory.py"
+ROWS = (
+    "many tokens, 4 micro-batches: saves, per P",
+    "few tokens, 4 micro-batches: saves, per P",
+    "shard: bytes sent / the plain step's",
+    "peak, ms and reserved bytes of each cure",
+)
+ABOUT_FOLDERS = {
+    "fundamentals": "the machine, its links, launching ranks, several nodes, surviving",
+    "communication": "collectives, what they cost, and how to pay less",
+    "parallelism": "data, tensor and pipeline parallelism by hand; which one you need",
+    "fsdp": "FSDP2 and DeepSpeed: memory, checkpoints, LoRA, inference, offload",
+    "profiling": "where the time and the memory go; hangs, stragglers",
+    "data-loading": "what a DataLoader costs, and FFCV",
+}
 
 
 def exercise_links(lesson: Lesson) -> str:
     return ", ".join(f"[{name[:2]}](exercises/{name})" for name in lesson.exercises)
 
 
-def sample(most: int = 8) -> str:
-    """The first rows of a ledger, as the lesson printed them."""
+def sample() -> str:
+    """Rows of a ledger, as the lesson printed them."""
     from course import plumbing  # loads torch
 
-    rows = [row for row in ledger_of(SAMPLE)["ledger"] if row["verdict"] == "PASS"][:most]
+    found = {row["claim"]: row for row in ledger_of(SAMPLE)["ledger"]}
     with redirect_stdout(StringIO()) as out:
         print(f"{'':13}{'claim':50} {'predicted':22} {'measured':>11}")
-        for row in rows:
-            keys = [row[key] for key in ("claim", "predicted", "measured", "sign", "slack")]
-            kind = row.get("kind", "measured")
-            plumbing.claim(*keys, question=row.get("question"), kind=kind)
+        for claim in ROWS:
+            if claim not in found:
+                raise ValueError(f"README shows {claim!r}, and {SAMPLE} has no such row: see ROWS")
+            row = found[claim]
+            if row["verdict"] == "BLOCKED":
+                plumbing.blocked(claim, needs=row["needs"])
+            else:
+                keys = [row[key] for key in ("claim", "predicted", "measured", "sign", "slack")]
+                plumbing.claim(*keys, question=row["question"], kind=row["kind"])
     return f"```\n{out.getvalue()}```"
 
 
-def lessons_where(spine: bool) -> str:
-    rows = ["| Lesson | The question it answers | Minutes | Exercise |", "|---|---|--:|---|"]
+def spine() -> str:
+    """The six lessons that all others build on, in a few words each."""
+    rows = ["| Lesson | What it answers | Minutes | Exercises |", "|---|---|--:|---|"]
     for lesson in outline.lessons():
-        if lesson.spine == spine:
-            link = f"[{lesson.path.removesuffix('.py')}]({lesson.path})"
-            links = exercise_links(lesson)
-            rows.append(f"| {link} | {lesson.question} | {lesson.minutes} | {links} |")
+        if lesson.spine:
+            link = f"[{ABOUT[lesson.path]['idea']}]({lesson.path})"
+            numbers = ", ".join(name[:2] for name in lesson.exercises)
+            rows.append(f"| {lesson.name} | {link} | {lesson.minutes} | {numbers} |")
     return "\n".join(rows)
 
 
-def spine() -> str:
-    """The six lessons that all others build on."""
-    return lessons_where(spine=True)
-
-
-def deeper() -> str:
-    """All other lessons."""
-    return lessons_where(spine=False)
+def lessons_in(folder: str) -> str:
+    """A folder's lessons: the question, the minutes, the figure and the exercises of each."""
+    rows = ["| Lesson | The question it answers | Minutes | Exercises |", "|---|---|--:|---|"]
+    for lesson in sorted(outline.lessons(), key=lambda lesson: lesson.path):
+        if lesson.folder == folder:
+            link = f"[{lesson.file.stem}]({lesson.path})" + (", spine" if lesson.spine else "")
+            figure = f"results/lessons/{name_of(lesson.path)}.png"
+            shown = f" ([figure]({figure}))" if (ROOT / figure).exists() else ""
+            cells = [link, lesson.question + shown, str(lesson.minutes), exercise_links(lesson)]
+            rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
 
 
 def exercises() -> str:
     """Each exercise, the lines of its hole, and how many mistakes its grader is known to tell."""
     rows = ["| Exercise | Lines to write | Wrong answers told apart |", "|---|--:|--:|"]
     for one in book():
-        link = f"[{one.number:02d}]({one.name}) {one.title}"
+        link = f"[{one.number:02d}](exercises/{one.name}) {one.title}"
         rows.append(f"| {link} | {sum(one.holes)} | {len(one.mistakes())} |")
     return "\n".join(rows)
 
 
-def counts() -> str:
-    """One sentence of figures: what there is, and how much of it held when it was measured."""
+def held() -> str:
+    """How many rows of all ledgers held, when they were measured."""
     found = Counter()
     for lesson in LESSONS:
         found.update(counted(ledger_of(lesson)["ledger"]))
-    every = book()
-    known = sum(len(one.mistakes()) for one in every)
-    claims = f"{found['PASS']} measured claims PASS, {found['FAIL']} FAIL"
-    if apart := [f"{found[kind]} {kind}" for kind in ("simulated", "theory") if found[kind]]:
-        claims += f", {' and '.join(apart)} apart,"
-    waiting = f"{found['BLOCKED']} are BLOCKED, for want of GPUs mostly"
-    asked = re.findall(r"^\*\*\d+\. ", (ROOT / "exercises/interview_topics.md").read_text(), re.M)
     return (
-        f"{len(LESSONS)} lessons, in which {claims} and {waiting} ([results](results/README.md)) · "
-        f"{len(every)} exercises, whose graders tell {known} known mistakes apart · "
-        f"{len(asked)} interview questions."
+        f"{found['PASS']} measured claims PASS and {found['FAIL']} FAIL; counted apart, "
+        f"{found['simulated']} are simulated and {found['theory']} theory; "
+        f"{found['BLOCKED']} are BLOCKED, most of them for lack of GPUs."
+    )
+
+
+def ran() -> str:
+    """On which GPUs the course was run: the first thing that a reader with GPUs asks."""
+    links = []
+    for one in machines():
+        if any(ran_on_several_gpus(lesson, [one]) for lesson in LESSONS):
+            links.append(f"[{one.name}](results/{one.name}/README.md)")
+    where = "**Not yet run on several GPUs: [be the first](results/README.md#on-gpus).**"
+    if links:
+        where = f"Run on several GPUs so far: {', '.join(links)}."
+    return (
+        f"{where} `make gpu` runs all {len(LESSONS)} lessons on 1, 2, 4\n"
+        "and 8 GPUs, and puts ledgers, figures, versions and topology into one folder, for a pull "
+        "request."
     )
 
 
@@ -118,7 +156,7 @@ def figures() -> str:
     for lesson in outline.lessons():
         name = f"{name_of(lesson.path)}.png"
         if (ROOT / "results/lessons" / name).exists():
-            rows.append(f"- [{lesson.path}](lessons/{name}): {lesson.title}")
+            rows.append(f"- [{lesson.path}](results/lessons/{name}): {lesson.title}")
     return "\n".join(rows)
 
 
@@ -126,12 +164,18 @@ def speed() -> str:
     return speeds(ROOT / "results/bench/bench.json")
 
 
-def minutes() -> str:
-    """What each folder takes, spine and deeper."""
-    rows = ["| Folder | Lessons | Hours |", "|---|--:|--:|"]
+def folders() -> str:
+    """What each folder holds, how much of it, and the hours of the lessons."""
+    rows = ["| Folder | What it holds | Lessons | Hours |", "|---|---|--:|--:|"]
     for folder in FOLDERS:
         times = [lesson.minutes for lesson in outline.lessons() if lesson.folder == folder]
-        rows.append(f"| [{folder}]({folder}/README.md) | {len(times)} | {sum(times) / 60:.1f} |")
+        link = f"[{folder}]({folder}/README.md)"
+        hours = f"{sum(times) / 60:.1f}"
+        rows.append(f"| {link} | {ABOUT_FOLDERS[folder]} | {len(times)} | {hours} |")
+    every = book()
+    known = sum(len(one.mistakes()) for one in every)
+    tasks = f"{len(every)} tasks, whose graders tell {known} wrong answers apart"
+    rows.append(f"| [exercises](exercises/README.md) | {tasks} | | |")
     return "\n".join(rows)
 
 
@@ -174,27 +218,39 @@ def on_gpus(lesson: str) -> list[str]:
 
 def uses_device(lesson: str) -> bool:
     """Whether a lesson takes from `setup()` the device, to put tensors there."""
-    return bool(re.search(r"[=(] ?setup\(\)", (ROOT / lesson).read_text()))
+    return bool(re.search(r"[=(] ?setup\(\)", (ROOT / lesson).read_text(encoding="utf-8")))
 
 
-TABLES = (sample, counts, spine, deeper, minutes, exercises, results, figures, speed, gpus)
+MADE = (ran, sample, spine, folders, exercises, held, results, figures, gpus, speed)
+TABLES: dict[str, Callable[[], str]] = {table.__name__: table for table in MADE}
+TABLES |= {folder: partial(lessons_in, folder) for folder in FOLDERS}
 
 
 def written(readme: Path) -> str:
     """A README with every table made anew."""
-    text = readme.read_text()
-    for table in TABLES:
-        name = table.__name__
+    text = readme.read_text(encoding="utf-8")
+    for name, table in TABLES.items():
         if f"<!-- {name} -->" in text:
             before, rest = text.split(f"<!-- {name} -->\n")
             after = rest.split(f"<!-- /{name} -->")[1]
-            text = f"{before}<!-- {name} -->\n{table()}\n<!-- /{name} -->{after}"
+            made = seen_from(readme.parent, table())
+            text = f"{before}<!-- {name} -->\n{made}\n<!-- /{name} -->{after}"
     return text
+
+
+def seen_from(folder: Path, table: str) -> str:
+    """A table whose links begin at the repository's root, with links that begin at `folder`."""
+
+    def link(found: re.Match) -> str:
+        path = os.path.relpath(ROOT / found[1], folder)
+        return f"]({path}{found[2]})"
+
+    return re.sub(r"\]\(([^)#:]+)(#[^)]*|)\)", link, table)
 
 
 def told_of_gpus(lesson: str) -> str:
     """The lesson's source; its docstring says whether several GPUs have run it."""
-    source = (ROOT / lesson).read_text()
+    source = (ROOT / lesson).read_text(encoding="utf-8")
     run = "Run" if ran_on_several_gpus(lesson) else "Not run"
     return re.sub(r"(Not run|Run) on several(?=\sGPUs)", f"{run} on several", source, count=1)
 
@@ -207,7 +263,7 @@ def write() -> list[str]:
     for machine in every:
         others = [other for other in every if other != machine]
         texts[machine.folder / "README.md"] = page(machine, others)
-    changed = [path for path, text in texts.items() if path.read_text() != text]
+    changed = [path for path, text in texts.items() if path.read_text(encoding="utf-8") != text]
     for path in changed:
-        path.write_text(texts[path])
+        path.write_text(texts[path], encoding="utf-8")
     return [str(path.relative_to(ROOT)) for path in changed]

@@ -228,7 +228,7 @@ def test_make_gpu_installs_no_more_where_there_is_none_or_they_are_pretended(
 
 
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", ".ci/run")
-DOCUMENTS += (".github/workflows/test.yml", "results/README.md")
+DOCUMENTS += (".github/workflows/test.yml", "results/README.md", "fundamentals/README.md")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -243,7 +243,10 @@ def test_what_is_to_be_made_can_be_made(document: str) -> None:
     assert variables <= set(re.findall(r"\b([A-Z_]+)=\S", makefile.partition("\n\n")[0]))
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "exercises/README.md"])
+COMMANDED = ("README.md", "CONTRIBUTING.md", "AGENTS.md", "exercises/README.md")
+
+
+@pytest.mark.parametrize("document", COMMANDED)
 def test_every_command_that_is_shown_is_one(document: str) -> None:
     """`course ...`, in a line of its own or between backticks."""
     text = (ROOT / document).read_text()

@@ -1,14 +1,16 @@
 """What the repository says of itself: paths that exist, tables as measured, pinned versions."""
 
 import ast
+import os.path
 import re
 import subprocess
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from course import machines, tables
+from course import machines, outline, tables
 from course.lessons import FOLDERS, LESSONS, ROOT
 from course.shared_code import plumbing_of
 
@@ -34,10 +36,71 @@ def test_every_path_that_is_named_exists() -> None:
     for file in [*LESSONS, *(f for f in TRACKED if f.endswith(".md"))]:
         text = words_of(file)
         missing += [(file, path) for path in PATHS.findall(text) if not named(path)]
-        links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
-        folder = (ROOT / file).parent
-        missing += [(file, link) for link in links if not folder.joinpath(link).exists()]
+        missing += [(file, link) for link in links_of(text) if not leads_somewhere(file, link)]
     assert missing == []
+
+
+def links_of(text: str) -> list[str]:
+    """The links to what is in this repository."""
+    return [link for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
+
+
+def leads_somewhere(file: str, link: str) -> bool:
+    """Whether a link in `file` names a path that is there, and a heading of that document."""
+    path, _, anchor = link.partition("#")
+    target = ROOT / os.path.dirname(file) / path if path else ROOT / file
+    if not target.exists():
+        return False
+    return not anchor or anchor in anchors_of(target.read_text(encoding="utf-8"))
+
+
+def anchors_of(document: str) -> set[str]:
+    """What GitHub calls the headings of a document in links."""
+    headings = re.findall(r"^#+ (.*)$", document, re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_a_link_that_leads_nowhere_is_found() -> None:
+    assert leads_somewhere("README.md", "results/README.md#on-gpus")
+    assert not leads_somewhere("README.md", "results/README.md#on-gpu")
+    assert not leads_somewhere("fsdp/README.md", "01_fsdp_basic.py")
+
+
+def test_the_first_page_is_short_and_says_first_what_has_not_run() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 110
+    assert [line for line in lines if len(line) > 120] == []
+    first = " ".join(lines[:10])
+    assert "several GPUs" in first
+    assert "`make gpu`" in first
+
+
+def test_each_lesson_names_the_next_one() -> None:
+    """The check of the machine, then the spine; then the others, folder by folder."""
+    order = outline.lessons()
+    spine = [lesson for lesson in order if lesson.spine]
+    first, *deeper = [lesson for lesson in order if not lesson.spine]
+    assert order == [first, *spine, *deeper]
+    assert [lesson.folder for lesson in deeper] == sorted(
+        [lesson.folder for lesson in deeper], key=FOLDERS.index
+    )
+    lost = []
+    for lesson, following in [(first, spine[0]), *pairwise(spine), *pairwise(deeper)]:
+        if following.file.stem not in lesson.docstring.partition("**Next.**")[2]:
+            lost.append(f"{lesson.name} leads to {following.name}, and its Next does not say so")
+    assert not lost, "\n".join(lost)
+
+
+def test_each_finding_names_a_row_that_passed() -> None:
+    text = (ROOT / "results/README.md").read_text(encoding="utf-8")
+    findings = re.findall(r"^\d+\. (.*?)(?=^\S|\n\n)", text, re.M | re.S)
+    assert len(findings) == 10
+    for finding in findings:
+        words = " ".join(finding.split())
+        lesson, claim = re.search(r"\]\(\.\./([\w/-]+\.py)\), \"(.+)\"\.$", words).groups()
+        rows = {row["claim"]: row for row in tables.ledger_of(lesson)["ledger"]}
+        assert rows[claim]["verdict"] == "PASS", words
+        assert rows[claim]["kind"] == "measured", words
 
 
 INVENTED = ("parallelism/10", "exercises/20_all_to_all")  # CONTRIBUTING's examples
@@ -82,6 +145,7 @@ def test_a_machine_s_page_is_made_of_its_ledgers() -> None:
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_a_folder_s_readme_names_its_lessons_and_figures(folder: str) -> None:
+    """And it shows a figure."""
     text = (ROOT / folder / "README.md").read_text()
     for lesson in LESSONS:
         if lesson.startswith(f"{folder}/"):
@@ -90,6 +154,9 @@ def test_a_folder_s_readme_names_its_lessons_and_figures(folder: str) -> None:
             figure = lesson.replace("/", "_").removesuffix(".py") + ".png"
             if (ROOT / "results/lessons" / figure).exists():
                 assert f"../results/lessons/{figure}" in text, figure
+    shown = re.findall(r"^!\[(.+)\]\(\.\./results/lessons/.+\)$", text, re.M)
+    assert shown, "no figure"
+    assert all(len(words) > 20 for words in shown), "words for those who do not see it"
 
 
 def test_core_needs_no_compiler_and_ci_pins_it() -> None:
