@@ -3,6 +3,7 @@
 import functools
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -288,3 +289,23 @@ def test_torchrun_killed_leaves_nothing() -> None:
     assert torchrun.wait(150) != 0
     assert gone()
     assert machine() == was
+
+
+def test_a_layer_is_gathered_while_the_one_before_it_computes() -> None:
+    lesson = load(LESSON)
+    order = []
+    recorder = lesson.Recorder()
+
+    def communicate(part: int, *_: object) -> None:
+        order.append(f"gather {part}")
+        recorder.works.append(Mock())
+
+    recorder.communicate = communicate
+    recorder.computed = lambda part, _: order.append(f"compute {part}")
+    step = lesson.ForwardPass(torch.ones(2, 4), recorder)
+    step.prepare("overlap")
+    step.run()
+    due = ["gather 0"]
+    for layer in range(lesson.LAYERS):
+        due += [f"gather {layer + 1}"] * (layer + 1 < lesson.LAYERS) + [f"compute {layer}"]
+    assert order == due

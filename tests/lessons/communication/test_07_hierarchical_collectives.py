@@ -347,3 +347,11 @@ def test_a_rank_that_fails_ends_all(tmp_path: Path) -> None:
     assert machine() == was
     left = [p.info["cmdline"] or [] for p in psutil.process_iter(["cmdline"])]
     assert not [line for line in left if str(path) in line]
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 4, 8])
+def test_a_hierarchy_crosses_with_a_rings_share_of_s_among_the_nodes(nodes: int) -> None:
+    lesson = load(LESSON)
+    lesson.NODES = nodes
+    for name in ("hierarchy", "hierarchy in torch"):
+        assert lesson.ways()[name].times_S == pytest.approx(2 * (1 - 1 / nodes))

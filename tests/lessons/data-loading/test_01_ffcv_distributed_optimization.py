@@ -2,6 +2,7 @@
 
 from importlib.util import find_spec
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -134,3 +135,12 @@ def test_images_of_ones_own_and_a_dropped_last_batch(tmp_path: Path) -> None:
     broken, data = ('"drop_last": False', '"drop_last": True'), ("--data", str(tmp_path))
     played = play(LESSON, 2, *UNTIMED, broken, argv=data, deadline=120)
     assert played.failed in ({LEFT}, {LEFT, "samples that come twice"}), played.output
+
+
+def test_each_round_of_the_dataloader_brings_every_photo_once() -> None:
+    lesson = load(LESSON)
+    lesson.Photos = lambda folder, transform: range(lesson.N)
+    lesson.crops_by_torchvision = Mock()
+    for rounds in (1, 2):
+        drawn = lesson.torchvision_loader(Path(), rounds).sampler
+        assert sorted(drawn) == sorted([*range(lesson.N)] * rounds)

@@ -117,3 +117,7 @@ LINES = {
     ),
 }
 BREAKS = Breaks(LINES, changes=[NO_JIT], deadline=120)
+
+
+def test_a_share_is_of_neighbors() -> None:
+    assert list(load(LESSON).shard(1, 2, 10)) == [5, 6, 7, 8, 9]

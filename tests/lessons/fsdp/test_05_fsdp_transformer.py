@@ -451,3 +451,10 @@ def test_compiled_it_has_the_same_losses() -> None:
     played.expect(set())
     claims = {row["claim"]: row for row in played.ledger}
     assert math.isclose(claims["compiled: losses, error"]["measured"], 0, abs_tol=1.3e-12)
+
+
+def test_on_one_rank_a_step_of_one_token_peaks_at_weights_gradients_and_moments() -> None:
+    lesson = load(LESSON)
+    shape = lesson.SIZES["7b"]
+    P_root = shape.P - shape.L * (12 * shape.D**2 + 13 * shape.D)
+    assert lesson.predicted_peak(shape, "full", tokens=1, n=1) == 2 * P_root + 4 * shape.P

@@ -3,6 +3,8 @@
 import json
 import struct
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import call, patch
 
 import pytest
 import torch
@@ -378,3 +380,16 @@ BREAKS = [
     Breaks(ON_FOUR, ranks=4, changes=[NO_TIMES, *NO_DAMAGE, NO_ASYNCHRONOUS]),
 ]
 ON_GPUS = OnGpus([("L=16, D=width, T=1024, V=32_768, heads=width // 64", "L=2")], ranks=(1, 2))
+
+
+def test_the_folder_reaches_the_disk_before_it_is_renamed_and_its_parent_after(
+    tmp_path: Path,
+) -> None:
+    lesson = load(LESSON)
+    writer = lesson.PublishingWriter(tmp_path / "step-000001")
+    writer.path.mkdir(parents=True, exist_ok=True)
+    (writer.path / ".metadata").write_bytes(b"x")
+    written = patch.object(lesson.dcp.FileSystemWriter, "finish")
+    with written, patch.object(lesson, "sync_folder") as sync:
+        writer.finish(SimpleNamespace(storage_data={}), [])
+    assert sync.call_args_list == [call(tmp_path / "step-000001.tmp"), call(tmp_path)]

@@ -3,6 +3,8 @@
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -262,3 +264,11 @@ def test_the_change_is_alpha_over_r_times_the_product() -> None:
         large.lora_B.zero_()[:, :2] = small.lora_B
     assert torch.allclose(small.change(), 4.0 * small.lora_B @ small.lora_A)
     assert torch.allclose(large.change(), small.change() / 2)
+
+
+def test_what_is_held_out_is_drawn_from_no_training_text() -> None:
+    lesson = load(LESSON)
+    text = lesson.Text(torch.zeros(900, dtype=torch.long), torch.ones(100, dtype=torch.long))
+    with patch.object(lesson, "mean_loss", return_value=torch.tensor(0.0)) as loss:
+        lesson.held_out_loss(None, text, SimpleNamespace(device_type="cpu"))
+    assert bool((loss.call_args[0][1] == 1).all())

@@ -172,3 +172,9 @@ def test_p2p_is_blocked_where_nvml_is_mute(monkeypatch) -> None:
     lesson.nvml_handle = lambda gpu: gpu
     lesson.check_p2p()
     assert [row["verdict"] for row in lesson.ledger] == ["BLOCKED"]
+
+
+def test_nvlink_5_carries_twice_what_nvlink_4_does() -> None:
+    links = load(LESSON).LINKS
+    assert links["NVLink 5"].one_way == 900
+    assert links["NVLink 4"].one_way == 450

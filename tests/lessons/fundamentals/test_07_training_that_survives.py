@@ -1,10 +1,12 @@
 """Resuming, writing and leaving in the lesson on survival; and what a wrong line does to it."""
 
+import os
 import random
 import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -367,3 +369,20 @@ def test_the_share_lost_is_what_the_formula_says(cost: float, mtbf: float) -> No
     interval = 3 * cost
     lost = here.share_lost(interval, cost, torch.tensor([mtbf], dtype=torch.float64))
     assert lost == pytest.approx(1 - mtbf // (4 * cost) * interval / mtbf)
+
+
+def test_file_then_name_then_folder_reach_the_disk(tmp_path: Path) -> None:
+    lesson = load(LESSON)
+    done = []
+    replace = Path.replace
+
+    def fsync(descriptor: int) -> None:
+        done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+
+    def renamed(self: Path, target: Path) -> Path:
+        done.append("renamed")
+        return replace(self, target)
+
+    with patch("os.fsync", fsync), patch.object(Path, "replace", renamed):
+        lesson.save_durably(tmp_path / "a.pt", b"new")
+    assert done == ["a.tmp", "renamed", tmp_path.name]

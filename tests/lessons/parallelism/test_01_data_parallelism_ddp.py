@@ -1,8 +1,10 @@
 """The DDP lesson: a broken line fails the claims that guard it, and no others."""
 
 import pytest
+import torch
+from torch import nn
 
-from course.playing import play
+from course.playing import load, play
 from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
 
 LESSON = "parallelism/01_data_parallelism_ddp.py"
@@ -108,3 +110,19 @@ ON_GPUS = OnGpus(
 def test_more_ranks_than_samples_are_refused() -> None:
     played = play(LESSON, 1, ("GLOBAL_BATCH = 96 ", "GLOBAL_BATCH = 0 "))
     assert "at most 0 ranks, not 1" in str(played.code)
+
+
+def test_masters_keep_what_bfloat16_cannot() -> None:
+    lesson = load(LESSON)
+    lesson.average_gradients = lambda model: None
+    torch.manual_seed(0)
+    model = nn.Linear(64, 10).bfloat16()
+    masters = [parameter.detach().float() for parameter in model.parameters()]
+    start = [master.clone() for master in masters]
+    adam = torch.optim.Adam(masters, lr=1e-6)
+    for _ in range(3):
+        batch = (torch.randn(8, 64), torch.arange(8))
+        lesson.mixed_precision_step(model, masters, adam, batch)
+    for parameter, master, first in zip(model.parameters(), masters, start, strict=True):
+        assert (master != first).double().mean() > 0.9
+        assert torch.equal(parameter, master.bfloat16())

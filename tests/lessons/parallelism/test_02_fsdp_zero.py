@@ -152,3 +152,19 @@ ON_GPUS = OnGpus(
     changes=[(OBJECTS, LOOK + OBJECTS)],
     ranks=(1, 2),  # four ranks are there what two are: no rings, no stages, no mesh
 )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weight", "gradient", "optimizer"),
+    [(torch.bfloat16, 2, 2, 12), (torch.float32, 4, 4, 8)],
+)
+def test_stage_1_shards_the_optimizer_2_the_gradients_too_3_all(
+    dtype: torch.dtype, weight: int, gradient: int, optimizer: int
+) -> None:
+    lesson = load(LESSON)
+    assert [lesson.bytes_held(stage, 4, dtype) for stage in range(4)] == [
+        [weight, gradient, optimizer],
+        [weight, gradient, optimizer / 4],
+        [weight, gradient / 4, optimizer / 4],
+        [weight / 4, gradient / 4, optimizer / 4],
+    ]

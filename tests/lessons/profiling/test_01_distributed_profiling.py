@@ -523,3 +523,12 @@ def test_a_break_is_seen(names: str) -> None:
     played = play(LESSON, 2, *changes, with_jobs(*jobs))
     played.expect(exact)
     assert expected <= played.failed_by_clock, played.output  # what builds on it may fail too
+
+
+def test_the_last_gradients_all_reduce_cannot_hide() -> None:
+    lesson = load(LESSON)
+    ms = {"compute": 60.0, "barrier": 0.0, "loader": 0.0, "idle": 0.0, "all-reduce": 36.0}
+    case = lesson.Case(wall=96.0, traced=96.0, splits=[ms, ms], hidden=0.0, message=1e6)
+    hidden = 36 * (lesson.LAYERS - 1) / lesson.LAYERS
+    assert lesson.LAYERS == 12
+    assert lesson.predicted_fixed("no overlap", case) == pytest.approx(96 - hidden)
