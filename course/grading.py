@@ -26,13 +26,15 @@ import random
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
 import cloudpickle
 import torch
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from course.plain import NotPlain, flatten, rebuild
 from course.ranks import QUIET, Outcome, attempt
@@ -136,6 +138,26 @@ def _lines(error: BaseException, path: Path) -> list[str]:
     if isinstance(error, SyntaxError):
         found.append(f"{path.name}, line {error.lineno}: {(error.text or '').strip()}")
     return found or [f"not in {path.name}: the grader could not use what it was given"]
+
+
+class Largest(TorchDispatchMode):
+    """Notes the bytes behind the largest tensor that an operation returns, those of `known` left
+    out, and views of them.
+    """
+
+    def __init__(self, known: Sequence[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                memory = leaf.untyped_storage()
+                if memory.data_ptr() not in self.known:
+                    self.nbytes = max(self.nbytes, memory.nbytes())
+        return result
 
 
 # In the grader

@@ -173,7 +173,7 @@ class Wire(TorchDispatchMode):
         """Refuse an answer that made a process group, by whatever call: see `groups_counted`."""
         if self.groups:
             ranks = list(self.groups[0])
-            raise Wrong(f"a process group of ranks {ranks} was made; do without new groups")
+            raise Wrong(f"a process group of ranks {ranks} was made; all ranks are in one already")
 
     def hidden(self) -> str:
         """What went past this wire, in a sentence; empty if nothing did."""

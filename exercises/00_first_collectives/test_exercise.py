@@ -20,14 +20,9 @@ def held(seed: int, rank: int, *shape: int) -> torch.Tensor:
     return torch.randint(-99, 100, shape, generator=own).double()
 
 
-def groups() -> int:
-    """How many process groups there have been, by new_group, new_subgroups and their like."""
-    return dist.distributed_c10d._world.group_count
-
-
-def calls_of(wire, before: int) -> list[Event]:
-    """The calls of this rank, and one for each group made since there were `before`."""
-    return wire.calls() + [Event("new_group")] * (groups() - before)
+def calls_of(wire) -> list[Event]:
+    """The calls of this rank, and one for each process group that was made, by whatever call."""
+    return wire.calls() + [Event("new_group")] * len(wire.groups)
 
 
 def in_its_place(x: torch.Tensor, lies: int) -> None:
@@ -40,11 +35,10 @@ def call(answer, wire, name: str, seed: int, shape: tuple[int, ...], *args: int)
     """Call one function of the answer; return what it returned, x afterwards, and its calls."""
     x = held(seed, dist.get_rank(), *shape)
     lies = x.data_ptr()
-    before = groups()
     function = getattr(answer, name)
     returned = function(x, *args)
     in_its_place(x, lies)
-    return returned, x, calls_of(wire, before)
+    return returned, x, calls_of(wire)
 
 
 def asked(answer: Path, name: str, seed: int, *shape: int, n: int = N, args: tuple = ()) -> list:
@@ -146,7 +140,6 @@ def handed(answer, wire, seed: int, source: int, target: int) -> tuple:
     wire.events = Told(wire.events)
     x = held(seed, rank, 4)
     lies = x.data_ptr()
-    before = groups()
     if rank == target:
         wait_until_there([f"rank {source} goes on"], 4)
         wait_until_there(["the source is back"], 0.5)
@@ -157,7 +150,7 @@ def handed(answer, wire, seed: int, source: int, target: int) -> tuple:
     if rank == source:
         store.add("the source is back", 1)
     in_its_place(x, lies)
-    return x, calls_of(wire, before)
+    return x, calls_of(wire)
 
 
 def test_hand_over(answer: Path, seed: int) -> None:
@@ -178,7 +171,6 @@ def late(answer, wire) -> tuple:
     store = _get_default_store()
     rank = dist.get_rank()
     others = range(1, dist.get_world_size())
-    before = groups()
 
     def work() -> None:
         if rank == 0:
@@ -196,7 +188,7 @@ def late(answer, wire) -> tuple:
     returned = answer.look_when_all_have_worked(work, look)
     store.add(f"rank {rank} has returned", 1)
     store.wait([f"rank {other} has returned" for other in range(N)])
-    return returned, look(), calls_of(wire, before)
+    return returned, look(), calls_of(wire)
 
 
 def test_look_when_all_have_worked(answer: Path) -> None:
@@ -213,12 +205,11 @@ def test_look_when_all_have_worked(answer: Path) -> None:
 
 def kinds(answer, wire, seed: int) -> tuple:
     """What `call` returns, where each group is compared with the other ranks' as it is made."""
-    before = groups()
     given = dist.new_group
 
     def new_group(ranks: Iterable[int], *args: object, **kwargs: object) -> dist.ProcessGroup:
         ranks = list(ranks)
-        number = groups() - before + 1
+        number = len(wire.groups) + 1
         first = _get_default_store().compare_set(f"group {number}", "", str(ranks)).decode()
         if first != str(ranks):
             told = f"its group {number} is of ranks {ranks}, another rank's of {first}"

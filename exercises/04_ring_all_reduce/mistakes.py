@@ -18,6 +18,21 @@ MISTAKES = [
         "rank 0: element",
     ),
     (
+        "integers added in float64",
+        (
+            "    for step in range",
+            "zip(x.tensor_split(2), (1, -1)",
+            "into.copy_(into + came if step < n - 1 else came)\n",
+        ),
+        (
+            "    y = x.double()\n    for step in range",
+            "zip(y.tensor_split(2), (1, -1)",
+            "into.copy_(into + came if step < n - 1 else came)\n    x.copy_(y)\n",
+        ),
+        "test_dtypes",
+        "rank 0: element",
+    ),
+    (
         "the mean instead of the sum",
         "into.copy_(into + came if step < n - 1 else came)\n",
         "into.copy_(into + came if step < n - 1 else came)\n    x /= n\n",

@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from course.grading import Wrong, expect, grade, same
+from course.grading import Largest, Wrong, expect, grade, same
 
 SHAPES = {  # rows that divide by no, by some, by all numbers of ranks; fewer rows than ranks
     "token.weight": [10, 6],
@@ -175,21 +173,6 @@ def test_cost(answer: Path, seed: int, n: int) -> None:
             expect(nbytes, due, f"{where}: bytes that read_at has read")
             if reads > due_reads:
                 raise Wrong(f"{where}: {reads} calls of read_at, where {due_reads} will do")
-
-
-class Largest(TorchDispatchMode):
-    """Notes how many bytes lie behind the largest tensor that one of torch's operations returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nbytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self.nbytes = max(self.nbytes, leaf.untyped_storage().nbytes())
-        return result
 
 
 def held(answer, wire) -> tuple[int, int]:

@@ -80,7 +80,7 @@ MISTAKES = [
         "F.linear(F.linear(x.to(self.A.dtype), self.A), self.B)",
         "F.linear(x.to(self.A.dtype), self.B @ self.A)",
         "test_made",
-        "forward makes a tensor of 1,920 elements, where W has 1,920: multiply x by A first",
+        "forward makes a tensor of 15,360 bytes, where W has 15,360: multiply x by A first",
     ),
     (
         "a copy of W in float32",

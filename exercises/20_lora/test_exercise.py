@@ -7,10 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from course.grading import Wrong, expect, grade, same
+from course.grading import Largest, Wrong, expect, grade, same
 
 D = 16
 ALPHA = 6.0
@@ -115,31 +113,12 @@ def test_start(answer: Path, seed: int, dtype: str) -> None:
     expect(trained, ["A", "B"], "parameters of an adapter that are trained")
 
 
-class Made(TorchDispatchMode):
-    """The most elements of a tensor that an operation makes, views of others left out."""
-
-    def __init__(self, known: list[torch.Tensor]) -> None:
-        super().__init__()
-        self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
-        self.most = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if (
-                isinstance(leaf, torch.Tensor)
-                and leaf.untyped_storage().data_ptr() not in self.known
-            ):
-                self.most = max(self.most, leaf.numel())
-        return result
-
-
 def go(answer, wire, seed: int, bias: bool, dtype: torch.dtype) -> tuple:
     base = layer_of(seed, bias, dtype)
     adapter = answer.Adapter(base, 3, ALPHA)
     fill(adapter, seed)
     x = torch.randn(2, 3, 40).to(dtype)
-    with Made([*adapter.parameters(), x]) as made:
+    with Largest([*adapter.parameters(), x]) as largest:
         y = adapter(x)
     A = adapter.A.detach().double()
     B = adapter.B.detach().double()
@@ -150,7 +129,7 @@ def go(answer, wire, seed: int, bias: bool, dtype: torch.dtype) -> tuple:
     for p in base.parameters():
         p.data.zero_()
     alone = adapter(x).detach().clone()
-    return y.detach().clone(), plain.detach(), change, made.most, alone
+    return y.detach().clone(), plain.detach(), change, largest.nbytes, alone
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -168,11 +147,13 @@ def test_forward(answer: Path, seed: int, bias: bool) -> None:
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_made(answer: Path, seed: int, dtype: str) -> None:
     """No tensor as large as W is made in forward, base in {dtype}"""
-    ((_, _, _, most, _),) = grade(answer, go, 1, seed, True, getattr(torch, dtype))
-    if most >= 40 * 48:
+    base = getattr(torch, dtype)
+    ((_, _, _, most, _),) = grade(answer, go, 1, seed, True, base)
+    whole = 40 * 48 * base.itemsize
+    if most >= whole:
         raise Wrong(
-            f"forward makes a tensor of {most:,} elements, where W has {40 * 48:,}: multiply x by "
-            "A first, and then by B, and let the base compute its own part"
+            f"forward makes a tensor of {most:,} bytes, where W has {whole:,}: multiply x by A "
+            "first, and then by B, and let the base compute its own part"
         )
 
 
