@@ -3,6 +3,7 @@
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -287,3 +288,12 @@ def failed_by_each() -> dict[str, set[str]]:
 def test_a_wrong_line_fails_what_a_clock_decides() -> None:
     expected = {"nothing": set()} | {name: claims for name, (_, claims) in WRONG.items()}
     assert run(failed_by_each, 3) == [expected] * 3
+
+
+def test_gradients_are_added_up_after_backward_and_before_the_update() -> None:
+    lesson = load(LESSON)
+    asked = Mock()
+    with patch.object(lesson.dist, "all_reduce", asked.all_reduce):
+        lesson.train_step(asked.work, 3, asked.group)
+    order = [name for name, _, _ in asked.mock_calls]
+    assert order == ["work.forward_backward", "all_reduce", "work.update"]
