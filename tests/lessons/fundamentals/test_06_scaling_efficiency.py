@@ -185,7 +185,7 @@ def test_the_work_of_all_on_one_gpu_is_the_same_gradient_in_pieces() -> None:
 )
 def test_two_cores_are_neither_one_nor_four(speed_up: float, verdicts: list[str]) -> None:
     lesson = load(LESSON)
-    lesson.judge_cores(2, speed_up)
+    lesson.judge_cores(2, 4, speed_up)
     assert [row["verdict"] for row in lesson.ledger] == verdicts
 
 
