@@ -10,7 +10,9 @@ LESSONS = []  # by folder and number
 for folder in FOLDERS:
     found = sorted((ROOT / folder).glob("[0-9][0-9]_*.py"))
     LESSONS += [str(path.relative_to(ROOT)) for path in found]
-READING_ORDER = tomllib.loads((ROOT / "course/lessons.toml").read_text(encoding="utf-8"))["lesson"]
+LISTED = tomllib.loads((ROOT / "course/lessons.toml").read_text(encoding="utf-8"))
+READING_ORDER = LISTED["lesson"]
+PATHS = LISTED.get("path", [])  # by goal
 ABOUT = {row["path"]: row for row in READING_ORDER}
 
 

@@ -79,7 +79,7 @@ def lesson(options: argparse.Namespace) -> int:
     tests.write_text(filled("test_lesson.py.in", LESSON=str(here)), encoding="utf-8")
     print(f"Written: {here}, its row in course/lessons.toml, {tests.relative_to(ROOT)}.")
     print(f"It runs: python {here}")
-    print(f"Make it yours, and add it to the table of {folder}/README.md. Then:")
+    print("Make it yours, and name it under Next of the lesson before it. Then:")
     print(f"make results ONLY={here}; make check. More in CONTRIBUTING.md.")
     return 0
 

@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 
 from course.book import ROOT, Exercise, exercises
-from course.lessons import READING_ORDER
+from course.lessons import PATHS, READING_ORDER
 from course.terminal import command
 
 
@@ -80,6 +80,33 @@ class Lesson:
             number, _, words = question.partition(". ")
             questions[int(number)] = re.sub(r"\n\s*", "\n", words).strip()
         return first, questions
+
+
+@dataclass(frozen=True)
+class GoalPath:
+    """What a reader with one goal does, in order."""
+
+    name: str
+    goal: str
+    page: str  # from the repository's root, to read along
+    steps: list[Lesson | Exercise]
+
+    @property
+    def lessons(self) -> list[Lesson]:
+        return [step for step in self.steps if isinstance(step, Lesson)]
+
+    @property
+    def hours(self) -> str:
+        """What its lessons take; exercises take as long as they take."""
+        return f"{sum(lesson.minutes for lesson in self.lessons) / 60:.1f}"
+
+
+@cache
+def paths() -> list[GoalPath]:
+    """The paths by goal, as course/lessons.toml lists them."""
+    steps = {lesson.name: lesson for lesson in lessons()}
+    steps |= {f"{exercise.number:02d}": exercise for exercise in book()}
+    return [GoalPath(**row | {"steps": [steps[name] for name in row["steps"]]}) for row in PATHS]
 
 
 @cache

@@ -2,11 +2,12 @@
 
 import argparse
 import re
+import sys
 import textwrap
 from pathlib import Path
 
 from course import progress
-from course.book import Exercise
+from course.book import ROOT, Exercise
 from course.outline import (
     Lesson,
     book,
@@ -14,6 +15,7 @@ from course.outline import (
     exercises_of_no_lesson,
     find_lesson,
     lessons,
+    paths,
     steps,
 )
 from course.terminal import WIDTH, command, paint, say, shown, tick
@@ -26,6 +28,13 @@ def add(commands: argparse._SubParsersAction) -> None:
         description="Print what comes next on the path: a lesson's questions, an exercise's task.",
     )
     parser.set_defaults(run=show_next)
+    parser = commands.add_parser(
+        "path",
+        help="the lessons and exercises for one goal",
+        description="Print the steps to one goal, with ticks; without a name, the goals.",
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="one of the goals' names")
+    parser.set_defaults(run=show_path)
     parser = commands.add_parser(
         "tick",
         help="tick a lesson that you ran by torchrun or srun",
@@ -58,9 +67,14 @@ def show(options: argparse.Namespace) -> int:
     explain_marks(done)
     print()
     print(where_to_go(done))
-    print(f"\n{command('run', 'FOLDER/NN')}   runs any lesson")
-    print(f"{command('start', 'NN')}        begins any exercise")
-    print(f"{command('--help')}          lists all commands")
+    print()
+    for words, what in (
+        (("run", "FOLDER/NN"), "runs any lesson"),
+        (("start", "NN"), "begins any exercise"),
+        (("path",), "lists the paths to one goal"),
+        (("--help",), "lists all commands"),
+    ):
+        print(f"{command(*words):{len(command('run', 'FOLDER/NN'))}}   {what}")
     return 0
 
 
@@ -145,13 +159,16 @@ def where_to_go(done: dict) -> str:
     step = next_step(done)
     if step is None:
         return f"{the_end(done)}exercises/interview_topics.md asks whether you can also say it."
+    name = step.name if isinstance(step, Lesson) else f"exercise {step.number:02d}"
+    what = textwrap.fill(f"Next: {name}. {step.title}", WIDTH, subsequent_indent=" " * 6)
+    return f"{what}\n\n    {how_to_begin(step)}"
+
+
+def how_to_begin(step: Lesson | Exercise) -> str:
+    """The command to type for a step."""
     if isinstance(step, Lesson):
-        what = f"Next: {step.name}. {step.title}"
-        how = command("predict", step.name)
-    else:
-        what = f"Next: exercise {step.number:02d}. {step.title}"
-        how = command("check" if step.answer.exists() else "start", step.number)
-    return f"{textwrap.fill(what, WIDTH, subsequent_indent=' ' * 6)}\n\n    {how}"
+        return command("predict", step.name)
+    return command("check" if step.answer.exists() else "start", step.number)
 
 
 def the_end(done: dict) -> str:
@@ -182,6 +199,38 @@ def show_task(exercise: Exercise) -> None:
     print(exercise.readme.strip())
     verb = "check" if exercise.answer.exists() else "start"
     print(f"\nYour file: {shown(exercise.answer)}\n\n    {command(verb, exercise.number)}")
+
+
+def show_path(options: argparse.Namespace) -> int:
+    """Print the steps to one goal, how far they are done, and which is next; or all goals."""
+    if options.name is None:
+        print(f"{'name':12}{'goal':48}{'lessons':>8}{'hours':>7}{'exercises':>11}")
+        for path in paths():
+            n = len(path.lessons)
+            row = f"{path.name:12}{path.goal:48}{n:8}{path.hours:>7}{len(path.steps) - n:11}"
+            print(row)
+        print(f"\n{command('path', 'NAME')}   shows the steps")
+        return 0
+    named = {path.name: path for path in paths()}
+    if options.name not in named:
+        sys.exit(f"There is no path {options.name!r}; they are {', '.join(named)}.")
+    path = named[options.name]
+    done = progress.read()
+    marks = {step.name: tick(is_done(step, done), in_part(step, done)) for step in path.steps}
+    left = [step for step in path.steps if not is_done(step, done)]
+    print(paint(f"{path.goal[0].upper()}{path.goal[1:]}", "bold") + f": {path.hours} hours\n")
+    for step in path.steps:
+        if isinstance(step, Lesson):
+            subject = textwrap.shorten(step.subject, 55, placeholder=" ...")
+            print(f"  {marks[step.name]} {step.name:18}{subject:56}{step.minutes:>4} minutes")
+        else:
+            print(
+                f"  {marks[step.name]} {'exercise ' + step.name[:2]:18}{step.title.split(':')[0]}"
+            )
+    print(f"\nRead along: {shown(ROOT / path.page.partition('#')[0])}")
+    if left:
+        print(f"\n    {how_to_begin(left[0])}")
+    return 0
 
 
 def tick_lesson(options: argparse.Namespace) -> int:

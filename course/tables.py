@@ -84,6 +84,17 @@ def spine() -> str:
     return "\n".join(rows)
 
 
+def paths() -> str:
+    """The paths by goal, the spine apart: how much each holds, and what prints it."""
+    rows = ["| You want | Lessons | Hours | Exercises | Step by step |", "|---|--:|--:|--:|---|"]
+    for path in outline.paths():
+        if not all(lesson.spine for lesson in path.lessons):
+            n = len(path.lessons)
+            cells = [f"[{path.goal}]({path.page})", n, path.hours, len(path.steps) - n]
+            rows.append(f"| {' | '.join(map(str, cells))} | `course path {path.name}` |")
+    return "\n".join(rows)
+
+
 def lessons_in(folder: str) -> str:
     """A folder's lessons: the question, the minutes, the figure and the exercises of each."""
     rows = ["| Lesson | The question it answers | Minutes | Exercises |", "|---|---|--:|---|"]
@@ -221,7 +232,7 @@ def uses_device(lesson: str) -> bool:
     return bool(re.search(r"[=(] ?setup\(\)", (ROOT / lesson).read_text(encoding="utf-8")))
 
 
-MADE = (ran, sample, spine, folders, exercises, held, results, figures, gpus, speed)
+MADE = (ran, sample, spine, paths, folders, exercises, held, results, figures, gpus, speed)
 TABLES: dict[str, Callable[[], str]] = {table.__name__: table for table in MADE}
 TABLES |= {folder: partial(lessons_in, folder) for folder in FOLDERS}
 

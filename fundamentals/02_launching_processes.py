@@ -408,7 +408,7 @@ def print_table(ranks: list[dict]) -> None:
 
 
 # %% [markdown]
-# ## 5. The store: where ranks meet
+# ## 5. The store: where ranks meet (a second reading)
 #
 # The **store** is a dictionary that all ranks reach over TCP. Its address is in every rank's
 # environment, so connecting to it takes one line and no group. It holds a few hundred bytes per
@@ -547,7 +547,7 @@ def cost_of_a_group(device: torch.device) -> None:
 
 
 # %% [markdown]
-# ## 7. Starting processes inside a program: fork and spawn
+# ## 7. Starting processes inside a program: fork and spawn (a second reading)
 #
 # Launchers start programs. DataLoader workers, or a quick experiment in one file, are started from
 # inside Python, in one of two ways.
@@ -637,7 +637,7 @@ def fork_and_spawn() -> None:
 
 
 # %% [markdown]
-# ## 8. Who ends the ranks
+# ## 8. Who ends the ranks (a second reading)
 #
 # | What happens | Who ends the ranks |
 # |---|---|

@@ -4,6 +4,7 @@ Most answers here are not graded but obeyed: a judge stands in that runs the ans
 says in two lines what a grader prints, when, and how it ends. The real judge comes last.
 """
 
+import argparse
 import json
 import os
 import re
@@ -76,6 +77,13 @@ LESSONS = {
     "parallelism/02_sharding.py": f"exercises/{LAST}; the end",
 }
 
+SHORT = """[[path]]
+name = "short"
+goal = "the short way"
+page = "exercises/README.md"
+steps = ["parallelism/02", "04", "fundamentals/03"]
+"""
+
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
@@ -92,6 +100,7 @@ def home(tmp_path: Path) -> Path:
         (tmp_path / path).write_text(LESSON.format(title=title, next=leads_to))
         rows.append(f'[[lesson]]\npath = "{path}"\nminutes = 20\n')
     rows[0] += "spine = true\n"
+    rows.append(SHORT)
     (tmp_path / "course/lessons.toml").write_text("\n".join(rows))
     (tmp_path / "course/judge.py").write_text(OBEDIENT_JUDGE)
     return tmp_path
@@ -249,6 +258,38 @@ def test_the_path_shows_ticks_and_what_comes_next(home: Path) -> None:
     assert "Run." not in text
 
 
+def test_a_path_by_goal_has_its_own_order_and_next_step(home: Path) -> None:
+    goals = ask(home, "path").stdout
+    assert goals.splitlines()[1].split() == ["short", "the", "short", "way", "2", "0.7", "1"]
+    assert ask(home, "tick", "sharding").returncode == 0
+    rows = ask(home, "path", "short").stdout.splitlines()
+    assert rows[0] == "The short way: 0.7 hours"
+    shown = [row.split()[:3] for row in rows[2:5]]
+    assert shown[0] == ["✓", "parallelism/02", "Sharding"]
+    assert shown[1] == ["·", "exercise", "04"]
+    assert shown[2] == ["·", "fundamentals/03", "Measuring"]
+    assert rows[-1].endswith("start 4")
+    assert ask(home, "next").stdout.startswith("Launching: all of it")  # that path is its own
+
+
+@pytest.mark.parametrize("path", outline.paths(), ids=[path.name for path in outline.paths()])
+def test_every_real_path_leads_over_steps_that_are_there(
+    path: outline.GoalPath, capsys: pytest.CaptureFixture
+) -> None:
+    assert (ROOT / path.page.partition("#")[0]).exists()
+    assert len({step.name for step in path.steps}) == len(path.steps)
+    overview.show_path(argparse.Namespace(name=path.name))
+    rows = capsys.readouterr().out.splitlines()
+    assert max(map(len, rows)) <= 100
+    for step in path.steps:
+        assert any(step.name[:2] in row for row in rows)
+
+
+def test_the_path_to_ddp_and_fsdp_is_the_spine() -> None:
+    path = next(path for path in outline.paths() if path.name == "sharding")
+    assert path.lessons == [lesson for lesson in outline.lessons() if lesson.spine]
+
+
 def test_the_real_path_fits_a_terminal(capsys: pytest.CaptureFixture) -> None:
     overview.show(None)
     rows = capsys.readouterr().out.splitlines()
@@ -326,6 +367,7 @@ def test_commands_are_printed_as_they_can_be_typed(
         (("run", "02"), "'02' may be any of: fundamentals/02_launching, parallelism/02_sharding."),
         (("predict", "nothing"), "There is no lesson 'nothing'; "),
         (("chekc", "1"), "invalid choice: 'chekc'"),
+        (("path", "rent"), "There is no path 'rent'; they are short."),
         (("reset",), "Name one, or all: "),
         (("reset", "1", "--all"), "Name one, or all: "),
         (("reset", "--all"), "No answer has more than its stub, so nothing to reset."),
