@@ -230,7 +230,7 @@ def _told(outcomes: list[Outcome], answer: Path) -> str:
     hung = [o for o in outcomes if o.kind == "hung"]
     if all(o.asleep for o in hung):
         why = "not every rank has come back; all that have not were asleep, and nothing moved"
-        why += " between them for a second"
+        why += f" between them for {QUIET:g} s"
     else:
         why = f"after {int(max(o.waited for o in hung))} s not every rank has come back"
     lines = [f"{why}:"]

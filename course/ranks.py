@@ -15,7 +15,7 @@ session and its own output file; the parent holds the store open on a port the k
 that is done keeps its connections until all are: a rank that still waits for it hangs, and gets no
 error. Files have no name and go with the processes that hold them.
 
-A hang is a state: for a second, every rank that has not returned was asleep, with all that it
+A hang is a state: for 1.5 s, every rank that has not returned was asleep, with all that it
 started. An endless loop shows in the CPU time that it uses. So neither depends on what else the
 machine does. Then every rank is asked for its stack, all are killed, and the error names who waits
 where. Linux says how often each thread was scheduled; elsewhere CPU time alone tells a sleeping
@@ -58,7 +58,7 @@ from course.plain import read
 if os.name != "posix":
     sys.exit("Ranks are forked processes, which Windows has not: use WSL2, where all of this runs.")
 
-QUIET = 1.0  # seconds of sleep on every rank that make a hang
+QUIET = 1.5  # seconds of sleep on every rank that make a hang; TCP asks again after 1 s
 GRACE = 1.5  # seconds of CPU that the others may use once one rank has failed
 OUTPUT_LIMIT = 20_000_000  # bytes one rank may print
 WORD_LIMIT = 1_000_000_000  # bytes one rank may return

@@ -99,7 +99,7 @@ WAYS = {
         "return r or dist.all_reduce(x)",
         [
             "not every rank has come back; all that have not were asleep, and nothing moved "
-            "between them for a second:\n",
+            "between them for 1.5 s:\n",
             "rank 0 waits in all_reduce, called from answer.py:5, in f; "
             "its last call: all_reduce, 12 B, among [0, 1]\n      return r or dist.all_reduce(x)\n"
             "  rank 1 came back",

@@ -38,6 +38,6 @@ def test_the_learner_sees_the_hang() -> None:
         [sys.executable, ROOT / JOBS, "4"], capture_output=True, text=True, check=True
     )
     lines = [line.strip() for line in told.stdout.splitlines()]
-    assert lines[0] == "job 4 on 3 ranks; a second after all that have not come back fell asleep:"
+    assert lines[0] == "job 4 on 3 ranks; 1.5 s after all that have not come back fell asleep:"
     assert re.fullmatch(r"rank 1 waits in broadcast, called from jobs\.py:\d+, in job_4", lines[3])
     assert lines[4] == "dist.broadcast(tensor, 0)"
