@@ -41,7 +41,7 @@ ROWS = (
     "peak, ms and reserved bytes of each cure",
 )
 ABOUT_FOLDERS = {
-    "fundamentals": "the machine, its links, launching ranks, several nodes, surviving",
+    "fundamentals": "the machine, links, launching ranks, nodes, surviving failures",
     "communication": "collectives, what they cost, and how to pay less",
     "parallelism": "data, tensor and pipeline parallelism by hand; which one you need",
     "fsdp": "FSDP2 and DeepSpeed: memory, checkpoints, LoRA, inference, offload",
@@ -86,7 +86,7 @@ def spine() -> str:
 
 def paths() -> str:
     """The paths by goal, the spine apart: how much each holds, and what prints it."""
-    rows = ["| You want | Lessons | Hours | Exercises | Step by step |", "|---|--:|--:|--:|---|"]
+    rows = ["| Your goal | Lessons | Hours | Exercises | Step by step |", "|---|--:|--:|--:|---|"]
     for path in outline.paths():
         if not all(lesson.spine for lesson in path.lessons):
             n = len(path.lessons)
@@ -135,13 +135,14 @@ def ran() -> str:
     for one in machines():
         if any(ran_on_several_gpus(lesson, [one]) for lesson in LESSONS):
             links.append(f"[{one.name}](results/{one.name}/README.md)")
-    where = "**Not yet run on several GPUs: [be the first](results/README.md#on-gpus).**"
+    where = "**Not yet run on several GPUs: [be the first]"
+    where += "(results/README.md#on-gpus).**"
     if links:
         where = f"Run on several GPUs so far: {', '.join(links)}."
     return (
-        f"{where} `make gpu` runs all {len(LESSONS)} lessons on 1, 2, 4\n"
-        "and 8 GPUs, and puts ledgers, figures, versions and topology into one folder, for a pull "
-        "request."
+        f"{where} `make gpu` runs the lessons on 1,\n"
+        "2, 4 and 8 GPUs, says first how long that takes, and puts all results into one "
+        "folder, for a pull request."
     )
 
 
@@ -185,7 +186,7 @@ def folders() -> str:
         rows.append(f"| {link} | {ABOUT_FOLDERS[folder]} | {len(times)} | {hours} |")
     every = book()
     known = sum(len(one.mistakes()) for one in every)
-    tasks = f"{len(every)} tasks, whose graders tell {known} wrong answers apart"
+    tasks = f"{len(every)} tasks; graders recognize {known} different mistakes"
     rows.append(f"| [exercises](exercises/README.md) | {tasks} | | |")
     return "\n".join(rows)
 
