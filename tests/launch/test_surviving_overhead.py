@@ -1,7 +1,6 @@
 """What surviving costs: the complete file against a bare DDP loop on the same work, in one run."""
 
 import runpy
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from course.ranks import run
 
 SCRIPT = ROOT / "launch/ddp_surviving.py"
 STEPS = 100  # between two checkpoints
-ROUNDS = 8  # single rounds differ by a tenth, their medians by a hundredth
+ROUNDS = 8  # single rounds differ by a tenth, their least by a hundredth
 WIDTH = 64  # the digits' own model is so small that a step would be Python's alone
 
 
@@ -102,7 +101,7 @@ def race(folder: Path) -> dict[str, list[float]]:
 @pytest.mark.clock
 def test_surviving_costs_at_most_a_twentieth_of_a_step(tmp_path: Path) -> None:
     seconds = run(race, 2, tmp_path, deadline=240)[0]
-    bare, surviving = (statistics.median(seconds[name]) for name in ("bare", "surviving"))
+    bare, surviving = min(seconds["bare"]), min(seconds["surviving"])  # noise only adds
     said = f"bare {1000 * bare:.1f} ms per step, surviving {1000 * surviving:.1f} ms"
     print(f"{said}, a checkpoint every {STEPS} steps: {surviving / bare - 1:+.1%}")
     assert surviving <= 1.05 * bare
