@@ -106,7 +106,10 @@ def paths() -> list[GoalPath]:
     """The paths by goal, as course/lessons.toml lists them."""
     steps = {lesson.name: lesson for lesson in lessons()}
     steps |= {f"{exercise.number:02d}": exercise for exercise in book()}
-    return [GoalPath(**row | {"steps": [steps[name] for name in row["steps"]]}) for row in PATHS]
+    found = []
+    for row in PATHS:
+        found.append(GoalPath(**row | {"steps": [steps[name] for name in row["steps"]]}))
+    return found
 
 
 @cache

@@ -272,7 +272,10 @@ GROUPS = {  # what rank r of 2 calls, and the ranks of each group that is counte
     "new_subgroups": ("dist.new_subgroups(1)", [(0,), (1,)]),
     "by enumeration": ("dist.new_subgroups_by_enumeration([[0], [1]])", [(0,), (1,)]),
     "a mesh": ("dist.init_device_mesh('cpu', (2, 1))", [(0,), (1,)]),
-    "made and destroyed": ("dist.destroy_process_group(dist.new_group([0, 1]))", [(0, 1)]),
+    "made and destroyed": (
+        "g = dist.new_group([0, 1]); dist.barrier(g); dist.destroy_process_group(g)",
+        [(0, 1)],
+    ),
     "a mesh of all ranks in a row": ("dist.init_device_mesh('cpu', (2,))", []),
     "none": ("dist.all_reduce(x)", []),
 }
