@@ -61,14 +61,14 @@ MISTAKES = [
     (
         "launches taken for communication",
         'e["name"].startswith("gloo:")',
-        '"all_reduce" in e["name"].replace("allreduce", "all_reduce")',
+        '(e["name"].startswith("gloo:") or "allreduce" in e["name"])',
         "test_share",
         "launches and ranges on the CPU are neither: us of communication: expected 40, got",
     ),
     (
         "the CPU's work taken for compute",
         "    total = communication = exposed = 0.0\n",
-        '    busy += [e for e in mine if e["cat"] == "cpu_op"]\n'
+        '    busy += [e for e in mine if e["name"].startswith("aten::")]\n'
         "    total = communication = exposed = 0.0\n",
         "test_share",
         "a GPU: what the CPU does is not compute: us exposed: expected 20, got",
@@ -228,5 +228,74 @@ MISTAKES = [
         '"gloo:" in e["name"]',
         "test_share",
         "launches and ranges on the CPU are neither: us of communication: expected 40, got",
+    ),
+    (
+        "all-reduces alone taken for communication",
+        'e["name"].startswith("gloo:")',
+        'e["name"].startswith("gloo:all_reduce")',
+        "test_share",
+        "communication of several kinds: us of communication: expected 40, got 10",
+    ),
+    (
+        "events of one category alone taken for communication",
+        'e["name"].startswith("gloo:")',
+        'e["name"].startswith("gloo:") and e["cat"] == "user_annotation"',
+        "test_share",
+        "communication of several kinds: us of communication: expected 40, got 10",
+    ),
+    (
+        "kernels of today's NCCL alone",
+        (
+            'if e["name"].startswith("nccl")]\n',
+            'if not e["name"].startswith("nccl")]',
+        ),
+        (
+            'if e["name"].startswith("ncclDevKernel")]\n',
+            'if not e["name"].startswith("ncclDevKernel")]',
+        ),
+        "test_share",
+        "a GPU: kernels of several kinds: us of communication: expected 40, got 10",
+    ),
+    (
+        "matrix products alone taken for compute",
+        'e["name"].startswith("aten::")',
+        'e["name"].startswith("aten::mm")',
+        "test_share",
+        "compute hides a part: us exposed: expected 20, got 30",
+    ),
+    (
+        "a GPU known by its communication",
+        "    if kernels:\n",
+        '    if any(e["name"].startswith("nccl") for e in kernels):\n',
+        "test_share",
+        "a GPU that does not communicate: us of communication: expected 0, got 70",
+    ),
+    (
+        "a GPU known by its compute",
+        "    if kernels:\n",
+        '    if any(not e["name"].startswith("nccl") for e in kernels):\n',
+        "test_share",
+        "a GPU that does not compute: us of communication: expected 40, got 0",
+    ),
+    (
+        "every range whose name begins with step",
+        '(e["name"], e["cat"]) == ("step", "user_annotation")',
+        'e["name"].startswith("step") and e["cat"] == "user_annotation"',
+        "test_share",
+        "launches and ranges on the CPU are neither: of the step: expected 0.2, got 0.153846154",
+    ),
+    (
+        "a tuple without names",
+        "return Share(communication, exposed, exposed / total)",
+        "return communication, exposed, exposed / total",
+        "test_share",
+        "share: expected a Share, got tuple",
+    ),
+    (
+        "every rank's events for rank 0",
+        'e["ph"] == "X" and e["pid"] == rank',
+        'e["ph"] == "X" and (not rank or e["pid"] == rank)',
+        "test_many",
+        "us of communication: expected",
     ),
 ]

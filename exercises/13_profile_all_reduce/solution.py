@@ -59,7 +59,8 @@ def share(events: list[dict], rank: int) -> Share:
     names begin with "nccl", compute all others. If not: communication is what is named "gloo:...",
     compute the events of `cat` "cpu_op" that are named "aten::...".
 
-    What lies outside the steps does not count. A moment counts once, however many events share it.
+    What lies outside the steps does not count. A moment counts once, however many events share it;
+    a rank's steps do not overlap.
 
     One step from 0 to 100; an all-reduce from 20 to 60; compute from 0 to 30 and from 50 to 70:
     Share(communication=40, exposed=20, of_step=0.2).

@@ -19,6 +19,14 @@ from course.grading import Wrong, expect, grade
 
 T0 = 4_426_345_170_000.0  # microseconds; a trace's clock began long ago
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+ON_A_GPU = (  # communication, compute
+    [(NCCL, "kernel"), ("ncclKernel_AllGather_RING_LL_Sum_int8_t", "kernel")],
+    [("ampere_sgemm_128x64_tn", "kernel"), ("void at::native::vectorized_elementwise", "kernel")],
+)
+ON_A_CPU = (
+    [("gloo:all_reduce", "user_annotation"), ("gloo:broadcast", "cpu_op")],
+    [("aten::mm", "cpu_op"), ("aten::add_", "cpu_op")],
+)
 TICKS = 64  # in a microsecond: no unit of a clock, yet sums of them are exact, even after T0
 Spans = list[tuple[float, float]]  # microseconds after T0, in ticks
 
@@ -29,15 +37,14 @@ def event(name: str, cat: str, start: float, end: float, pid: int = 1, ph: str =
 
 
 def trace(steps: Spans, wire: Spans, busy: Spans, gpu: bool = False, pid: int = 1) -> list[dict]:
-    """The events of one rank, as torch's profiler names them."""
+    """The events of one rank, as torch's profiler names them: of each kind several names."""
     events = [event("step", "user_annotation", *s, pid) for s in steps]
     events += [event(f"ProfilerStep#{i}", "user_annotation", *s, pid) for i, s in enumerate(steps)]
-    sent = (NCCL, "kernel")
-    done = ("ampere_sgemm_128x64_tn", "kernel")
-    if not gpu:
-        sent = ("gloo:all_reduce", "user_annotation")
-        done = ("aten::mm", "cpu_op")
-    return events + [event(*sent, *s, pid) for s in wire] + [event(*done, *s, pid) for s in busy]
+    for names, spans in zip(ON_A_GPU if gpu else ON_A_CPU, (wire, busy), strict=True):
+        for at, s in enumerate(spans):
+            name, cat = names[at % len(names)]
+            events.append(event(name, cat, *s, pid))
+    return events
 
 
 ONE = [(0, 100)]
@@ -45,6 +52,7 @@ HALF = [(20, 60)], [(0, 30), (50, 70)]  # of 40 us, 20 are exposed
 CASES = {  # title: steps, communication, compute, on a GPU, events that must not count
     "compute hides nothing": (ONE, [(60, 90)], [(0, 60)], False, []),
     "compute hides a part": (ONE, *HALF, False, []),
+    "communication of several kinds": (ONE, [(5, 15), (60, 90)], [(20, 30), (70, 75)], False, []),
     "all-reduces that overlap": (ONE, [(10, 50), (30, 70), (40, 45)], [(0, 20)], False, []),
     "compute that nests and overlaps": (ONE, [(0, 80)], [(10, 50), (12, 48), (40, 60)], False, []),
     "three steps, and what lies between them": (
@@ -65,6 +73,7 @@ CASES = {  # title: steps, communication, compute, on a GPU, events that must no
         trace([(0, 300)], [(0, 90)], [(20, 90)], pid=0) + trace(ONE, [(5, 95)], [], True, pid=2),
     ),
     "a GPU": (ONE, *HALF, True, []),
+    "a GPU: kernels of several kinds": (ONE, [(5, 15), (60, 90)], [(9, 30), (70, 75)], True, []),
     "a GPU: what the CPU does is not compute": (
         *(ONE, *HALF, True),
         [event("aten::mm", "cpu_op", 0, 90), event("cudaLaunchKernel", "cuda_runtime", 25, 55)],
@@ -81,6 +90,14 @@ CASES = {  # title: steps, communication, compute, on a GPU, events that must no
         *(ONE, *HALF, True),
         [event("Memcpy DtoD (Device -> Device)", "gpu_memcpy", 25, 55)],
     ),
+    "a GPU that does not communicate": (
+        *(ONE, [], [(0, 60)], True),
+        [event("gloo:all_reduce", "user_annotation", 20, 90)],
+    ),
+    "a GPU that does not compute": (
+        *(ONE, [(20, 60)], [], True),
+        [event("aten::mm", "cpu_op", 0, 90)],
+    ),
     "a GPU: launches and annotations are not communication": (
         *(ONE, *HALF, True),
         [
@@ -95,6 +112,8 @@ CASES = {  # title: steps, communication, compute, on a GPU, events that must no
         [
             event("c10d::allreduce_", "cpu_op", 15, 90),
             event("forward", "user_annotation", 0, 50),
+            event("step of the scheduler", "user_annotation", 100, 130),
+            event("optimizer.step", "user_annotation", 130, 150),
             event("aten::mm", "python_function", 0, 90),
             event("wait for gloo:all_reduce", "user_annotation", 60, 90),
             event("backward of aten::mm", "cpu_op", 0, 60),
@@ -126,22 +145,24 @@ def due_of(steps: Spans, wire: Spans, busy: Spans) -> tuple[float, float, float]
     return len(sent) / TICKS, len(exposed) / TICKS, len(exposed) / len(inside)
 
 
-def shares_of(answer, wire, traces: list) -> list[tuple]:
+def shares_of(answer, wire, traces: list, rank: int) -> list[tuple]:
     given = json.dumps(traces)
-    shares = [tuple(answer.share(events, 1)) for events in traces]
+    shares = [answer.share(events, rank) for events in traces]
     wire.only()
     if json.dumps(traces) != given:
         raise Wrong("the events were changed; they are the caller's")
-    return shares
+    if other := [type(one).__name__ for one in shares if not isinstance(one, answer.Share)]:
+        raise Wrong(f"share: expected a Share, got {other[0]}")
+    return [tuple(one) for one in shares]
 
 
-def check(answer: Path, seed: int, cases: dict[str, tuple]) -> None:
+def check(answer: Path, seed: int, cases: dict[str, tuple], rank: int = 1) -> None:
     traces = []
     for steps, wire, busy, gpu, others in cases.values():
-        events = trace(steps, wire, busy, gpu) + others
+        events = trace(steps, wire, busy, gpu, rank) + others
         random.Random(seed).shuffle(events)
         traces.append(events)
-    (shares,) = grade(answer, shares_of, 1, traces, group=False)
+    (shares,) = grade(answer, shares_of, 1, traces, rank, group=False)
     for got, (title, (steps, wire, busy, *_)) in zip(shares, cases.items(), strict=True):
         due = due_of(steps, wire, busy)
         names = ["us of communication", "us exposed", "of the step"]
@@ -175,11 +196,12 @@ def test_share(answer: Path, seed: int) -> None:
     check(answer, seed, CASES)
 
 
-def test_many(answer: Path, seed: int) -> None:
-    """The share: 40 traces drawn by lot"""
-    rng = random.Random(seed)
+@pytest.mark.parametrize("rank", [0, 2])
+def test_many(answer: Path, seed: int, rank: int) -> None:
+    """The share of rank {rank}: 20 traces drawn by lot"""
+    rng = random.Random(seed + rank)
     cases = {}
-    for i in range(40):
+    for i in range(20):
         ends = sorted(rng.sample(range(400 * TICKS), 2 * rng.randint(1, 4)))
         ends = [end / TICKS for end in ends]
         steps = list(zip(ends[::2], ends[1::2], strict=True))
@@ -188,9 +210,9 @@ def test_many(answer: Path, seed: int) -> None:
             starts = [rng.randint(-10 * TICKS, 390 * TICKS) for _ in range(rng.randint(0, 12))]
             return [(s / TICKS, (s + rng.randint(0, 60 * TICKS)) / TICKS) for s in starts]
 
-        others = trace([(0, 400)], spans(), spans(), bool(i % 2), pid=0)
+        others = trace([(0, 400)], spans(), spans(), bool(i % 2), pid=1)
         cases[f"trace {i}"] = steps, spans(), spans(), bool(i % 2), others
-    check(answer, seed, cases)
+    check(answer, seed, cases, rank)
 
 
 # A trace of a real loop
@@ -236,7 +258,7 @@ def spans_of(events: list[dict], name: str) -> list[tuple]:
     return sorted((e["ts"], e["ts"] + e["dur"], e["name"]) for e in found)
 
 
-@pytest.mark.parametrize(("n", "count", "warmup"), [(2, 5, 2), (3, 4, 1)])
+@pytest.mark.parametrize(("n", "count", "warmup"), [(2, 5, 2), (3, 4, 1), (1, 3, 2)])
 def test_record(answer: Path, n: int, count: int, warmup: int, tmp_path: Path) -> None:
     """A trace of a loop on {n} ranks: {count} steps, the first {warmup} left out"""
     outcomes = grade(answer, loop, n, str(tmp_path), count, warmup)

@@ -99,7 +99,8 @@ def given(job: int, n: int, seed: int = 0) -> list[tuple]:
             y = torch.randint(0, 3, (3 + 2 * r,), generator=random)
             of_rank.append((numbers(3 + 2 * r, 2), y, w))
         elif job == 2:
-            of_rank.append((some_batches([2, 4, 0, 1][r]), w))
+            counts = {2: [2, 4], 3: [4, 2, 0], 4: [1, 0, 2, 4]}[n]
+            of_rank.append((some_batches(counts[r]), w))
         elif job == 3:
             of_rank.append((numbers(5),))
         elif job == 4:
@@ -114,6 +115,10 @@ def given(job: int, n: int, seed: int = 0) -> list[tuple]:
                 x, y = batches[step]
                 x[1] = 1  # then each element of the gradient is infinite, or NaN
                 y[1] = value
+            if r == 1:
+                x, y = batches[4]
+                x[1, 2] = 1e200  # then one element of the gradient is infinite
+                y[1] = 1e300
             of_rank.append((batches, w))
     return of_rank
 
@@ -130,7 +135,7 @@ def main() -> None:
 
     job = int(sys.argv[1])
     broken = globals()[f"job_{job}"]
-    print(f"job {job} on 3 ranks; a second after all that have not come back fell asleep:")
+    print(f"job {job} on 3 ranks; 1.5 s after all that have not come back fell asleep:")
     for o in attempt(on_a_rank, 3, broken, given(job, 3)):
         print(f"  rank {o.rank} {o.text.replace(__file__, 'jobs.py') or 'came back'}")
         if line := re.search(r"jobs\.py:(\d+)", o.text):

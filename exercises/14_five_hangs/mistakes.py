@@ -200,4 +200,71 @@ MISTAKES = [
         "test_the_change_is_small",
         "7 lines differ from the job in jobs.py; 3 are enough",
     ),
+    (
+        "job 1 counts in float64",
+        (
+            "torch.stack([hits, torch.tensor(len(y))])",
+            "right, seen = counts.tolist()",
+        ),
+        (
+            "torch.stack([hits, torch.tensor(len(y))]).double()",
+            "right, seen = counts.long().tolist()",
+        ),
+        "test_job_1",
+        "what is all-reduced is of torch.float64; two int64 are asked for",
+    ),
+    (
+        "job 2 takes as many steps as rank 1 has batches",
+        (
+            "dist.all_reduce(steps, dist.ReduceOp.MAX)",
+            "batches + [nothing] * (int(steps) - len(batches)):",
+        ),
+        (
+            "dist.broadcast(steps, 1)",
+            "(batches + [nothing] * (int(steps) - len(batches)))[:steps]:",
+        ),
+        "test_job_2",
+        "rank 0: w after 4 steps: element",
+    ),
+    (
+        "job 2 takes as many steps as the last rank has batches",
+        (
+            "dist.all_reduce(steps, dist.ReduceOp.MAX)",
+            "batches + [nothing] * (int(steps) - len(batches)):",
+        ),
+        (
+            "dist.broadcast(steps, dist.get_world_size() - 1)",
+            "(batches + [nothing] * (int(steps) - len(batches)))[:steps]:",
+        ),
+        "test_job_2",
+        "rank 0: w after 0 of 4 steps: batches were left out",
+    ),
+    (
+        "job 4 in the order of hashes",
+        "sorted(state.items())",
+        "sorted(state.items(), key=lambda item: hash(item[0]))",
+        "test_job_4",
+        "not every rank has come back",
+    ),
+    (
+        "job 4 averages float64 alone",
+        "if tensor.is_floating_point():",
+        "if tensor.dtype == torch.float64:",
+        "test_other_dtypes",
+        "rank 0: weight: element",
+    ),
+    (
+        "job 4 takes int64 alone from rank 0",
+        ("if tensor.is_floating_point():", "tensor /= n"),
+        ("if tensor.dtype != torch.int64:", "tensor.copy_(tensor / n)"),
+        "test_other_dtypes",
+        "rank 0: num_batches_tracked: element 0: expected 30, got 31",
+    ),
+    (
+        "job 5 leaves a step out if no element is finite",
+        "if not grad.isfinite().all():",
+        "if not grad.isfinite().any():",
+        "test_job_5",
+        "rank 0: w is not finite; a bad step was taken",
+    ),
 ]

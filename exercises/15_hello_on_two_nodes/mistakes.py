@@ -144,4 +144,56 @@ MISTAKES = [
         "test_cost",
         "its calls",
     ),
+    (
+        "torchrun's own port, which may be taken",
+        "{head}:29500",
+        "{head}",
+        "test_other_numbers",
+        "where node 0 of 3 is told to meet the others: expected 10.7.0.1:29500, got 10.7.0.1",
+    ),
+    (
+        "every node but the second serves the store",
+        "int(node == 0)",
+        "int(node != 1)",
+        "test_other_numbers",
+        "node 2 of 3 is told to serve the store, as the head does",
+    ),
+    (
+        "one node and more",
+        'f"--nnodes={nodes}"',
+        'f"--nnodes=1:{nodes}"',
+        "test_other_numbers",
+        "3 nodes were asked for, and torchrun is told of 1:3",
+    ),
+    (
+        "neighbors in the order of ranks, not of nodes",
+        "local < len(ranks)]",
+        "local < len(ranks)]\n    across.sort()",
+        "test_hello",
+        "rank 2: the ranks with this local rank: expected [3, 2], got [2, 3]",
+    ),
+    (
+        "names cut at the first dot",
+        "    dist.all_gather_object(hosts, host)\n",
+        '    host = host.partition(".")[0]\n    dist.all_gather_object(hosts, host)\n',
+        "test_hello",
+        "hosts gpu.b, gpu.a, gpu.a.b, gpu.b; rank 0: greeting",
+    ),
+    (
+        "what was found the first time",
+        (
+            "    hosts = [None] * n\n    dist.all_gather_object(hosts, host)\n",
+            "def hello(host",
+        ),
+        (
+            "    if not NAMES:\n"
+            "        NAMES.extend([None] * n)\n"
+            "        dist.all_gather_object(NAMES, host)\n"
+            "    hosts = NAMES\n"
+            "    host = hosts[rank]\n",
+            "NAMES = []\n\n\ndef hello(host",
+        ),
+        "test_hello",
+        "rank 0: called again, all on one host: expected",
+    ),
 ]

@@ -11,7 +11,7 @@ def torchrun_flags(node: int, nodes: int, ranks: int, head: str, here: str) -> l
 
     node: this node's number, from 0; nodes: how many there are; ranks: how many to start on each.
     head: the address of node 0; here: this node's own. Names of hosts mean nothing on either node.
-    Nodes come in any order, up to a few seconds apart. Port 29500 is free on all.
+    Nodes come in any order, up to a few seconds apart. Port 29500 is free on all; no other need be.
 
     On one node of one, these would do: ["--standalone", "--nproc-per-node=2"].
     """

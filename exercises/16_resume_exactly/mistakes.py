@@ -155,4 +155,36 @@ MISTAKES = [
         "test_size",
         "rank 0: the state holds",
     ),
+    (
+        "an epoch is one sample shorter",
+        "len(self.data) // n // self.batch",
+        "(len(self.data) - 1) // n // self.batch",
+        "test_batches",
+        "rank 0, step 5, which is step 5 of epoch 0: samples",
+    ),
+    (
+        "all the data in the state, as a list",
+        '"step": self.step}',
+        '"step": self.step, "data": self.data.tolist()}',
+        "test_size",
+        "rank 0: the state holds",
+    ),
+    (
+        "the state that was asked for first",
+        "        return copy.deepcopy(state)\n",
+        '        self.kept = getattr(self, "kept", copy.deepcopy(state))\n'
+        "        return self.kept\n",
+        "test_resume",
+        "rank 0, stopped after step 5 of 20: weights",
+    ),
+    (
+        "a state is loaded once",
+        '        self.model.load_state_dict(state["model"])\n',
+        '        if getattr(self, "loaded", False):\n'
+        "            return\n"
+        "        self.loaded = True\n"
+        '        self.model.load_state_dict(state["model"])\n',
+        "test_resume",
+        "rank 0, stopped after step 0 of 20: weights",
+    ),
 ]

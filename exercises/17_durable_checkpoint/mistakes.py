@@ -4,40 +4,42 @@ MISTAKES = [
     (
         "written under its own name",
         (
-            '    temporary = final.with_suffix(".tmp")\n',
-            "    if final.exists():  # damaged: the job has come to this step again\n"
-            '        final.rename(final.with_suffix(".damaged"))\n'
-            "    temporary.rename(final)\n",
+            'temporary = final.with_suffix(".tmp")\n',
+            "        if final.exists():  # damaged: the job has come to this step again\n"
+            '            final.rename(final.with_suffix(".damaged"))\n'
+            "        temporary.rename(final)\n",
         ),
-        ("    temporary = final\n", ""),
+        ("temporary = final\n", ""),
         "test_killed",
         "half a checkpoint has the name of a whole one: ['step-000003']",
     ),
     (
         "the checksums last, under the final name",
         (
-            "    write(temporary / CHECKSUMS, json.dumps(sums).encode())\n",
-            "    flush(folder)\n    found = ",
+            "        write(temporary / CHECKSUMS, json.dumps(sums).encode())\n",
+            "        flush(folder)\n    found = ",
         ),
         (
             "",
-            "    write(final / CHECKSUMS, json.dumps(sums).encode())\n"
-            "    flush(folder)\n    found = ",
+            "        write(final / CHECKSUMS, json.dumps(sums).encode())\n"
+            "        flush(folder)\n    found = ",
         ),
         "test_killed",
         "half a checkpoint has the name of a whole one: ['step-000003']",
     ),
     (
         "old ones deleted before the new one is there",
-        "    temporary.mkdir()\n",
-        "    for old in newest_first(folder):\n        shutil.rmtree(old)\n    temporary.mkdir()\n",
+        "        temporary.mkdir()\n",
+        "        for old in newest_first(folder):\n"
+        "            shutil.rmtree(old)\n"
+        "        temporary.mkdir()\n",
         "test_save",
         "after steps 1, 2, 5, 12 with keep=2, left in the folder",
     ),
     (
         "what a kill left stands in the way",
-        "    remove_leftovers(folder)\n    temporary = ",
-        "    temporary = ",
+        "    remove_leftovers(folder)\n    if read_whole(final) is None:\n",
+        "    if read_whole(final) is None:\n",
         "test_killed",
         "FileExistsError",
     ),
@@ -45,11 +47,12 @@ MISTAKES = [
         "leftovers stay",
         (
             '            old.rename(old.with_suffix(".tmp"))\n    remove_leftovers(folder)\n',
-            "    remove_leftovers(folder)\n    temporary = ",
+            "    remove_leftovers(folder)\n    if read_whole(final)",
         ),
         (
             "            shutil.rmtree(old)\n",
-            "    shutil.rmtree(final.with_suffix('.tmp'), ignore_errors=True)\n    temporary = ",
+            "    shutil.rmtree(final.with_suffix('.tmp'), ignore_errors=True)\n"
+            "    if read_whole(final)",
         ),
         "test_killed",
         ", then saved up to step 4: in the folder",
@@ -84,22 +87,22 @@ MISTAKES = [
     ),
     (
         "files not flushed",
-        "        write(temporary / name, data)\n",
-        "        (temporary / name).write_bytes(data)\n",
+        "write(temporary / name, data)\n",
+        "(temporary / name).write_bytes(data)\n",
         "test_power_cut",
         "a power cut: step-000002 has its name, and model is not on the disk",
     ),
     (
         "the names of the files not flushed",
-        "    flush(temporary)\n",
+        "        flush(temporary)\n",
         "",
         "test_power_cut",
         "a power cut: step-000002 has its name, and its files' names are not on the disk",
     ),
     (
         "the new name not flushed",
-        "    temporary.rename(final)\n    flush(folder)\n",
-        "    temporary.rename(final)\n",
+        "        temporary.rename(final)\n        flush(folder)\n",
+        "        temporary.rename(final)\n",
         "test_power_cut",
         "a power cut after save: the name step-000002 itself is not on the disk",
     ),
@@ -114,13 +117,13 @@ MISTAKES = [
         "no parts at all, for what is not whole",
         (
             "    return None\n",
-            "    if read_whole(final) is not None:\n",
+            "    if read_whole(final) is None:\n",
             "if read_whole(path) is not None]",
             "        if parts is not None:\n",
         ),
         (
             "    return {}\n",
-            "    if read_whole(final):\n",
+            "    if not read_whole(final):\n",
             "if read_whole(path)]",
             "        if parts:\n",
         ),
@@ -172,8 +175,8 @@ MISTAKES = [
     (
         "the damaged one stands in the way of its own step",
         (
-            "    if final.exists():  # damaged: the job has come to this step again\n"
-            '        final.rename(final.with_suffix(".damaged"))\n'
+            "        if final.exists():  # damaged: the job has come to this step again\n"
+            '            final.rename(final.with_suffix(".damaged"))\n'
         ),
         "",
         "test_saved_again",
@@ -181,8 +184,8 @@ MISTAKES = [
     ),
     (
         "a name is taken for a checkpoint",
-        "    if read_whole(final) is not None:\n        return\n",
-        "    if final.exists():\n        return\n",
+        "    if read_whole(final) is None:\n",
+        "    if not final.exists():\n",
         "test_saved_again",
         "and step 3 saved once more: newest_whole, step: expected 3, got 2",
     ),
@@ -195,8 +198,8 @@ MISTAKES = [
     ),
     (
         "a whole one is written once more",
-        "    if read_whole(final) is not None:\n        return\n",
-        "",
+        "    if read_whole(final) is None:\n",
+        "    if True:\n",
         "test_saved_again",
         "saved once more while it is whole",
     ),
@@ -217,23 +220,23 @@ MISTAKES = [
     (
         "written, and thrown away where it is whole already",
         (
-            "    if read_whole(final) is not None:\n        return\n",
-            "    if final.exists():  # damaged: the job has come to this step again\n",
+            "    if read_whole(final) is None:\n",
+            "        if final.exists():  # damaged: the job has come to this step again\n",
         ),
         (
-            "",
-            "    if read_whole(final) is not None:\n"
-            "        shutil.rmtree(temporary)\n"
-            "        return\n"
-            "    if final.exists():  # damaged: the job has come to this step again\n",
+            "    if True:\n",
+            "        if read_whole(final) is not None:\n"
+            "            shutil.rmtree(temporary)\n"
+            "            return\n"
+            "        if final.exists():  # damaged: the job has come to this step again\n",
         ),
         "test_once",
         "save of a step that is there, whole: files opened to write: expected {'checksums.json': 0",
     ),
     (
         "each part written twice",
-        "        write(temporary / name, data)\n",
-        "        write(temporary / name, data)\n        write(temporary / name, data)\n",
+        "            write(temporary / name, data)\n",
+        "            write(temporary / name, data)\n            write(temporary / name, data)\n",
         "test_once",
         "save: how often each file is opened to write: expected",
     ),
@@ -289,5 +292,97 @@ MISTAKES = [
         "        word = [newest_whole(folder)]\n",
         "test_everywhere",
         "rank 1 waits in broadcast",
+    ),
+    (
+        "nothing is cleaned where the step is there, whole",
+        "    remove_leftovers(folder)\n    if read_whole(final) is None:\n",
+        "    if read_whole(final) is not None:\n"
+        "        return\n"
+        "    remove_leftovers(folder)\n"
+        "    if True:\n",
+        "test_tidied",
+        "then step 3 saved: left in the folder: expected ['step-000002', 'step-000003'], got [",
+    ),
+    (
+        "old ones stay where the step is there, whole",
+        "    remove_leftovers(folder)\n    if read_whole(final) is None:\n",
+        "    remove_leftovers(folder)\n"
+        "    if read_whole(final) is not None:\n"
+        "        return\n"
+        "    if True:\n",
+        "test_tidied",
+        "then step 3 saved: left in the folder: expected ['step-000002', 'step-000003'], got "
+        "['step-000001', 'step-000002', 'step-000003']",
+    ),
+    (
+        "those are kept that were written last",
+        "    found = newest_first(folder)\n",
+        "    found = sorted(newest_first(folder), key=os.path.getmtime, reverse=True)\n",
+        "test_tidied",
+        "after steps 5, 1, 2: left in the folder: expected ['step-000002', 'step-000005'], got "
+        "['step-000001', 'step-000002']",
+    ),
+    (
+        "the new name flushed last of all",
+        (
+            "        temporary.rename(final)\n        flush(folder)\n",
+            '            old.rename(old.with_suffix(".tmp"))\n    remove_leftovers(folder)\n',
+        ),
+        (
+            "        temporary.rename(final)\n",
+            '            old.rename(old.with_suffix(".tmp"))\n'
+            "    remove_leftovers(folder)\n"
+            "    flush(folder)\n",
+        ),
+        "test_power_cut",
+        "a power cut: step-000001 is gone, and the name step-000002 not on the disk",
+    ),
+    (
+        "the checksums put into the caller's parts",
+        (
+            "        for name, data in parts.items():\n",
+            "        write(temporary / CHECKSUMS, json.dumps(sums).encode())\n",
+        ),
+        (
+            "        parts[CHECKSUMS] = json.dumps(sums).encode()\n"
+            "        for name, data in parts.items():\n",
+            "",
+        ),
+        "test_save",
+        "save has changed the parts; they are the caller's",
+    ),
+    (
+        "an empty part taken for a damaged one",
+        "        if all(hashlib.sha256(parts[name])",
+        "        if all(parts.values()) and all(hashlib.sha256(parts[name])",
+        "test_save",
+        "left in the folder: expected ['step-000012'], got []",
+    ),
+    (
+        "older ones that are damaged are named, too",
+        "        if parts is not None:\n"
+        '            return int(path.name.removeprefix("step-")), parts, damaged\n',
+        "        if parts is not None:\n"
+        "            whole = [read_whole(other) is not None for other in newest_first(folder)]\n"
+        "            pairs = zip(newest_first(folder), whole, strict=True)\n"
+        "            damaged = [other.name for other, is_whole in pairs if not is_whole]\n"
+        '            return int(path.name.removeprefix("step-")), parts, damaged\n',
+        "test_damaged",
+        "an older one is damaged: newest_whole, damaged: expected [], got ['step-000002']",
+    ),
+    (
+        "leftovers alone are taken for damaged checkpoints",
+        "    if damaged:\n",
+        "    if any(folder.iterdir()):\n",
+        "test_none",
+        "ValueError: no checkpoint is whole: []",
+    ),
+    (
+        "nothing to load is an error",
+        "    if isinstance(word[0], str):\n        raise ValueError(word[0])\n",
+        "    if isinstance(word[0], str) or word[0][0] == 0:\n"
+        "        raise ValueError(str(word[0]))\n",
+        "test_everywhere",
+        "rank 0: ValueError: (0, {}, [])",
     ),
 ]

@@ -61,30 +61,32 @@ def read_whole(path: Path) -> dict[str, bytes] | None:
 def save(folder: Path, step: int, parts: dict[str, bytes], keep: int = 2) -> None:
     """Write the checkpoint folder/step-000012: a file per part, and CHECKSUMS.
 
-    Wherever the process is killed, this checkpoint is there whole or not at all, and the ones
-    before it are whole. When it has its name, files and names are on the disk: a power cut loses
-    nothing. At the end the last `keep` whole checkpoints are left, and nothing else in the folder,
-    not even what a process left that was killed here earlier.
+    parts: the bytes of each part by its name, one part or more; a part may be empty
 
-    If a whole checkpoint of this step is there, it stays, and nothing is written. A damaged one
-    gives way.
+    Wherever the process is killed, this checkpoint is there whole or not at all, and the ones
+    before it are whole. When it has its name, files and names are on the disk, and only then are
+    old ones deleted: a power cut loses nothing. At the end the last `keep` whole checkpoints are
+    left, those of the highest steps, and nothing else that `save` ever made here: not even what a
+    process left that was killed.
+
+    If a whole checkpoint of this step is there, nothing is written, and the rest is done as ever.
+    A damaged one gives way.
     """
     # --- yours
     final = folder / f"step-{step:06}"
-    if read_whole(final) is not None:
-        return
     remove_leftovers(folder)
-    temporary = final.with_suffix(".tmp")
-    temporary.mkdir()
-    sums = {name: hashlib.sha256(data).hexdigest() for name, data in parts.items()}
-    for name, data in parts.items():
-        write(temporary / name, data)
-    write(temporary / CHECKSUMS, json.dumps(sums).encode())
-    flush(temporary)
-    if final.exists():  # damaged: the job has come to this step again
-        final.rename(final.with_suffix(".damaged"))
-    temporary.rename(final)
-    flush(folder)
+    if read_whole(final) is None:
+        temporary = final.with_suffix(".tmp")
+        temporary.mkdir()
+        sums = {name: hashlib.sha256(data).hexdigest() for name, data in parts.items()}
+        for name, data in parts.items():
+            write(temporary / name, data)
+        write(temporary / CHECKSUMS, json.dumps(sums).encode())
+        flush(temporary)
+        if final.exists():  # damaged: the job has come to this step again
+            final.rename(final.with_suffix(".damaged"))
+        temporary.rename(final)
+        flush(folder)
     found = newest_first(folder)
     kept = [path for path in found if read_whole(path) is not None][:keep]
     for old in found:

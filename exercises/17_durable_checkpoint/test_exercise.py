@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from course.grading import Wrong, expect, grade
 
-FILES = ["checksums.json", "model", "optimizer"]
+FILES = ["checksums.json", "model", "optimizer", "scaler"]
 
 
 class Killed(BaseException):
@@ -27,13 +27,16 @@ class Killed(BaseException):
 
 def parts_of(step: int, seed: int) -> dict[str, bytes]:
     dice = random.Random(f"{seed} {step}")
-    return {"model": dice.randbytes(300), "optimizer": dice.randbytes(500)}
+    return {"model": dice.randbytes(300), "optimizer": dice.randbytes(500), "scaler": b""}
 
 
 def folder_with(answer, seed: int, *steps: int, keep: int = 2) -> Path:
     folder = Path(tempfile.mkdtemp(dir=os.environ.get("TMPDIR", "/tmp")))
     for step in steps:
-        answer.save(folder, step, parts_of(step, seed), keep)
+        parts = parts_of(step, seed)
+        answer.save(folder, step, parts, keep)
+        if parts != parts_of(step, seed):
+            raise Wrong("save has changed the parts; they are the caller's")
     return folder
 
 
@@ -155,29 +158,27 @@ def test_killed_again(answer: Path, seed: int) -> None:
 
 
 def ordered(answer, wire, seed: int) -> None:
-    """What is on the disk when the checkpoint gets its name, and when save returns."""
+    """What is on the disk when the checkpoint gets its name, when the old one goes, and when save
+    returns."""
     folder = folder_with(answer, seed, 1)
     on_disk = []
     renamed = []
+    gone = []
     fsync = os.fsync
-    renames = {"rename": os.rename, "replace": os.replace}
 
     def see_fsync(descriptor):
         on_disk.append(os.readlink(f"/proc/self/fd/{descriptor}"))
         fsync(descriptor)
 
-    def see(name):
-        def rename(source, target, **how):
-            if Path(target).name == "step-000002":
-                renamed.append((Path(source), len(on_disk)))
-            return renames[name](source, target, **how)
-
-        return rename
+    def see(event, args):
+        if event == "os.rename" and Path(os.fsdecode(args[1])).name == "step-000002":
+            renamed.append((Path(os.fsdecode(args[0])), len(on_disk)))
+        if event in ("os.rename", "os.remove", "shutil.rmtree") and "step-000001" in str(args[0]):
+            gone.append(len(on_disk))
 
     os.fsync = see_fsync
-    os.rename = see("rename")
-    os.replace = see("replace")
-    answer.save(folder, 2, parts_of(2, seed))
+    sys.addaudithook(see)
+    answer.save(folder, 2, parts_of(2, seed), keep=1)
     if not renamed:
         raise Wrong("step-000002 never got its name by a rename: write elsewhere, then rename")
     source, when = renamed[0]
@@ -190,6 +191,8 @@ def ordered(answer, wire, seed: int) -> None:
         )
     if str(folder) not in on_disk[when:]:
         raise Wrong("a power cut after save: the name step-000002 itself is not on the disk")
+    if gone and str(folder) not in on_disk[when : gone[0]]:
+        raise Wrong("a power cut: step-000001 is gone, and the name step-000002 not on the disk")
     shutil.rmtree(folder)
 
 
@@ -200,7 +203,7 @@ def test_power_cut(answer: Path, seed: int) -> None:
 
 
 DAMAGE = ["missing", "a bit is flipped", "its first bit is flipped", "cut off"]
-DAMAGE += ["a 7, and nothing else"]
+DAMAGE += ["a 7, and nothing else", "longer than it was"]
 
 
 def damage(path: Path, how: str, dice: random.Random) -> None:
@@ -215,6 +218,8 @@ def damage(path: Path, how: str, dice: random.Random) -> None:
         data[0] ^= 128  # no text any more
     elif how == "a 7, and nothing else":
         data[:] = b"7"  # JSON, and no dictionary
+    elif how == "longer than it was":
+        data += b"7"
     elif how == "cut off":
         del data[dice.randrange(len(data)) :]
     path.write_bytes(data)
@@ -240,6 +245,13 @@ def read(answer, wire, seed: int) -> None:
             expect_found(answer, folder, 1, both, f"{where}, and of step-000002", seed)
             expect(names(folder), there, f"{where}: the folder afterwards")
             shutil.rmtree(folder)
+    folder = folder_with(answer, seed, 1, 2, 3, keep=3)
+    damage(folder / "step-000002" / "model", "cut off", dice)
+    expect_found(answer, folder, 3, [], "an older one is damaged", seed)
+    damage(folder / "step-000003" / "scaler", "missing", dice)
+    both = ["step-000003", "step-000002"]
+    expect_found(answer, folder, 1, both, "an empty file is missing", seed)
+    shutil.rmtree(folder)
 
 
 def test_damaged(answer: Path, seed: int) -> None:
@@ -279,9 +291,40 @@ def test_saved_again(answer: Path, seed: int) -> None:
     grade(answer, again, 1, seed, deadline=30)
 
 
+def tidied(answer, wire, seed: int) -> None:
+    """What is left in folders in which leftovers lie, and more checkpoints than are kept."""
+    for step, due in ((3, ["step-000002", "step-000003"]), (4, ["step-000003", "step-000004"])):
+        folder = folder_with(answer, seed, 1, 2, 3, keep=3)
+        shutil.copytree(folder / "step-000003", folder / "step-000005.tmp")
+        (folder / "step-000002.damaged").mkdir()
+        before = (folder / "step-000003").stat().st_ino
+        answer.save(folder, step, parts_of(step, seed))
+        where = f"steps 1 to 3, step-000005.tmp and step-000002.damaged, then step {step} saved"
+        expect(names(folder), due, f"{where}: left in the folder")
+        if (folder / "step-000003").stat().st_ino != before:
+            raise Wrong(f"{where}: step-000003 was whole, and is another folder now")
+        shutil.rmtree(folder)
+    folder = folder_with(answer, seed, 1, 2, 3, keep=3)
+    damage(folder / "step-000002" / "model", "missing", random.Random(seed))
+    answer.save(folder, 3, parts_of(3, seed))
+    where = "step 3 is there, whole, step 2 damaged, and step 3 saved once more"
+    expect(names(folder), ["step-000001", "step-000003"], f"{where}: left in the folder")
+    shutil.rmtree(folder)
+    folder = folder_with(answer, seed, 5, 1, 2)
+    expect(names(folder), ["step-000002", "step-000005"], "after steps 5, 1, 2: left in the folder")
+    shutil.rmtree(folder)
+
+
+def test_tidied(answer: Path, seed: int) -> None:
+    """Leftovers and old ones go, also where the step is there already"""
+    grade(answer, tidied, 1, seed)
+
+
 def nothing(answer, wire, seed: int) -> None:
     folder = folder_with(answer, seed)
     expect_found(answer, folder, 0, [], "an empty folder", seed)
+    (folder / "step-000001.tmp").mkdir()
+    expect_found(answer, folder, 0, [], "a folder with nothing but step-000001.tmp", seed)
     for step in (1, 2):
         answer.save(folder, step, parts_of(step, seed))
     for step in (1, 2):
@@ -334,34 +377,43 @@ def test_once(answer: Path, seed: int) -> None:
 
 
 def everywhere(answer, wire, seed: int) -> tuple:
+    """What is loaded of no checkpoint and of two, what is said of damaged ones; calls of each."""
+    folder = Path("/nowhere/at/all")
     if dist.get_rank() == 0:
-        folder = folder_with(answer, seed, 1, 2)
+        folder = folder_with(answer, seed)
+    nothing = answer.load_everywhere(folder)
+    calls = [[event.op for event in wire.calls()]]
+    if dist.get_rank() == 0:
+        for step in (1, 2):
+            answer.save(folder, step, parts_of(step, seed))
         damage(folder / "step-000002" / "model", "missing", random.Random(seed))
-    else:
-        folder = Path("/nowhere/at/all")
+    wire.events.clear()
     found = answer.load_everywhere(folder)
-    calls = [event.op for event in wire.calls()]
+    calls.append([event.op for event in wire.calls()])
     if dist.get_rank() == 0:
         damage(folder / "step-000001" / "model", "missing", random.Random(seed))
     said = "nothing was raised"
+    wire.events.clear()
     try:
         answer.load_everywhere(folder)
     except ValueError as error:
         said = str(error)
+    calls.append([event.op for event in wire.calls()])
     if dist.get_rank() == 0:
         shutil.rmtree(folder)
-    return found, said, calls
+    return nothing, found, said, calls
 
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_everywhere(answer: Path, seed: int, n: int) -> None:
     """Rank 0 decides for all, what to load and what to raise, on {n} ranks"""
     told = grade(answer, everywhere, n, seed)
-    for rank, (found, said, _) in enumerate(told):
+    for rank, (nothing, found, said, _) in enumerate(told):
+        expect(tuple(nothing), (0, {}, []), f"rank {rank}: load_everywhere of an empty folder")
         due = (1, parts_of(1, seed), ["step-000002"])
         expect(tuple(found), due, f"rank {rank}: load_everywhere")
-        if "step-000002" not in said or "step-000001" not in said or said != told[0][1]:
+        if "step-000002" not in said or "step-000001" not in said or said != told[0][2]:
             raise Wrong(f"rank {rank}: none is whole, and load_everywhere says: {said}")
-    for rank, (_, _, calls) in enumerate(told):
-        if n > 1:  # one rank alone has nobody to tell
-            expect(calls, ["broadcast", "broadcast"], f"rank {rank}: its calls")
+    for rank, (_, _, _, calls) in enumerate(told):
+        for one in calls if n > 1 else []:  # one rank alone has nobody to tell
+            expect(one, ["broadcast", "broadcast"], f"rank {rank}: its calls")

@@ -134,21 +134,21 @@ MISTAKES = [
     (
         "the root of b / c, rounded",
         "min(range(1, most + 1), key=lambda n: a + b / n + c * (n - 1))",
-        "round((b / c) ** 0.5) if c else most",
+        "round(max(b / c, 0) ** 0.5) if c else most",
         "test_fastest",
         "fastest of 1 to",
     ),
     (
         "the root of b / c, rounded, from 1 to most",
         "min(range(1, most + 1), key=lambda n: a + b / n + c * (n - 1))",
-        "min(most, max(1, round((b / c) ** 0.5))) if c else most if b else 1",
+        "min(most, max(1, round(max(b / c, 0) ** 0.5))) if c else most if b else 1",
         "test_fastest",
         "fastest of 1 to",
     ),
     (
         "the last number is left out",
         "min(range(1, most + 1), key",
-        "min(range(1, most), key",
+        "min(range(1, max(2, most)), key",
         "test_fastest",
         "fastest of 1 to 8 ranks",
     ),
@@ -207,5 +207,64 @@ MISTAKES = [
         "",
         "test_drawing",
         "words of the legend",
+    ),
+    (
+        "every batch, timed or not",
+        (
+            "speed = {n: batch[n] / times[n] for n in times}",
+            "/ (n * speed[1]) for n in times}",
+        ),
+        (
+            "speed = {n: batch[n] / times[n] for n in batch}",
+            "/ (n * speed[1]) for n in batch}",
+        ),
+        "test_efficiency",
+        "KeyError: 16",
+    ),
+    (
+        "relative to the time of one rank",
+        (
+            "list(times.values()), dtype=torch.float64)",
+            ".solution.flatten().tolist()\n",
+        ),
+        (
+            "list(times.values()), dtype=torch.float64) / times[1]",
+            ".solution.mul(times[1]).flatten().tolist()\n",
+        ),
+        "test_fit",
+        "KeyError: 1",
+    ),
+    (
+        "no constant below zero",
+        ".solution.flatten().tolist()\n",
+        ".solution.clamp(min=0).flatten().tolist()\n",
+        "test_fit",
+        "a: expected -",
+    ),
+    (
+        "the root of b / c, and its neighbors",
+        "    return min(range(1, most + 1), key=lambda n: a + b / n + c * (n - 1))\n",
+        "    if c == 0:\n"
+        "        return most if b else 1\n"
+        "    root = int((b / c) ** 0.5)\n"
+        "    near = {min(most, max(1, n)) for n in (root, root + 1)}\n"
+        "    return min(sorted(near), key=lambda n: a + b / n + c * (n - 1))\n",
+        "test_fastest",
+        "TypeError",
+    ),
+    (
+        "measured up to most",
+        '    axes.plot(sorted(times), [times[1] / times[n] for n in sorted(times)], "o"',
+        "    timed = [n for n in sorted(times) if n <= most]\n"
+        '    axes.plot(timed, [times[1] / times[n] for n in timed], "o"',
+        "test_drawing",
+        "measured: numbers of ranks: expected [1, 2, 3, 4, 6, 8], got [1, 2, 3, 4]",
+    ),
+    (
+        "ideal as points",
+        'axes.plot(ranks, ranks, ":", label="ideal")',
+        'axes.plot(ranks, ranks, ".", label="ideal")',
+        "test_drawing",
+        "ideal: points without a line; a line is asked for",
     ),
 ]

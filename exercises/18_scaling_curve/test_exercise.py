@@ -88,8 +88,8 @@ def test_efficiency(answer: Path, seed: int, kind: str) -> None:
     """Efficiency in {kind} scaling"""
     chance = random.Random(seed)
     times = {n: chance.uniform(0.1, 0.2) for n in reversed(RANKS)}  # 1 does not come first
-    some = {n: chance.randrange(100, 1000) for n in RANKS}
-    batch = {n: {"strong": 240, "weak": 240 * n, "neither": some[n]}[kind] for n in RANKS}
+    some = {n: chance.randrange(100, 1000) for n in (*RANKS, 16)}  # 16 ranks were not timed
+    batch = {n: {"strong": 240, "weak": 240 * n, "neither": some[n]}[kind] for n in some}
     (got,) = grade(answer, call_efficiency, 1, times, batch, group=False)
     for n in RANKS:
         due = batch[n] / times[n] / (n * batch[1] / times[1])
@@ -111,13 +111,15 @@ def judge_fit(answer: Path, times: dict[int, float], due: tuple) -> None:
         raise Wrong(f"{name}: expected {expected:.12g} s, got {value!r}")
 
 
-@pytest.mark.parametrize("ranks", [(1, 2, 4), (8, 2, 1, 4, 16)])
+@pytest.mark.parametrize("ranks", [(1, 2, 4), (8, 2, 1, 4, 16), (3, 2, 6)])
 def test_fit(answer: Path, seed: int, ranks: tuple) -> None:
     """Constants of times that follow the law, on {ranks} ranks"""
     chance = random.Random(seed)
     a = chance.uniform(0.01, 0.1)
     b = chance.uniform(0.3, 0.9)
     c = chance.uniform(0.001, 0.005)
+    if 1 not in ranks:  # below zero, as where a larger share fits no cache
+        a, c = -a / 4, -c / 5
     judge_fit(answer, {n: a + b / n + c * (n - 1) for n in ranks}, (a, b, c))
 
 
@@ -140,6 +142,7 @@ def test_fastest(answer: Path, seed: int) -> None:
     cases = [(0.01, chance.uniform(0.2, 0.9), chance.uniform(1e-3, 5e-3), 64) for _ in range(20)]
     cases += [(0.01, 0.4, 0.001, 8), (0.01, 0.4, 0.0, 16), (0.01, 0.0, 0.001, 16)]
     cases += [(0.0, 0.75, 0.125, 16), (0.5, 0.0, 0.0, 16)]  # two, or all, are equally fast
+    cases += [(0.01, 0.4, 0.001, 1), (0.1, 0.4, -0.001, 16)]  # only one; the more the faster
     cases += [(0.0, 0.765625, 0.125, 16)]  # the root of b / c is 2.47, and 3 ranks are fastest
     (got,) = grade(answer, call_fastest, 1, cases, group=False)
     for (a, b, c, most), found in zip(cases, got, strict=True):
@@ -162,10 +165,10 @@ def call_draw(answer, wire, times: dict, most: int) -> tuple:
     return lines, words, axes.get_xlabel(), axes.get_ylabel()
 
 
-def test_drawing(answer: Path, seed: int) -> None:
-    """Three lines: ideal, measured, fitted"""
+@pytest.mark.parametrize("most", [12, 5])
+def test_drawing(answer: Path, seed: int, most: int) -> None:
+    """Three lines: ideal, measured, fitted, up to {most} ranks"""
     chance = random.Random(seed)
-    most = 12
     measured = {n: (0.05 + 0.6 / n + 0.004 * (n - 1)) * chance.uniform(0.9, 1.1) for n in RANKS}
     times = dict(sorted(measured.items(), reverse=True))
     ((lines, words, x_label, y_label),) = grade(answer, call_draw, 1, times, most, group=False)
@@ -188,6 +191,8 @@ def test_drawing(answer: Path, seed: int) -> None:
         nothing = (None, "None", "none", "", " ")
         if name == "measured" and (style not in nothing or marker in nothing):
             raise Wrong("measured: points are asked for, with markers, without a line between them")
+        if name != "measured" and style in nothing:
+            raise Wrong(f"{name}: points without a line; a line is asked for")
     expect(sorted(words), sorted(due), "words of the legend")
     if not (x_label and y_label):
         raise Wrong("name both axes")

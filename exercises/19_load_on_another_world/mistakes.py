@@ -267,4 +267,37 @@ MISTAKES = [
         "test_gap",
         "rows of token.weight lie in no shard, and load says nothing",
     ),
+    (
+        "the dtypes that one has met",
+        'dtype = getattr(torch, about["dtype"])',
+        'dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[about["dtype"]]',
+        "test_values",
+        "KeyError: '",
+    ),
+    (
+        "a tensor has a shard",
+        "        missing = stop - start\n",
+        '        missing = stop - start\n        about["shards"][0]\n',
+        "test_values",
+        "IndexError: list index out of range",
+    ),
+    (
+        "one shard of a tensor per file",
+        "        missing = stop - start\n",
+        "        missing = stop - start\n"
+        '        of_file = {shard["file"]: shard for shard in about["shards"]}\n'
+        '        about["shards"] = list(of_file.values())\n',
+        "test_cut_anywhere",
+        "lie in no shard",
+    ),
+    (
+        "only the first and the last row are looked for",
+        "        if missing:\n",
+        '        held = about["shards"]\n'
+        '        first = min((shard["start"] for shard in held), default=stop)\n'
+        '        last = max((shard["stop"] for shard in held), default=0)\n'
+        "        if start < stop and (start < first or last < stop):\n",
+        "test_gap",
+        "rows of token.weight lie in no shard, and load says nothing",
+    ),
 ]

@@ -16,7 +16,8 @@ METADATA = "metadata.json"
 
 def read_metadata(folder: Path) -> dict[str, dict]:
     """What lies where. Each row of a tensor lies in exactly one shard, and the shards of a tensor
-    are listed in any order. Rows are written one after another, each as it lies in memory.
+    are listed in any order; a file may hold several of them. Rows are written one after another,
+    each as it lies in memory.
 
     {"head.weight": {"dtype": "float32", "shape": [10, 64], "shards": [
         {"file": "rank-1.bin", "offset": 9216, "start": 3, "stop": 6}, ...]}, ...}

@@ -1,5 +1,6 @@
 """Grader of 19: saved by 1 to 4 ranks or cut anywhere, loaded on 1 to 4; reads are counted."""
 
+import itertools
 import json
 import os
 import random
@@ -14,15 +15,17 @@ import torch.distributed as dist
 
 from course.grading import Largest, Wrong, expect, grade, same
 
-SHAPES = {  # rows that divide by no, by some, by all numbers of ranks; fewer rows than ranks
+SHAPES = {  # rows that divide by no, by some, by all numbers of ranks; fewer rows than ranks, none
     "token.weight": [10, 6],
     "head.weight": [12, 3, 2],
     "norm.bias": [7],
     "position.weight": [3, 5],
     "one.weight": [1, 4],
     "step": [],
+    "none.weight": [0, 3],
 }
-DTYPES = [torch.float32, torch.bfloat16, torch.int64]
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.float16, torch.uint8, torch.float64]
+DTYPES += [torch.int32]  # as many as tensors: each is there in every checkpoint
 
 
 def tensors_of(seed: int) -> dict[str, torch.Tensor]:
@@ -30,7 +33,7 @@ def tensors_of(seed: int) -> dict[str, torch.Tensor]:
     made = {}
     for at, (name, shape) in enumerate(SHAPES.items()):
         x = torch.randint(1, 100, shape, generator=generator)  # no zeros, and exact in each dtype
-        made[name] = x.to(DTYPES[(at + seed) % 3])
+        made[name] = x.to(DTYPES[(at + seed) % len(DTYPES)])
     return made
 
 
@@ -45,16 +48,17 @@ def odd_cuts(rows: int, world: int, dice: random.Random) -> list[int]:
 
 
 def write(tensors: dict, world: int, dice: random.Random, odd: bool = False) -> Path:
-    """A checkpoint of so many ranks, in a folder of this rank's own."""
+    """A checkpoint of so many ranks, in a folder of this rank's own. An odd one has twice as many
+    shards as files, each in any file."""
     folder = Path(tempfile.mkdtemp(dir=os.environ.get("TMPDIR", "/tmp")))
     metadata = {}
     files = [bytearray(dice.randbytes(dice.randrange(64))) for _ in range(world)]  # a header
     for name, x in tensors.items():
         rows = x if x.dim() else x[None]
-        cuts = odd_cuts(len(rows), world, dice) if odd else even_cuts(len(rows), world)
+        cuts = odd_cuts(len(rows), 2 * world, dice) if odd else even_cuts(len(rows), world)
         shards = []
-        for rank in range(world):
-            start, stop = cuts[rank : rank + 2]
+        for at, (start, stop) in enumerate(itertools.pairwise(cuts)):
+            rank = dice.randrange(world) if odd else at
             if start < stop:
                 place = {"file": f"rank-{rank}.bin", "offset": len(files[rank])}
                 shards.append(place | {"start": start, "stop": stop})
@@ -200,17 +204,19 @@ def test_memory(answer: Path) -> None:
 def with_a_gap(answer, wire, seed: int) -> None:
     """What load says when one shard of a tensor is listed nowhere.
 
-    It was saved by 2 and is loaded by 3: rank 1 misses some of its rows, rank 0 or 2 all.
+    It was saved by 2 and is loaded by 3: rank 1 misses some of its rows, rank 0 or 2 all. Or it was
+    saved by 10: rank 1 has rows 4 to 7, and misses one between others.
     """
     rank = dist.get_rank()
     dice = random.Random(seed)
     tensors = tensors_of(seed)
-    for name, at, missing in (
-        ("token.weight", 1, {1, 2}),
-        ("token.weight", 0, {0, 1}),
-        ("step", 0, {0, 1, 2}),
+    for name, world, at, missing in (
+        ("token.weight", 2, 1, {1, 2}),
+        ("token.weight", 2, 0, {0, 1}),
+        ("token.weight", 10, 5, {1}),
+        ("step", 2, 0, {0, 1, 2}),
     ):
-        folder = write(tensors, 2, dice)
+        folder = write(tensors, world, dice)
         metadata = json.loads((folder / "metadata.json").read_text())
         metadata[name]["shards"].pop(at)
         (folder / "metadata.json").write_text(json.dumps(metadata))

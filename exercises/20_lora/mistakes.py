@@ -165,7 +165,7 @@ MISTAKES = [
         "Adapter(child, r, alpha)",
         "Adapter(child, r, 1.0)",
         "test_places",
-        "change by an adapter that adapt made, r = 2, alpha = 6.0: element",
+        "change by an adapter that adapt made, r = 2, alpha = 7.0: element",
     ),
     (
         "whatever bears the name",
@@ -179,7 +179,7 @@ MISTAKES = [
         "return Shard(1) if parameter.dim() == 2 and len(parameter) % n != 0 else None",
         "return None",
         "test_sharded",
-        "are padding (a matrix of 2 rows on 4 ranks)",
+        "are padding (r = 2, a layer of 24, 4 ranks)",
     ),
     (
         "one unit for the whole model",
@@ -237,5 +237,97 @@ MISTAKES = [
         "weight += (self.scale * self.B @ self.A).to(weight.dtype)",
         "test_merged_in_bfloat16",
         "the change was rounded to bfloat16 before it was added",
+    ),
+    (
+        "by columns only what has fewer rows than there are ranks",
+        "len(parameter) % n != 0",
+        "len(parameter) < n",
+        "test_sharded",
+        "are padding (r = 6, a layer of 24, 4 ranks)",
+    ),
+    (
+        "by columns A alone",
+        "len(parameter) % n != 0",
+        "len(parameter) % n != 0 and len(parameter) < parameter.shape[1]",
+        "test_sharded",
+        "are padding (r = 4, a layer of 18, 4 ranks)",
+    ),
+    (
+        "alpha / r rounded down",
+        "self.scale = alpha / r",
+        "self.scale = alpha // r",
+        "test_forward",
+        "output: element",
+    ),
+    (
+        "float64 with a base in float32",
+        "dtype = torch.promote_types(base.weight.dtype, torch.float32)",
+        "dtype = torch.float32 if base.weight.dtype.itemsize == 2 else torch.float64",
+        "test_start",
+        "A with a base in float32: expected torch.float32, got torch.float64",
+    ),
+    (
+        "the same A in every adapter",
+        "nn.init.normal_(self.A, std=base.in_features**-0.5)",
+        "with torch.random.fork_rng(devices=[]):\n"
+        "            torch.manual_seed(0)\n"
+        "            nn.init.normal_(self.A)",
+        "test_start",
+        "A is to be random at first: two adapters have the same",
+    ),
+    (
+        "x is flattened by view",
+        "F.linear(F.linear(x.to(self.A.dtype), self.A), self.B)",
+        "F.linear(F.linear(x.to(self.A.dtype).view(-1, x.shape[-1]), self.A), self.B)\n"
+        "        change = change.view(y.shape)",
+        "test_forward",
+        "RuntimeError: view size is not compatible",
+    ),
+    (
+        "a batch is taken for granted",
+        "        y = self.base(x)\n",
+        '        assert x.dim() > 1, "x has no batch"\n        y = self.base(x)\n',
+        "test_forward",
+        "AssertionError: x has no batch",
+    ),
+    (
+        "another weight for the base",
+        "weight.copy_(weight.to(self.A.dtype) + self.scale * self.B @ self.A)",
+        "weight = weight.to(self.A.dtype) + self.scale * self.B @ self.A\n"
+        "        self.base.weight = nn.Parameter(weight.to(self.base.weight.dtype))",
+        "test_merged",
+        "merged: the base has another weight now: write into the one that it has",
+    ),
+    (
+        "only within the blocks",
+        "    for parent in list(model.modules()):\n",
+        "    for parent in list(model.blocks.modules()):\n",
+        "test_places",
+        "places of the adapters: expected",
+    ),
+    (
+        "layers of nn.Linear's own class alone",
+        "isinstance(child, nn.Linear)",
+        "type(child) is nn.Linear",
+        "test_places",
+        "places of the adapters: expected",
+    ),
+    (
+        "an adapter in places of any name",
+        "    return model\n    # --- end\n\n\ndef shard",
+        "    for parent in list(model.modules()):\n"
+        "        for name, child in list(parent._modules.items()):\n"
+        "            if child in adapters and not isinstance(parent, Adapter):\n"
+        "                setattr(parent, name, adapters[child])\n"
+        "    return model\n    # --- end\n\n\ndef shard",
+        "test_places",
+        "places of the adapters: expected",
+    ),
+    (
+        "one of two places",
+        "                setattr(parent, name, adapters[child])\n",
+        "                    setattr(parent, name, adapters[child])\n",
+        "test_places",
+        "places of the adapters: expected",
     ),
 ]

@@ -50,11 +50,12 @@ class Adapter(nn.Module):
 
 
 def adapt(model: nn.Module, names: tuple[str, ...], r: int, alpha: float) -> nn.Module:
-    """Put an Adapter in the place of each linear layer whose own name, the last part of its dotted
-    one, is among `names`. Nothing but A and B is trained afterwards. Return the model.
+    """Put an Adapter in the place of each linear layer, wherever in the model, whose own name, the
+    last part of its dotted one, is among `names`. Nothing but A and B is trained afterwards.
+    Return the model.
 
-    A layer that the model holds in two places gets one adapter, in both. Other modules of such a
-    name stay as they are.
+    A layer that the model holds in two places of such names gets one adapter, in both; where it has
+    another name, it stays as it is. So do other modules of such a name.
     """
     # --- yours
     model.requires_grad_(False)

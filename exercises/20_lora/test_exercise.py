@@ -11,10 +11,14 @@ from torch.distributed.tensor import DTensor
 from course.grading import Largest, Wrong, expect, grade, same
 
 D = 16
-ALPHA = 6.0
+ALPHA = 7.0  # no r here divides it
 NAMES = ("up", "down")
 # Float64, numbers below 10, at most 100 roundings one after the other of sums of up to 32 terms.
 ATOL = 100 * 32 * 10 * 2**-53
+
+
+class Down(nn.Linear):
+    """A linear layer is one also if its class is another."""
 
 
 class Block(nn.Module):
@@ -22,7 +26,7 @@ class Block(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(D)
         self.up = nn.Linear(D, hidden)
-        self.down = nn.Linear(hidden, D, bias=False)
+        self.down = Down(hidden, D, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.tanh(self.up(self.norm(x))))
@@ -31,16 +35,17 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Two blocks, linear layers outside them that nobody names, and names that mislead."""
 
-    def __init__(self, seed: int, tied: bool = False) -> None:
+    def __init__(self, seed: int, tied: bool = False, hidden: int = 24) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.up_front = nn.Linear(D, D)
-        self.blocks = nn.ModuleList(Block(hidden) for hidden in (24, 32))
+        self.blocks = nn.ModuleList(Block(width) for width in (hidden, 32))
         self.step_up = nn.Linear(D, D)
         self.down = nn.Sequential(nn.Linear(D, D), nn.LayerNorm(D))  # called so, and not linear
         if tied:
             self.blocks[1].up = self.blocks[0].up
             self.blocks[1].down = self.blocks[0].down
+            self.blocks[1].extra = self.blocks[0].up  # nobody names it so
         self.double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -90,14 +95,16 @@ def begin(answer, wire, seed: int, dtype: torch.dtype) -> tuple:
         if parameter.device.type != "meta":
             raise Wrong(f"{name} is on {parameter.device}, its base is not: make it on the base's")
     trained = sorted(name for name, p in adapter.named_parameters() if p.requires_grad)
-    return before, adapter(x).detach().clone(), told, trained
+    other = answer.Adapter(nn.Linear(40, 48).to(dtype), 3, ALPHA)
+    alike = torch.equal(adapter.A, other.A)
+    return before, adapter(x).detach().clone(), told, trained, alike
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
 def test_start(answer: Path, seed: int, dtype: str) -> None:
     """A new adapter changes nothing yet, and can learn: base in {dtype}"""
     due = torch.float64 if dtype == "float64" else torch.float32
-    ((before, after, told, trained),) = grade(answer, begin, 1, seed, getattr(torch, dtype))
+    ((before, after, told, trained, alike),) = grade(answer, begin, 1, seed, getattr(torch, dtype))
     for name, shape in (("A", (3, 40)), ("B", (48, 3))):
         value, _ = told[name]
         expect(tuple(value.shape), shape, f"shape of {name}")
@@ -110,6 +117,8 @@ def test_start(answer: Path, seed: int, dtype: str) -> None:
         raise Wrong("B is to be zero at first, and A random")
     if len(told["A"][0].unique()) < 60:
         raise Wrong("A is to be random at first: half of its 120 elements are equal to others")
+    if alike:
+        raise Wrong("A is to be random at first: two adapters have the same")
     expect(trained, ["A", "B"], "parameters of an adapter that are trained")
 
 
@@ -120,6 +129,10 @@ def go(answer, wire, seed: int, bias: bool, dtype: torch.dtype) -> tuple:
     x = torch.randn(2, 3, 40).to(dtype)
     with Largest([*adapter.parameters(), x]) as largest:
         y = adapter(x)
+    others = [("one vector", adapter(x[0, 0]), y[0, 0]), ("rows", adapter(x[0]), y[0])]
+    others += [("an x that is transposed", adapter(x.transpose(0, 1)), y.transpose(0, 1))]
+    others += [("no rows at all", adapter(x[:0]), y[:0])]
+    others = [(name, got.detach().clone(), due.detach().clone()) for name, got, due in others]
     A = adapter.A.detach().double()
     B = adapter.B.detach().double()
     plain = torch.nn.functional.linear(x.double(), base.weight.double())
@@ -129,26 +142,28 @@ def go(answer, wire, seed: int, bias: bool, dtype: torch.dtype) -> tuple:
     for p in base.parameters():
         p.data.zero_()
     alone = adapter(x).detach().clone()
-    return y.detach().clone(), plain.detach(), change, largest.nbytes, alone
+    return y.detach().clone(), plain.detach(), change, largest.nbytes, alone, others
 
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_forward(answer: Path, seed: int, bias: bool) -> None:
     """W x + alpha / r B A x, in float64, bias: {bias}"""
-    ((y, plain, change, _, _),) = grade(answer, go, 1, seed, bias, torch.float64)
+    ((y, plain, change, _, _, others),) = grade(answer, go, 1, seed, bias, torch.float64)
     due = plain + ALPHA / 3 * change
     known = {"the factor alpha / r is missing": plain + change}
     known["the factor is alpha, not alpha / r"] = plain + ALPHA * change
     known["it is the base's alone"] = plain
     known["the base's part is missing"] = ALPHA / 3 * change
     same(y, due, "output", ATOL, known)
+    for name, got, expected in others:
+        same(got, expected, f"output of {name}", ATOL)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_made(answer: Path, seed: int, dtype: str) -> None:
     """No tensor as large as W is made in forward, base in {dtype}"""
     base = getattr(torch, dtype)
-    ((_, _, _, most, _),) = grade(answer, go, 1, seed, True, base)
+    ((_, _, _, most, _, _),) = grade(answer, go, 1, seed, True, base)
     whole = 40 * 48 * base.itemsize
     if most >= whole:
         raise Wrong(
@@ -159,7 +174,7 @@ def test_made(answer: Path, seed: int, dtype: str) -> None:
 
 def test_bfloat16(answer: Path, seed: int) -> None:
     """A base in bfloat16: output in bfloat16, the change computed in float32"""
-    ((y, plain, change, _, alone),) = grade(answer, go, 1, seed, True, torch.bfloat16)
+    ((y, plain, change, _, alone, _),) = grade(answer, go, 1, seed, True, torch.bfloat16)
     due = plain + ALPHA / 3 * change
     if y.dtype != torch.bfloat16:
         raise Wrong(f"output with a base in bfloat16: expected bfloat16, got {y.dtype}")
@@ -175,6 +190,7 @@ def test_bfloat16(answer: Path, seed: int) -> None:
 def place(answer, wire, seed: int, tied: bool) -> tuple:
     model = Model(seed, tied)
     whole = Model(seed, tied)
+    model.front = nn.ModuleDict({"up": nn.Linear(D, D).double()})  # in no block
     got = answer.adapt(model, NAMES, 2, ALPHA)
     if got is not model:
         raise Wrong(f"adapt: expected the model that was given, got {type(got).__name__}")
@@ -197,10 +213,10 @@ def place(answer, wire, seed: int, tied: bool) -> tuple:
 def test_places(answer: Path, seed: int, tied: bool) -> None:
     """Who is adapted, and what is trained, with layers in two places: {tied}"""
     ((adapted, trained, got, due),) = grade(answer, place, 1, seed, tied)
-    where = ["blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down"]
+    where = ["front.up", "blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down"]
     expect(sorted(adapted), sorted(where), "places of the adapters")
     if tied:
-        where = where[:2]
+        where = where[:3]
     due_trained = sorted([f"{name}.A" for name in where] + [f"{name}.B" for name in where])
     extra = sorted(set(trained) - set(due_trained))
     if tied and extra:
@@ -213,22 +229,23 @@ def test_places(answer: Path, seed: int, tied: bool) -> None:
     same(got, due, "loss of the model with new adapters", 0.0)
 
 
-def prepared(answer, seed: int, r: int) -> nn.Module:
-    model = answer.adapt(Model(seed), NAMES, r, ALPHA)
+def prepared(answer, seed: int, r: int, hidden: int) -> nn.Module:
+    model = answer.adapt(Model(seed, hidden=hidden), NAMES, r, ALPHA)
     for k, module in enumerate(m for m in model.modules() if isinstance(m, answer.Adapter)):
         fill(module, seed + k)
     return model
 
 
-def step(answer, wire, seed: int, r: int) -> tuple:
+def step(answer, wire, seed: int, r: int, hidden: int) -> tuple:
     """A step of the sharded model, and of the whole one on all batches; of each, its gradients."""
     n = dist.get_world_size()
     rank = dist.get_rank()
-    whole = prepared(answer, seed, r)
+    whole = prepared(answer, seed, r, hidden)
     sum(whole(batch(seed, other)) / n for other in range(n)).backward()
-    model = answer.shard(prepared(answer, seed, r))
-    if not isinstance(model, nn.Module):
-        raise Wrong(f"shard: expected the model, got {model!r}")
+    adapted = prepared(answer, seed, r, hidden)
+    model = answer.shard(adapted)
+    if model is not adapted:
+        raise Wrong(f"shard: expected the model that was given, got {type(model).__name__}")
     unsharded = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
     before = len(wire.events)
     model(batch(seed, rank)).backward()
@@ -245,10 +262,15 @@ def step(answer, wire, seed: int, r: int) -> tuple:
     return unsharded, frozen, grads, calls, trained
 
 
-@pytest.mark.parametrize(("n", "r"), [(2, 2), (4, 2), (4, 4)])
-def test_sharded(answer: Path, seed: int, n: int, r: int) -> None:
-    """Shards, gradients of one process, and who sends what: {n} ranks, r = {r}"""
-    for rank, result in enumerate(grade(answer, step, n, seed, r)):
+SIZES = [(2, 2, 24), (4, 2, 24)]  # n divides all matrices' rows; it does not those of A
+SIZES += [(4, 6, 24), (2, 3, 24)]  # nor here, where A has more rows than there are ranks
+SIZES += [(4, 4, 18)]  # it does not divide those of one B
+
+
+@pytest.mark.parametrize(("n", "r", "hidden"), SIZES)
+def test_sharded(answer: Path, seed: int, n: int, r: int, hidden: int) -> None:
+    """Shards, gradients of one process, who sends what: {n} ranks, r = {r}, a layer of {hidden}"""
+    for rank, result in enumerate(grade(answer, step, n, seed, r, hidden)):
         unsharded, frozen, grads, calls, trained = result
         told = f"rank {rank}"
         if unsharded:
@@ -261,7 +283,8 @@ def test_sharded(answer: Path, seed: int, n: int, r: int) -> None:
         expect(len(scatters), 2, f"{told}: reduce-scatters, one per block")
         if sum(scatters) > trained:
             more = f"{sum(scatters):,} elements, of which {sum(scatters) - trained:,} are padding"
-            raise Wrong(f"{told}: reduce-scattered {more} (a matrix of {r} rows on {n} ranks)")
+            sizes = f"r = {r}, a layer of {hidden}, {n} ranks"
+            raise Wrong(f"{told}: reduce-scattered {more} ({sizes})")
         expect(sum(scatters), trained, f"{told}: elements reduce-scattered")
         expect(len(gathers), 5, f"{told}: all-gathers, twice per block and once for the rest")
 
@@ -272,12 +295,15 @@ def merge(answer, wire, seed: int, dtype: torch.dtype) -> tuple:
     fill(adapter, seed)
     if dtype == torch.bfloat16:
         adapter.B.data /= 32  # a change of some gaps of bfloat16
+    weight = base.weight
     W = base.weight.detach().clone()
     A = adapter.A.detach().clone()
     B = adapter.B.detach().clone()
     merged = adapter.merged()
     if merged is not base:
         raise Wrong("merged: expected the base itself, its weight changed")
+    if base.weight is not weight:
+        raise Wrong("merged: the base has another weight now: write into the one that it has")
     return merged.weight.detach().clone(), W, A, B
 
 

@@ -234,4 +234,25 @@ MISTAKES = [
         "test_waiting",
         "gather waits for the other ranks: start it, and return at once",
     ),
+    (
+        "shares of float64, whatever the unit is of",
+        "nothing = p.detach().new_zeros(0)",
+        "nothing = torch.zeros(0, dtype=torch.float64)",
+        "test_shares",
+        "its share of what is trained is of torch.float64, and the unit of float32",
+    ),
+    (
+        "the model's input is nobody's output",
+        "return None, None, dx, model.scatter",
+        "return None, None, dx if k > 0 else None, model.scatter",
+        "test_training",
+        "rank 0: gradient of the model's input: expected a tensor, got None",
+    ),
+    (
+        "the mean over ranks of the input's gradient, too",
+        "return None, None, dx, model.scatter",
+        "return None, None, dx / dist.get_world_size() if k == 0 else dx, model.scatter",
+        "test_training",
+        "rank 0: gradient of the model's input: element",
+    ),
 ]

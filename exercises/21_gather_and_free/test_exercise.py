@@ -111,6 +111,12 @@ def hold(answer, wire, seed: int) -> list:
                 )
         held.append((copy_of(model.trained[k]), copy_of(model.frozen[k]), left))
     names = [name for name, _ in model.named_parameters()]
+    other = answer.ZeRO3([unit.float() for unit in units_of(seed)])
+    for k in range(len(units)):
+        for kind, share in (("trained", other.trained[k]), ("frozen", other.frozen[k])):
+            if len(share) > 0 and share.dtype != torch.float32:
+                told = f"its share of what is {kind} is of {share.dtype}, and the unit of float32"
+                raise Wrong(f"unit {k}: {told}")
     return [held, names, elements]
 
 
@@ -135,16 +141,29 @@ def test_shares(answer: Path, seed: int, n: int) -> None:
             raise Wrong(f"rank {rank}: {elements:,} elements are held, {most:,} at most are due")
 
 
-def train(answer, wire, seed: int, micro_batches: int) -> list[torch.Tensor]:
-    """Steps of SGD; returns what each unit's share of the trained elements is at the end."""
+def train(answer, wire, seed: int, micro_batches: int) -> tuple[list, torch.Tensor]:
+    """Steps of SGD, after a forward without gradients; returns what each unit's share of the
+    trained elements is at the end, and the gradient of the first step's last input."""
     model = answer.ZeRO3(units_of(seed))
+    with torch.no_grad():
+        model(batch(seed, dist.get_rank(), 0))
+    inputs = []
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     for step in range(STEPS):
         optimizer.zero_grad()
         for x in batch(seed, dist.get_rank(), step).chunk(micro_batches):
+            x = x.clone().requires_grad_(step == 0)
             (loss_of(model(x)) / micro_batches).backward()
+            inputs.append(x)
         optimizer.step()
-    return [copy_of(share) for share in model.trained]
+    return [copy_of(share) for share in model.trained], inputs[micro_batches - 1].grad
+
+
+def first_gradient(seed: int, rank: int, micro_batches: int) -> torch.Tensor:
+    """What one process finds for that input of this rank."""
+    x = batch(seed, rank, 0).chunk(micro_batches)[-1].clone().requires_grad_()
+    (loss_of(nn.Sequential(*units_of(seed))(x)) / micro_batches).backward()
+    return x.grad
 
 
 def alone(seed: int, n: int, lr: float = 0.1, known: bool = False) -> list[torch.Tensor]:
@@ -169,10 +188,13 @@ def test_training(answer: Path, seed: int, n: int, micro_batches: int) -> None:
     for k, due in enumerate(expected):
         if len(due) == 0:
             continue
-        got = torch.cat([shares_of_rank[k] for shares_of_rank in told])[: len(due)]
+        got = torch.cat([shares_of_rank[k] for shares_of_rank, _ in told])[: len(due)]
         known = {"gradients are the sum over ranks": summed[k]} if n > 1 else {}
         known["it has not moved"] = start[k]
         same(got, due, f"unit {k}, its shares put together", ATOL, known)
+    for rank, (_, gradient) in enumerate(told):
+        due = first_gradient(seed, rank, micro_batches)
+        same(gradient, due, f"rank {rank}: gradient of the model's input", ATOL)
 
 
 def watch(answer, wire, seed: int) -> tuple[list[Event], list[Event]]:

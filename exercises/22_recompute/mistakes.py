@@ -177,4 +177,48 @@ MISTAKES = [
         "test_written_into",
         "ctx.save_for_backward would have noticed",
     ),
+    (
+        "a mask kept in ctx",
+        (
+            "[None if torch.is_tensor(x) else x for x in inputs]",
+            "[i for i, x in enumerate(inputs) if torch.is_tensor(x)]",
+        ),
+        (
+            "list(inputs)",
+            "[i for i, x in enumerate(inputs) if torch.is_tensor(x) and x.is_floating_point()]",
+        ),
+        "test_written_into",
+        "mask was overwritten between forward and backward",
+    ),
+    (
+        "gradients by tensor, of which one may come twice",
+        (
+            "        inputs = list(ctx.inputs)\n",
+            "            inputs[i] = tensor.detach().requires_grad_(tensor.requires_grad)\n",
+        ),
+        (
+            "        inputs = list(ctx.inputs)\n        kept = {}\n",
+            "            if id(tensor) not in kept:\n"
+            "                kept[id(tensor)] = tensor.detach()\n"
+            "                kept[id(tensor)].requires_grad_(tensor.requires_grad)\n"
+            "            inputs[i] = kept[id(tensor)]\n",
+        ),
+        "test_inputs",
+        "one tensor twice: gradient of a: element",
+    ),
+    (
+        "torch's CheckpointFunction",
+        "    return Recompute.apply(module, anchor, *inputs)\n",
+        "    from torch.utils.checkpoint import CheckpointFunction\n\n"
+        "    return CheckpointFunction.apply(lambda _, *x: module(*x), True, anchor, *inputs)\n",
+        "test_gradients",
+        "the answer uses check_backward_validity, which it is to do without",
+    ),
+    (
+        "backward only once",
+        "        torch.autograd.backward(y, dy)\n",
+        "        torch.autograd.backward(y, dy)\n        del ctx.state\n",
+        "test_inputs",
+        "AttributeError",
+    ),
 ]

@@ -14,6 +14,7 @@ HIDDEN = 40
 B = 5
 BLOCKS = 4
 CHECKPOINT = ("torch.utils.checkpoint.checkpoint",)
+CHECKPOINT += ("torch.utils.checkpoint.check_backward_validity",)  # CheckpointFunction calls it
 
 
 class Block(nn.Module):
@@ -110,6 +111,38 @@ def test_random_numbers(answer: Path, seed: int) -> None:
             same(got, due, name)
 
 
+def weigh(places: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return (a * b.square()).flatten()[places].sum()
+
+
+def called(answer, wire, seed: int) -> dict[str, tuple]:
+    """By name, the gradient of a tensor that is given, and what it is without recomputation."""
+    x, shift = data(seed)
+    places = torch.arange(0, B * D, 2)
+    found = {}
+    for case in ("one tensor twice", "transposed", "the second alone", "backward twice"):
+        gradients = []
+        for call in (answer.recompute, plainly):
+            a = x.clone().requires_grad_(case != "the second alone")
+            b = a if case == "one tensor twice" else shift.repeat(B, 1).requires_grad_()
+            y = call(weigh, places, *((a.T, b.T) if case == "transposed" else (a, b)))
+            y.backward(retain_graph=True)
+            if case == "backward twice":
+                y.backward()
+            gradients.append((a.grad, b.grad))
+        for name, got, due in zip("ab", *gradients, strict=True):
+            if due is not None:
+                found[f"{case}: gradient of {name}"] = (got, due)
+    return found
+
+
+def test_inputs(answer: Path, seed: int) -> None:
+    """Tensors given twice, transposed, or after others; two backward passes through one output"""
+    (pairs,) = grade(answer, called, 1, seed, group=False, forbid=CHECKPOINT)
+    for name, (got, due) in pairs.items():
+        same(got, due, name)
+
+
 def count(answer, wire, seed: int) -> tuple[list[bool], list[bool], list[bool]]:
     calls = []
     blocks = blocks_of(seed, calls)
@@ -179,24 +212,29 @@ def test_saved(answer: Path, seed: int) -> None:
         raise Wrong("the output lives on when the caller holds it no more: keep it nowhere")
 
 
-def spoil(answer, wire, seed: int) -> str:
-    """An input is overwritten between forward and backward; what backward says."""
+def spoil(answer, wire, seed: int) -> dict[str, str]:
+    """An input is overwritten between forward and backward; of each, what backward says."""
     (block, *_) = blocks_of(seed, [])
-    x, _ = data(seed)
-    y = answer.recompute(block, x)
-    x.zero_()
-    try:
-        y.sum().backward()
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    said = {}
+    for name in ("x", "shift", "mask"):
+        x, shift = data(seed)
+        given = {"x": x, "shift": shift, "mask": torch.arange(HIDDEN) % 3 > 0}
+        y = answer.recompute(block, x, 2.0, shift, given["mask"])
+        given[name].zero_()
+        said[name] = ""
+        try:
+            y.sum().backward()
+        except RuntimeError as error:
+            said[name] = str(error)
+    return said
 
 
 def test_written_into(answer: Path, seed: int) -> None:
     """An input that is written into before backward is noticed"""
-    (said,) = grade(answer, spoil, 1, seed, group=False, forbid=CHECKPOINT)
-    if "modified by an inplace operation" not in said:
-        raise Wrong(
-            "x was overwritten between forward and backward, and gradients came that are wrong: "
-            "ctx.save_for_backward would have noticed"
-        )
+    (told,) = grade(answer, spoil, 1, seed, group=False, forbid=CHECKPOINT)
+    for name, said in told.items():
+        if "modified by an inplace operation" not in said:
+            raise Wrong(
+                f"{name} was overwritten between forward and backward, and gradients came that "
+                "are wrong: ctx.save_for_backward would have noticed"
+            )

@@ -10,18 +10,20 @@ def guilty(dumps: list[Dump]) -> tuple[int, str, int, str] | None:
 
     dumps[r]: rank r's flight recorder, of which you need two parts.
       "pg_config"  {"0": {"ranks": "[0, 1, 2, 3]"}, ...}: a group's name, and its ranks, in a string
-      "entries"    the collectives that the rank has called, a dict each. The oldest may have fallen
-                   out of the ring buffer; a rank need not be in all groups.
-        "process_group"      ("0", "default_pg"): the group's name, and a description
+      "entries"    the collectives that the rank has called, a dict each, in their order. The oldest
+                   may have fallen out of the ring buffer: a call that is not there, while a later
+                   one of its group is, was made. A rank need not be in all groups.
+        "process_group"      ("0", "default_pg"): the group's name, and any description
         "collective_seq_id"  1, 2, ...: the how-manieth call in this group it is
         "profiling_name"     "gloo:all_reduce", "nccl:broadcast"
         "input_sizes"        [[4, 3]]: the shape of each tensor
         "retired"            whether it is over; a rank waits in its first call that is not
 
-    Two calls are the same if group, number, name and sizes are. A rank waits for all members of
-    the group that have not made the same call. The chains of waiting end in the guilty rank; in a
-    circle it is the rank that most others wait for. There is one such rank, or nobody waits.
-    The call to return is that in which the others wait for it: ("0", 7, "all_reduce").
+    Two calls are the same if group, number, name and sizes are, whatever else stands in them. A
+    rank waits for all members of the group that have not made the same call. The chains of waiting
+    end in the guilty rank; in a circle it is the rank that most others wait for. There is one such
+    rank, or nobody waits. The call to return is that in which the others wait for it:
+    (2, "0", 7, "all_reduce") if that is all-reduce 7 of group "0", which rank 2 has not made.
     """
     # --- yours
     calls = []
@@ -33,8 +35,7 @@ def guilty(dumps: list[Dump]) -> tuple[int, str, int, str] | None:
         if still_open:
             name = still_open[0]["process_group"][0]
             for other in ast.literal_eval(dump["pg_config"][name]["ranks"]):
-                made = any(same(entry, still_open[0]) for entry in dumps[other]["entries"])
-                if other != rank and not made:
+                if other != rank and not made(dumps[other]["entries"], still_open[0]):
                     waits[rank].add(other)
     chains = [set(others) for others in waits]
     for _ in dumps:
@@ -52,7 +53,9 @@ def guilty(dumps: list[Dump]) -> tuple[int, str, int, str] | None:
     return rank, call["process_group"][0], number, call["profiling_name"].partition(":")[2]
 
 
-def same(one: dict, other: dict) -> bool:
-    parts = ("process_group", "collective_seq_id", "profiling_name", "input_sizes")
-    return all(one[part] == other[part] for part in parts)
+def made(entries: list[dict], call: dict) -> bool:
+    parts = ("collective_seq_id", "profiling_name", "input_sizes")
+    in_group = [e for e in entries if e["process_group"][0] == call["process_group"][0]]
+    fallen_out = bool(in_group) and in_group[0]["collective_seq_id"] > call["collective_seq_id"]
+    return fallen_out or any(all(e[part] == call[part] for part in parts) for e in in_group)
     # --- end

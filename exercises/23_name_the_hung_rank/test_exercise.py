@@ -38,9 +38,10 @@ class Recorders:
         self.numbers[rank][group] += 1
         number = self.numbers[rank][group]
         entries = self.dumps[rank]["entries"]
-        entry = {"record_id": len(entries), "process_group": (group, ""), "retired": retired}
+        about = self.rng.choice(["", "default_pg"])
+        entry = {"record_id": len(entries), "process_group": (group, about), "retired": retired}
         entry |= {"collective_seq_id": number, "profiling_name": f"{self.backend}:{name}"}
-        entry |= {"input_sizes": sizes, "input_dtypes": ["Float"] * len(sizes)}
+        entry |= {"input_sizes": sizes, "input_dtypes": [self.rng.choice(["Float", "Double"])]}
         entries.append(entry | {"state": "scheduled", "is_p2p": False, "p2p_seq_id": 0})
         return number
 
@@ -125,14 +126,18 @@ def chain(rng: random.Random) -> tuple[list[dict], Due]:
 
 
 def long_chain(rng: random.Random) -> tuple[list[dict], Due]:
-    """Two wait for one, which waits for another, which waits for the guilty one."""
-    made = Recorders(rng, {"0": [0, 1, 2], "1": [2, 4], "2": [3, 4]}, 5)
+    """Two wait for a third, which waits for a fourth, and so on to the seventh: that is guilty."""
+    order = rng.sample(range(7), 7)
+    groups = {"0": sorted(order[:3])}
+    for at in range(1, 5):
+        groups[str(at)] = sorted(order[at + 1 : at + 3])
+    made = Recorders(rng, groups, 7)
     made.shared_past()
-    number = made.call(4, "2", "broadcast", [[8]], retired=False)
-    made.call(2, "1", "all_gather", [[8]], retired=False)
-    for rank in (0, 1):
+    for rank in order[:2]:
         made.call(rank, "0", "all_reduce", [[8]], retired=False)
-    return made.dumps, (3, "2", number, "broadcast")
+    for at in range(1, 5):
+        number = made.call(order[at + 1], str(at), "broadcast", [[8]], retired=False)
+    return made.dumps, (order[6], "4", number, "broadcast")
 
 
 def wrong_group(rng: random.Random) -> tuple[list[dict], Due]:
@@ -165,17 +170,45 @@ def buffer_full(rng: random.Random) -> tuple[list[dict], Due]:
     return dumps, due
 
 
+def far_ahead(rng: random.Random) -> tuple[list[dict], Due]:
+    """Two ranks are ahead, and the call that the others wait in has fallen out of their buffers."""
+    ranks = 5
+    made = Recorders(rng, {"0": list(range(ranks))}, ranks)
+    made.shared_past()
+    late = rng.randrange(1, ranks - 1)
+    ahead = (late - 1, late + 1)
+    for rank in range(ranks):
+        if rank != late:
+            number = made.call(rank, "0", "broadcast", [[8]], retired=rank in ahead)
+    for rank in ahead:
+        made.call(rank, "0", "broadcast", [[8]])
+        del made.dumps[rank]["entries"][:-1]
+    return made.dumps, (late, "0", number, "broadcast")
+
+
+def nothing_called(rng: random.Random) -> tuple[list[dict], Due]:
+    """One rank has called nothing at all."""
+    made = Recorders(rng, {"0": [0, 1, 2, 3]}, 4)
+    late = rng.randrange(4)
+    for rank in range(4):
+        if rank != late:
+            made.call(rank, "0", "all_reduce", [[8]], retired=False)
+    return made.dumps, (late, "0", 1, "all_reduce")
+
+
 CASES = {
     "one rank is behind": behind,
     "several calls are open": several_open,
     "one rank makes another call": another_call,
     "one rank's tensor is larger": another_size,
     "several groups": two_groups,
-    "a chain through two groups": chain,
-    "a chain through three groups": long_chain,
     "one rank is in the wrong group": wrong_group,
+    "a chain through two groups": chain,
+    "a chain through five groups": long_chain,
     "nobody hangs": healthy,
     "the oldest calls are lost": buffer_full,
+    "the call itself is lost": far_ahead,
+    "one rank has called nothing": nothing_called,
 }
 
 

@@ -78,4 +78,34 @@ MISTAKES = [
         "test_cheapest",
         " s would do",
     ),
+    (
+        "gradients of stage 2 whole while they are summed",
+        "earlier = gradients if plan.pieces > 1 else 0",
+        "earlier = 4 * P if plan.pieces > 1 else 0",
+        "test_bytes",
+        "2 micro-batches, recompute=False, stage 2: bytes alive after",
+    ),
+    (
+        "stage 1 sends in every micro-batch",
+        "    if plan.stage == 2:\n",
+        "    if plan.stage in (1, 2):\n",
+        "test_seconds",
+        "4 micro-batches, recompute=True, stage 1: expected",
+    ),
+    (
+        "gradients whole in stage 2 where blocks are recomputed",
+        "earlier = gradients if plan.pieces > 1 else 0",
+        "earlier = gradients if plan.pieces > 1 else 0\n"
+        "    if plan.pieces > 1 and plan.recompute and plan.stage == 2:\n"
+        "        earlier = 4 * P",
+        "test_all_plans",
+        "recompute=True, stage 2: bytes alive: expected",
+    ),
+    (
+        "the last block is not recomputed",
+        "flops = (7 if plan.recompute else 6) * P * job.B",
+        "flops = (6 * P + (P - 8 * job.D**2 if plan.recompute else 0)) * job.B",
+        "test_seconds",
+        "1 micro-batches, recompute=True, stage 0: expected",
+    ),
 ]

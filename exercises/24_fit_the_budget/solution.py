@@ -54,6 +54,8 @@ def seconds_per_step(job: Job, plan: Plan, n: int, machine: Machine) -> float:
     """FLOPs, bytes sent, and overhead of all micro-batches, one after the other.
 
     Only matrix products count, and only those that run; every block's input gets a gradient.
+    Recomputing a block brings back what goes into GeLU and what comes out, and computes nothing
+    that its backward does not need: the block's output is not computed again.
     Stages 0 and 1 sum gradients at home, and send once per step. Stages 2 and 3 reduce-scatter
     in every micro-batch. Stage 3 gathers each block before its forward and before its backward.
     All-gather and reduce-scatter of N bytes send N (n - 1) / n, an all-reduce twice that.

@@ -221,6 +221,25 @@ def all_plans(job: tuple) -> list[tuple]:
     return list(itertools.product(pieces, (False, True), range(4)))
 
 
+def judge_all(answer, wire, job: tuple, n: int) -> None:
+    """Every plan of a job, for the shares of n ranks; one process runs it."""
+    for plan in all_plans(job):
+        counts = run(job, plan, n)
+        ours = answer.Job(*job), answer.Plan(*plan), n
+        where = f"{job}, {n} ranks: {name_of(plan)}"
+        expect(answer.bytes_per_rank(*ours), counts.most, f"{where}: bytes alive")
+        due = seconds(counts, plan[0], MACHINES[0])
+        said = answer.seconds_per_step(*ours, answer.Machine(*MACHINES[0]))
+        if not isinstance(said, float | int) or abs(said - due) > 1e-9 * due:
+            raise Wrong(f"{where}: expected {due:.6g} s, got {said}")
+
+
+@pytest.mark.parametrize(("job", "n"), [((1, 8, 6), 1), ((2, 16, 9), 8)])
+def test_all_plans(answer: Path, job: tuple, n: int) -> None:
+    """Bytes and seconds of every plan of the job {job}, on {n} ranks"""
+    grade(answer, judge_all, 1, job, n, group=False)
+
+
 def choose(answer, wire, seed: int) -> list[list[tuple | None]]:
     """What is chosen for each budget and machine; all plans that the choice is from are run once.
 

@@ -92,4 +92,18 @@ MISTAKES = [
         "test_count",
         "named on rank 0: expected [], got [1]",
     ),
+    (
+        "of an even number of others, the slowest",
+        "others.sort(dim=0).values[len(others) // 2]",
+        "others.sort(dim=0).values[len(others) // 2 if len(others) % 2 else -1]",
+        "test_of_four_others",
+        "1.8 s, others 1, 1, 1.5 and 3 s, on rank 0 of 5: expected",
+    ),
+    (
+        "of an even number of others, the mean of the two in the middle",
+        "others.sort(dim=0).values[len(others) // 2]",
+        "others.quantile(0.5, dim=0)",
+        "test_of_four_others",
+        "1.55 s, others 1, 1, 1.5 and 3 s, on rank 0 of 5: expected",
+    ),
 ]

@@ -96,6 +96,19 @@ def test_of_two_others_the_larger_counts(answer: Path, seed: int) -> None:
     judge(answer, 3, (own, [], "two of three are slow alike"))
 
 
+def test_of_four_others(answer: Path, seed: int) -> None:
+    """Of four others the third counts: not the slowest, not the mean of the two in the middle"""
+    *_, third, slow, tried = random.Random(seed).sample(range(5), 5)
+    cases = []
+    for seconds, due in ((1.55, [slow]), (1.8, [slow, tried])):  # of the four, 1.5 s count
+        step = [1.0] * 5
+        step[third] = 1.5
+        step[slow] = 3.0
+        step[tried] = seconds
+        cases.append(([step] * WINDOW, sorted(due), f"{seconds} s, others 1, 1, 1.5 and 3 s"))
+    judge(answer, 5, *cases)
+
+
 def test_a_little_slower(answer: Path, seed: int) -> None:
     """A rank that is always 4% slower is not worth an alarm"""
     judge(answer, 4, (slower(healthy(seed, WINDOW, 4), {2: 1.04}), [], "always 4% slower"))

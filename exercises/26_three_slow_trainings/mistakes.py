@@ -134,4 +134,47 @@ MISTAKES = [
         "test_training_3",
         "rank 0: model.training at the end, as it was when given: expected True, got False",
     ),
+    (
+        "right ones counted in float64",
+        ("        dist.all_reduce(hits)\n", "right.append(hits.item())"),
+        (
+            "        hits = hits.double()\n        dist.all_reduce(hits)\n",
+            "right.append(int(hits.item()))",
+        ),
+        "test_training_3",
+        "rank 0: dtypes that are all-reduced: expected ['float64', 'int64',",
+    ),
+    (
+        "no sample, no validation",
+        "    right = []\n",
+        "    if len(validation[0]) == 0:\n"
+        "        for x_BD, y_BC in batches:\n"
+        "            step_together(model, x_BD, y_BC)\n"
+        "        return [0] * len(batches)\n"
+        "    right = []\n",
+        "test_training_3",
+        "rank 0: calls, with their bytes",
+    ),
+    (
+        "gradients set to zero after a step alone",
+        (
+            "        model.zero_grad()\n        loss =",
+            "            parameter.data -= RATE * gradient.view_as(parameter)\n    return losses\n",
+        ),
+        (
+            "        loss =",
+            "            parameter.data -= RATE * gradient.view_as(parameter)\n"
+            "        model.zero_grad()\n"
+            "    return losses\n",
+        ),
+        "test_training_2",
+        "rank 0: parameters",
+    ),
+    (
+        "a step of its own",
+        "        step_together(model, x_BD, y_BC)\n    # --- end\n\n\ndef training_2",
+        "        training_2(model, [(x_BD, y_BC)])\n    # --- end\n\n\ndef training_2",
+        "test_training_1",
+        "rank 0: calls of step_together in 3 steps: expected 3, got 0",
+    ),
 ]

@@ -54,8 +54,8 @@ def training_2(model: nn.Module, batches: list[Pair]) -> list[float]:
 
     batches: this rank's (x, y), of (B, D) and (B, C); B and their number are the same on all ranks
 
-    A step, like that of `step_together`: one all_reduce, of as many elements as the model has
-    parameters, and one more, for the loss. Nothing besides.
+    A step makes one all_reduce, as `step_together` does. It carries one element more than the
+    model's parameters have: the gradients, and the loss. Nothing besides.
     """
     # --- yours
     parameters = list(model.parameters())
@@ -80,7 +80,7 @@ def training_3(model: nn.Module, batches: list[Pair], validation: Pair) -> list[
     """SGD on each rank's own batches; after each step, how many validation samples are right.
 
     batches: as in training 2
-    validation: (x, labels), of (V, D) and (V,), the same on all ranks; V is any number
+    validation: (x, labels), of (V, D) and (V,), the same on all ranks; V is any number, also 0
 
     A sample is right if the model's largest output is at its label. Returned, on every rank: how
     many of the V are, after each step. Train with `step_together`. For the validation a rank puts

@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from course.grading import Wrong, expect, grade, same
 
@@ -73,11 +75,37 @@ class Samples(Sequence):
         return self.x[index], self.y[index]
 
 
-def call_1(answer, wire, seed: int) -> tuple:
+def used(seed: int) -> nn.Module:
+    """The network as given to a training: somebody has left gradients in it."""
     model = network(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    return model
+
+
+def steps_counted(answer) -> list[int]:
+    """A list that gets longer with each call of the answer's step_together."""
+    given = answer.step_together
+    made = []
+
+    def step_together(*arguments: object, **named: object) -> None:
+        made.append(len(made))
+        given(*arguments, **named)
+
+    answer.step_together = step_together
+    return made
+
+
+def expect_steps(rank: int, made: int) -> None:
+    expect(made, STEPS, f"rank {rank}: calls of step_together in {STEPS} steps")
+
+
+def call_1(answer, wire, seed: int) -> tuple:
+    model = used(seed)
     samples = Samples(seed)
+    made = steps_counted(answer)
     answer.training_1(model, samples, STEPS, BATCH)
-    return flat(model), samples.read, [event.op for event in wire.calls()]
+    return flat(model), samples.read, [event.op for event in wire.calls()], len(made)
 
 
 @on_ranks
@@ -87,22 +115,23 @@ def test_training_1(answer: Path, seed: int, n: int) -> None:
     samples = Samples(seed)
     whole = list(zip(samples.x.split(BATCH), samples.y.split(BATCH), strict=True))
     due = train(seed, whole[:STEPS])[-1][0]
-    for rank, (_, read, calls) in enumerate(told):
+    for rank, (_, read, calls, _) in enumerate(told):
         expect(len(read), STEPS * BATCH // n, f"rank {rank}: samples that it reads")
         expect(calls, ["all_reduce"] * STEPS, f"rank {rank}: its calls")
     everyone = []
-    for _, read, _ in told:
+    for _, read, _, _ in told:
         everyone += read
     everyone.sort()
     if everyone != list(range(STEPS * BATCH)):
         twice = sorted({index for index in everyone if everyone.count(index) > 1})
         raise Wrong(f"samples read more than once: {twice}; others are read by nobody")
-    for rank, (parameters, _, _) in enumerate(told):
+    for rank, (parameters, _, _, made) in enumerate(told):
         same(parameters, due, f"rank {rank}: parameters", ATOL)
+        expect_steps(rank, made)
 
 
 def call_2(answer, wire, seed: int) -> tuple:
-    model = network(seed)
+    model = used(seed)
     losses = answer.training_2(model, batches_of(seed, dist.get_rank()))
     return flat(model), losses, [(event.op, event.nbytes) for event in wire.calls()]
 
@@ -133,16 +162,32 @@ def validation_of(seed: int, V: int, parameters: Tensor) -> tuple[Tensor, Tensor
     return x, labels
 
 
+class Reduced(TorchDispatchMode):
+    """Notes the dtypes of all tensors that pass an all-reduce."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "allreduce" in func._schema.name.replace("_", ""):
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+            self.dtypes += [str(tensor.dtype)[6:] for tensor in tensors]
+        return func(*args, **(kwargs or {}))
+
+
 def call_3(answer, wire, seed: int, validation: tuple[Tensor, Tensor]) -> tuple:
-    model = network(seed)
+    model = used(seed)
     rows = []
     model.register_forward_hook(lambda model, inputs, output: rows.append(len(inputs[0])))
-    right = answer.training_3(model, batches_of(seed, dist.get_rank()), validation)
+    made = steps_counted(answer)
+    with Reduced() as reduced:
+        right = answer.training_3(model, batches_of(seed, dist.get_rank()), validation)
     calls = [(event.op, event.nbytes) for event in wire.calls()]
-    return flat(model), right, sum(rows), calls, model.training
+    return flat(model), right, sum(rows), calls, model.training, reduced.dtypes, len(made)
 
 
-@pytest.mark.parametrize(("n", "V"), [(1, 31), (2, 31), (4, 31), (4, 5), (4, 3)])
+@pytest.mark.parametrize(("n", "V"), [(1, 31), (2, 31), (4, 31), (4, 5), (4, 3), (2, 0)])
 def test_training_3(answer: Path, seed: int, n: int, V: int) -> None:
     """Training 3 shares the validation of {V} samples, and counts the same, on {n} ranks"""
     due = train(seed, joined(seed, n))
@@ -154,7 +199,7 @@ def test_training_3(answer: Path, seed: int, n: int, V: int) -> None:
         nn.utils.vector_to_parameters(parameters, model.parameters())
         hits.append(int((model(x).argmax(1) == labels).sum()))
     most = STEPS * (5 + -(-V // n))
-    for rank, (parameters, right, rows, calls, training) in enumerate(told):
+    for rank, (parameters, right, rows, calls, training, dtypes, made) in enumerate(told):
         expect(training, True, f"rank {rank}: model.training at the end, as it was when given")
         if rows > most:
             told_rows = f"{rows} samples through the model, where {most} do"
@@ -163,3 +208,5 @@ def test_training_3(answer: Path, seed: int, n: int, V: int) -> None:
         same(parameters, due[-1][0], f"rank {rank}: parameters", ATOL)
         step = [("all_reduce", 8 * parameters.numel()), ("all_reduce", 8)]
         expect(calls, step * STEPS, f"rank {rank}: calls, with their bytes")
+        expect(dtypes, ["float64", "int64"] * STEPS, f"rank {rank}: dtypes that are all-reduced")
+        expect_steps(rank, made)
