@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 
-from course import answers, check, doctor, new, overview, predict, write
+from course import answers, check, doctor, new, overview, plan_command, predict, write
 from course.book import ROOT
 
 PARTS = (
@@ -17,6 +17,7 @@ PARTS = (
     answers,
     check,
     doctor,
+    plan_command,
     new,
     write,
 )  # in the order in which --help lists their commands

@@ -29,7 +29,7 @@ on which meshes? In `train_step` leave out the loop of `dist.all_reduce` over dp
 07_pipeline_schedules.py help.
 
 **Next.** Split a block three ways on a mesh of your own with `--mesh` on 8 or 16 ranks; then
-fsdp/02_deepspeed_config.py: sharded data parallelism that a file of keys steers.
+parallelism/10_planning_memory.py: which mesh a model needs.
 """
 
 import argparse

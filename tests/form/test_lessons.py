@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from course.lessons import LESSONS, READING_ORDER, ROOT, file_of_tests, world_sizes_of
-from course.shared_code import definitions, plumbing_of
+from course.shared_code import definitions, passages, plumbing_of
 from tests.helpers.tricks import tricks
 
 IMPORTABLE = {"torch", "numpy", "sklearn", "matplotlib", "tqdm", "psutil", "pynvml"}
@@ -177,22 +177,21 @@ def test_code_can_be_read_aloud() -> None:
     assert not found, "\n".join(found)
 
 
-PASSAGES = definitions((ROOT / "course/passages.py").read_text())
-
-
 @rule
 def shared_passages_are_identical(lesson: str) -> None:
+    shared = passages(lesson)
     for name, text in definitions_of(lesson).items():
-        if name in PASSAGES:
-            assert text == PASSAGES[name], f"{name}: run make plumbing"
+        if name in shared:
+            assert text == shared[name], f"{name}: run make plumbing"
 
 
 def test_nothing_else_repeats() -> None:
     """No function or method of six lines or more stands in two lessons, the passages apart."""
     places = defaultdict(set)
     for lesson in LESSONS:
+        shared = passages(lesson)
         for name, text in definitions_of(lesson).items():
-            if name in PASSAGES:
+            if name in shared:
                 continue
             for node in ast.walk(ast.parse(text)):
                 if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 5:
