@@ -256,6 +256,7 @@ def as_floats(image_BHWC: torch.Tensor, device: torch.device) -> torch.Tensor:
 # to the writer. The oracle of training is the same loop over a DataLoader; everything is compared
 # for equality, without tolerance, because both see the same bits in the same order. (On GPUs,
 # atomic additions may differ from run to run, so there a small tolerance is allowed.)
+# A test image counts as seen if its bytes are those of an image in this rank's batches.
 
 
 # %%
@@ -317,10 +318,14 @@ def check_training(path: Path, device: torch.device) -> None:
         return data_loader
 
     different = 0
+    trained_on = set()
     for ours, theirs in zip(from_ffcv(1), from_data_loader(1), strict=True):
         different += int((ours[0] != theirs[0]).sum())
+        trained_on.update(image_HWC.numpy().tobytes() for image_HWC in ours[0])
     claim("pixels that differ in epoch 1", 0, different)
     test = next(iter(DataLoader(Images(32, SEED + 1), 32)))
+    seen = sum(image_HWC.numpy().tobytes() in trained_on for image_HWC in test[0])
+    claim("test images that training has seen", 0, seen)
     ffcv_loss, ffcv_accuracy = train(from_ffcv, test, device)
     loss, accuracy = train(from_data_loader, test, device)
     slack = 0 if device.type == "cpu" else 1e-3

@@ -117,4 +117,11 @@ MISTAKES = [
         "test_made_dumps",
         "expected",
     ),
+    (
+        "in a circle, the rank that most wait for, also outside of it",
+        "scores.append((eventually, ",
+        "scores.append((0 if waits[rank] else eventually, ",
+        "test_made_dumps",
+        "outside the circle, and waits for one in it. rank: expected",
+    ),
 ]

@@ -21,8 +21,8 @@ def guilty(dumps: list[Dump]) -> tuple[int, str, int, str] | None:
 
     Two calls are the same if group, number, name and sizes are, whatever else stands in them. A
     rank waits for all members of the group that have not made the same call. The chains of waiting
-    end in the guilty rank; in a circle it is the rank that most others wait for. There is one such
-    rank, or nobody waits. The call to return is that in which the others wait for it:
+    end in the guilty rank; in a circle it is the one of its ranks for which most others wait. There
+    is one such rank, or nobody waits. The call to return is that in which the others wait for it:
     (2, "0", 7, "all_reduce") if that is all-reduce 7 of group "0", which rank 2 has not made.
     """
     # --- yours

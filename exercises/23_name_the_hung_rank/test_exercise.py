@@ -140,6 +140,21 @@ def long_chain(rng: random.Random) -> tuple[list[dict], Due]:
     return made.dumps, (order[6], "4", number, "broadcast")
 
 
+def outside_the_circle(rng: random.Random) -> tuple[list[dict], Due]:
+    """Most wait for a rank that is outside the circle, and waits for one in it."""
+    order = rng.sample(range(9), 9)  # five outside, the last of which waits; four in the circle
+    groups = {"0": order[:5], "1": order[4:6], "2": order[5:]}
+    made = Recorders(rng, {name: sorted(ranks) for name, ranks in groups.items()}, 9)
+    made.shared_past()
+    for rank in order[:4]:
+        made.call(rank, "0", "all_reduce", [[8]], retired=False)
+    made.call(order[4], "1", "all_reduce", [[8]], retired=False)
+    for rank in order[5:]:
+        name = "all_gather" if rank == order[6] else "broadcast"
+        number = made.call(rank, "2", name, [[8]], retired=False)
+    return made.dumps, (order[6], "2", number, "broadcast")
+
+
 def wrong_group(rng: random.Random) -> tuple[list[dict], Due]:
     """One rank has made the same call in another group of the same ranks."""
     made = Recorders(rng, {"0": [0, 1, 2, 3], "1": [0, 1, 2, 3]}, 4)
@@ -205,6 +220,7 @@ CASES = {
     "one rank is in the wrong group": wrong_group,
     "a chain through two groups": chain,
     "a chain through five groups": long_chain,
+    "most wait for one outside the circle": outside_the_circle,
     "nobody hangs": healthy,
     "the oldest calls are lost": buffer_full,
     "the call itself is lost": far_ahead,

@@ -106,4 +106,20 @@ MISTAKES = [
         "test_of_four_others",
         "1.55 s, others 1, 1, 1.5 and 3 s, on rank 0 of 5: expected",
     ),
+    (
+        "those that are late most often first",
+        (
+            "        if (gathered[rank] > (1 + margin) * median).sum() >= k:\n"
+            "            found.append(rank)\n"
+            "    return found\n"
+        ),
+        (
+            "        late = int((gathered[rank] > (1 + margin) * median).sum())\n"
+            "        if late >= k:\n"
+            "            found.append((-late, rank))\n"
+            "    return [rank for _, rank in sorted(found)]\n"
+        ),
+        "test_two_slow",
+        "rank 1 late in 17 of 20 steps, rank 3 in all, on rank 0 of 4: expected",
+    ),
 ]

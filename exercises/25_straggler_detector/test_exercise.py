@@ -126,7 +126,13 @@ def test_two_slow(answer: Path, seed: int) -> None:
     """Two slow ranks of four, one slower than the other"""
     first, second = random.Random(seed).sample(range(4), 2)
     own = slower(healthy(seed, WINDOW, 4), {first: 1.2, second: 3.0})
-    judge(answer, 4, (own, sorted([first, second]), "20% slower, and thrice as slow"))
+    later = slower(slower(healthy(seed, WINDOW, 4), {1: 1.5}, last=17), {3: 1.5})
+    judge(
+        answer,
+        4,
+        (own, sorted([first, second]), "20% slower, and thrice as slow"),
+        (later, [1, 3], "rank 1 late in 17 of 20 steps, rank 3 in all"),
+    )
 
 
 def test_all_slow(answer: Path, seed: int) -> None:

@@ -1,8 +1,12 @@
 """The lesson on collectives: its definitions, its counting, and that each claim can fail."""
 
 import contextlib
+import sys
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -343,3 +347,176 @@ def PLAIN(played: Played) -> None:
     own = n * (n - 1) // 2  # the sum of all ranks' numbers
     sums = [100.0 + own, 100.0 * n + 100 + own]
     assert f"rank 0 got {sums}, then:\n" in played.output
+
+
+# Values that no row shows
+
+
+def test_an_error_is_the_largest_in_either_direction() -> None:
+    lesson = load(LESSON)
+    ours, expected = torch.tensor([1.0, -2.0]), torch.tensor([1.5, -8.0])
+    assert lesson.largest_error(ours, expected) == lesson.largest_error(expected, ours) == 6
+    assert lesson.relative_error(ours, expected) == 6 / 8
+
+
+def done_by_the_clock(before: bool, after: bool) -> tuple[list, float]:
+    """What rank 1 of two does around an all-reduce of 5 s, and the seconds that are told."""
+    lesson = load(LESSON)
+    lesson.RANK, lesson.WORLD_SIZE = 1, 2
+    now, done = [0.0], []
+
+    def spend(what: str, seconds: float) -> None:
+        done.append(what)
+        now[0] += seconds
+
+    lesson.settle = lambda x: spend("settle", 100)
+    sleep = partial(spend, "late")
+    lesson.time = SimpleNamespace(perf_counter=lambda: now[0], sleep=sleep)
+    lesson.dist = SimpleNamespace(all_reduce=lambda x: spend("all_reduce", 5))
+    lesson.gather_objects = lambda seconds: [seconds, seconds + 1000, 0]
+    return done, lesson.seconds_by_the_clock(torch.ones(1), before, after)
+
+
+def test_the_clock_starts_after_all_have_met_and_stops_after_all_are_done() -> None:
+    done, seconds = done_by_the_clock(before=True, after=True)
+    assert done == ["settle", "late", "settle", "all_reduce", "settle"]
+    assert seconds == pytest.approx(1105)  # of the slowest rank
+    done, seconds = done_by_the_clock(before=True, after=False)
+    assert done == ["settle", "late", "settle", "all_reduce"]
+    assert seconds == pytest.approx(1005)
+    done, seconds = done_by_the_clock(before=False, after=False)
+    assert done == ["settle", "late", "all_reduce"]
+    assert seconds == pytest.approx(1005)
+
+
+@pytest.mark.parametrize(("billed", "verdict"), [(0.31, "PASS"), (0.02, "FAIL"), (0.61, "FAIL")])
+def test_lateness_is_what_an_unsettled_clock_adds(billed: float, verdict: str) -> None:
+    """300 ms are planted; an all-reduce takes 10 ms."""
+    lesson = load(LESSON)
+
+    def seconds(x: torch.Tensor, before: bool = True, after: bool = True) -> float:
+        return 0.01 if before else billed
+
+    lesson.seconds_by_the_clock = seconds
+    lesson.sides_of_a_clock(torch.device("cpu"))
+    assert [row["verdict"] for row in lesson.ledger] == [verdict, "BLOCKED"]
+
+
+def test_speeds_of_1_gib_are_by_the_whole_array_and_what_must_be_moved(monkeypatch, capsys) -> None:
+    """4 ms on four GPUs; each NVLink counter moves by the bytes of rings."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    lesson = load(LESSON)
+    asked, counter = [], [0]
+
+    class Array:
+        def __init__(self, n: int, device: object) -> None:
+            self.n, self.nbytes = n, 4 * n
+
+        def __len__(self) -> int:
+            return self.n
+
+    def call(name: str, share: float, *arrays: Array) -> None:
+        asked.append((name, *(len(array) for array in arrays)))
+        counter[0] += int(share * 2**30)
+
+    calls = {"all_reduce": partial(call, "all_reduce", 1.5)}
+    calls["all_gather_into_tensor"] = partial(call, "all_gather", 0.75)
+    calls["reduce_scatter_tensor"] = partial(call, "reduce_scatter", 0.75)
+    lesson.dist = SimpleNamespace(**calls, is_initialized=lambda: False)
+    lesson.torch = SimpleNamespace(zeros=Array, cuda=Mock())
+    lesson.median_ms = lambda way: 4.0
+    lesson.gather_objects = lambda value: [value]
+    lesson.sent_by_nvlink = lambda device: counter[0]
+    lesson.nvlinks_one_way = lambda device: 450
+    judged = []
+    lesson.judge_nvlink = lambda *what: judged.append(what)
+    lesson.measure_on_gpus(SimpleNamespace(type="cuda"))
+    whole, part = 2**28, 2**26
+    assert asked == [
+        ("all_reduce", whole),
+        ("all_gather", whole, part),
+        ("reduce_scatter", part, whole),
+    ]
+    algbw = 2**30 / 4e-3 / 1e9
+    assert judged == [pytest.approx((1.5, 1.5 * algbw, 450))]
+    told = capsys.readouterr().out.splitlines()
+    assert f"algbw {algbw:.0f} GB/s, busbw {0.75 * algbw:.0f} GB/s, over NVLink 0.75 S" in told[1]
+    assert [row["measured"] for row in lesson.ledger] == [0.5]  # ms of one / of both halves
+
+
+class Machine:
+    """NVML of a node of GPUs whose links have this version; `joined` says whether by NVLink."""
+
+    NVMLError = RuntimeError
+    NVML_P2P_CAPS_INDEX_NVLINK = 3
+    NVML_NVLINK_MAX_LINKS = 18
+    NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX = 138
+
+    def __init__(self, links: int, version: int, joined: bool = True) -> None:
+        self.links, self.version, self.joined = links, version, joined
+
+    def nvmlInit(self) -> None:
+        pass
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        return uuid
+
+    def nvmlDeviceGetP2PStatus(self, a: str, b: str, index: int) -> int:
+        assert a == "GPU-2" != b
+        return 0 if self.joined else 5
+
+    def nvmlDeviceGetNvLinkState(self, a: str, link: int) -> bool:
+        if link >= self.links:
+            raise self.NVMLError
+        return True
+
+    def nvmlDeviceGetNvLinkVersion(self, a: str, link: int) -> int:
+        return self.version
+
+    def nvmlDeviceGetFieldValues(self, a: str, fields: list) -> list[SimpleNamespace]:
+        assert (a, fields) == ("GPU-2", [(138, 0xFFFFFFFF)])
+        return [SimpleNamespace(value=SimpleNamespace(ullVal=3), nvmlReturn=self.version == 0)]
+
+
+def on(machine: Machine, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", machine)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+
+    def properties(gpu: int | torch.device) -> SimpleNamespace:
+        return SimpleNamespace(uuid=str(getattr(gpu, "index", gpu)))
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    return load(LESSON)
+
+
+@pytest.mark.parametrize(
+    ("links", "version", "joined", "rate"),
+    [
+        (4, 1, True, 80),  # P100
+        (6, 2, True, 150),  # V100
+        (12, 4, True, 300),  # A100
+        (18, 6, True, 450),  # H100
+        (18, 7, True, 900),  # B200
+        (18, 6, False, 0),
+    ],
+)
+def test_nvlinks_of_a_gpu_carry_what_is_published(
+    links: int, version: int, joined: bool, rate: int, monkeypatch
+) -> None:
+    lesson = on(Machine(links, version, joined), monkeypatch)
+    assert lesson.nvlinks_one_way(torch.device("cuda", 2)) == rate
+
+
+def test_nvml_counts_what_nvlink_sent_in_kib(monkeypatch) -> None:
+    for version, sent in ((6, 3 * 1024), (0, 0)):
+        lesson = on(Machine(18, version), monkeypatch)
+        assert lesson.sent_by_nvlink(torch.device("cuda", 2)) == sent
+
+
+def test_the_median_on_a_gpu_leaves_the_first_three_out(monkeypatch) -> None:
+    took = iter([0.5, 0.5, 0.5, 5.0, 1.0, 2.0, 4.0, 3.0])
+    event = Mock(elapsed_time=lambda end: next(took))
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
+    work = Mock()
+    assert load(LESSON).median_ms(work, repeats=5) == 3.0
+    assert work.call_count == 8

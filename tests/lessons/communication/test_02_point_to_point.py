@@ -1,6 +1,9 @@
 """Shifts and halos against one process, the deadlock for real, claims against broken lines."""
 
 import re
+from itertools import chain
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -186,3 +189,97 @@ def test_a_send_that_nobody_waits_for_ends_by_the_timeout() -> None:
         ),
     )
     assert "Timed out waiting" in played.code
+
+
+# Values that no row shows
+
+
+def test_heat_flows_a_quarter_of_the_curvature() -> None:
+    rod = torch.tensor([0.0, 0.0, 4.0, 0.0, 8.0])
+    assert load(LESSON).heat(rod).tolist() == [1, 2, 3]
+
+
+def test_a_message_takes_half_a_round_trip(monkeypatch) -> None:
+    """By a clock that a round trip puts forward by 6 ms."""
+    here = load(LESSON)
+    now, met = [0.0], []
+
+    def round_trip() -> None:
+        now[0] += 0.006
+
+    def barrier() -> None:
+        met.append(now[0])
+        now[0] += 1.0  # another rank is late
+
+    monkeypatch.setattr(here.dist, "barrier", barrier)
+    here.time = SimpleNamespace(perf_counter=lambda: now[0])
+    assert here.microseconds(round_trip, 4) == pytest.approx(3000)
+    here.RANK = 2
+    assert here.microseconds(round_trip, 4) == 0
+    assert len(met) == 2
+
+
+def handed_over(way: str) -> list[tuple[str, int]]:
+    """The messages of a round trip of three parts, in order: operation and elements."""
+    here = load(LESSON)
+    parts = [torch.full((2,), here.RANK), torch.full((5,), here.RANK), torch.full((1,), here.RANK)]
+    with here.CountedCommunication() as counted:
+        getattr(here, way)(parts)
+    assert all((part == 0).all() for part in parts)  # rank 0's, there and back
+    return [(call.operation, call.elements) for call in counted.log]
+
+
+def test_parts_go_there_and_back_in_a_batch_or_each_by_itself() -> None:
+    sends = [("send", n) for n in (2, 5, 1)]
+    receives = [("recv", n) for n in (2, 5, 1)]
+    assert run(handed_over, 2, "there_and_back") == [sends + receives, receives + sends]
+    first = list(chain(*zip(sends, receives, strict=True)))
+    second = list(chain(*zip(receives, sends, strict=True)))
+    assert run(handed_over, 2, "one_by_one") == [first, second]
+
+
+def test_64_messages_of_64_bytes_are_compared_with_one_of_as_many() -> None:
+    here = load(LESSON)
+    tried = []
+    here.there_and_back = lambda parts: tried.append([part.nbytes for part in parts])
+
+    def microseconds(round_trip, repeats: int) -> float:
+        tried.clear()
+        round_trip()
+        assert sum(map(sum, tried)) == 4096
+        return 50.0 * len(tried) + sum(len(parts) for parts in tried)
+
+    here.microseconds = microseconds
+    here.ping_pong(torch.device("cpu"))
+    (row,) = here.ledger
+    assert tried == [[4096]]
+    assert row["measured"] == (50 * 64 + 64) / 51
+
+
+def test_on_gpus_half_a_trip_and_its_bytes_make_the_speed(capsys, monkeypatch) -> None:
+    here = load(LESSON)
+    here.WORLD_SIZE = 2
+    tried = []
+
+    def sends_back_early(sizes: list[int], *_: object) -> int:
+        tried.append(sizes)
+        return 0
+
+    here.sends_back_early = sends_back_early
+    here.median_ms = lambda work: 2.0
+    here.claim = lambda *_, **__: None  # by rank 1, which is not here
+    here.torch = SimpleNamespace(zeros=lambda size, **_: None, uint8=None)
+    monkeypatch.setattr(here.dist, "barrier", lambda: None)
+    here.measure_on_gpus(SimpleNamespace(type="cuda"))
+    assert tried == [[1], [1024], [2**28]]
+    last = capsys.readouterr().out.splitlines()[-1].split()
+    assert last == ["268,435,456", "bytes", "1000.0", "us", "one", "way", "268.44", "GB/s"]
+
+
+def test_the_median_on_a_gpu_leaves_the_first_three_out(monkeypatch) -> None:
+    took = iter([0.5, 0.5, 0.5, 5.0, 1.0, 2.0, 4.0, 3.0])
+    event = Mock(elapsed_time=lambda end: next(took))
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
+    work = Mock()
+    assert load(LESSON).median_ms(work, repeats=5) == 3.0
+    assert work.call_count == 8

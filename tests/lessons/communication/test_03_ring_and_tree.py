@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from collections import Counter
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -320,3 +321,39 @@ LINES = {
 
 
 BREAKS = Breaks(LINES, ranks=3)
+
+
+# Values that no row shows
+
+
+def pieces_of(dtype: torch.dtype) -> int:
+    here = load(LESSON)
+    with here.CountedCommunication() as counted:
+        here.run(here.tree_schedule, torch.zeros(2**23 // dtype.itemsize, dtype=dtype))
+    return len(counted.calls("send"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_piece_has_four_mib_in_every_dtype(dtype: torch.dtype) -> None:
+    assert run(pieces_of, 2, dtype) == [2, 2]  # of 8 MiB
+
+
+@pytest.mark.parametrize(
+    ("chunks", "add", "color", "line"), [((3, 4), True, "C3", "-"), ((3, 5), False, "black", ":")]
+)
+def test_an_arrow_leads_from_the_sender_to_the_receiver_a_step_later(
+    chunks: tuple[int, int], add: bool, color: str, line: str
+) -> None:
+    axes = Mock()
+    lesson().draw_message(axes, 6, lesson().Move(1, 2, *chunks, add=add))
+    (_, tip, tail), style = axes.annotate.call_args
+    assert (tail, tip) == ((6, 1), (7, 2))
+    assert (style["arrowprops"]["color"], style["arrowprops"]["linestyle"]) == (color, line)
+
+
+def test_the_busiest_rank_counts_what_it_sends() -> None:
+    def two_senders(n: int, N: int, piece: int) -> list:
+        move = lesson().Move
+        return [[move(0, 1, 0, N, True), move(2, 1, 0, N // 2, True)], [move(2, 0, 0, N, False)]]
+
+    assert lesson().busiest(two_senders, 4) == 1.5

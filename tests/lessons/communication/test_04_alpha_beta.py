@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 
 from course.playing import Played, load
 from course.ranks import run
@@ -282,3 +283,184 @@ def test_a_rank_sleeps_for_what_it_sends_or_receives(lesson: ModuleType, name: s
     alphas, shares = lesson.terms(lesson.ALL_REDUCE[name], 4)
     due = alphas * lesson.ALPHA + shares * 16_000 / lesson.BETA
     assert run(slept, 4, name, 16_000) == [pytest.approx(due)] * 4
+
+
+# Values that no row shows
+
+
+@pytest.mark.parametrize(
+    ("nodes", "us"),
+    [
+        (1, 6.6 + 14 * 0.6 + MiB * 1.75 / 141e3),
+        (2, 6.6 + 28 * 1 + 2 * 2.7 + MiB * 1.875 / 39e3),
+        (3, 6.6 + 42 * 1 + 4 * 2.7 + MiB * 2 * 23 / 24 / 20.4e3),
+    ],
+)
+def test_low_latency_has_a_limit_that_depends_on_the_nodes(lesson, nodes: int, us: float) -> None:
+    """NCCL 2.30.7, src/graph/tuning.cc: llMaxBws of Hopper."""
+    assert lesson.nccl_us(lesson.WAYS[0], nodes, MiB) == pytest.approx(us)
+
+
+def test_a_tree_crosses_two_nodes_up_and_down(lesson) -> None:
+    us = 8.4 + 14 * 4.0 + 2 * 14 + MiB * 2 / (370.8e3 * 0.92)
+    assert lesson.nccl_us(lesson.WAYS[5], 2, MiB) == pytest.approx(us)
+
+
+def test_the_table_shows_who_wins_and_what_is_published(lesson, capsys) -> None:
+    lesson.show_nccl_choices()
+    lines = capsys.readouterr().out.splitlines()[2:]
+    sizes = {"1 KiB": KiB, "16 KiB": 16 * KiB, "256 KiB": 256 * KiB}
+    sizes |= {"4 MiB": 4 * MiB, "64 MiB": 64 * MiB, "1 GiB": GiB}
+    for line, (name, nbytes) in zip(lines[:6], sizes.items(), strict=True):
+        told = line.removeprefix(f"  {name}").split()
+        expected = []
+        for nodes in (1, 4):
+            us, way = lesson.cheapest(nodes, nbytes)
+            expected += [way.algorithm, way.protocol, f"{us:,.0f}", "us"]
+        assert told == expected
+    assert lines[6] == "  8 A100, ring: busbw 240 GB/s by this model, 235 published"
+    assert lines[7] == "  8 H100, ring: busbw 370 GB/s by this model, 370 published"
+
+
+def sums(ways: list[str]) -> list[str]:
+    """The ways and algorithms that do not leave the sum of all ranks' numbers."""
+    here = load(LESSON)
+    here.time = SimpleNamespace(sleep=lambda seconds: None)
+    wrong = []
+    for way in ways:
+        for name, algorithm in here.ALL_REDUCE.items():
+            for length in (0, 5, 1000):
+                x = torch.arange(length, dtype=torch.float64) + here.RANK
+                expected = here.WORLD_SIZE * torch.arange(length, dtype=torch.float64)
+                getattr(here, way)(algorithm, x)
+                if not torch.equal(x, expected + sum(range(here.WORLD_SIZE))):
+                    wrong.append(f"{name}, {way}")
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_what_is_timed_are_all_reduces(ranks: int) -> None:
+    assert run(sums, ranks, ["run_on_slow_link", "run_at_full_speed"]) == [[]] * ranks
+
+
+def test_without_sleeping_a_message_of_a_tree_has_four_mib() -> None:
+    here = load(LESSON)
+    asked = []
+
+    def steps(algorithm: object, N: int, piece: int) -> list:
+        asked.append((algorithm, N, piece))
+        return []
+
+    here.steps_of_this_rank = steps
+    here.run_at_full_speed("a tree", torch.zeros(12))
+    here.run_at_full_speed("a tree", torch.zeros(12, dtype=torch.bfloat16))
+    assert asked == [("a tree", 12, 2**20), ("a tree", 12, 2**21)]
+
+
+def test_the_best_of_three_counts_for_each_algorithm_and_size() -> None:
+    here = load(LESSON)
+    took = iter([5.0, 8.0, 50.0, 80.0, 3.0, 9.0, 60.0, 70.0, 4.0, 7.0, 40.0, 90.0])
+    tried = []
+
+    def slowest_seconds(work, device: torch.device, calls: int) -> float:
+        assert calls == 2
+        work()
+        return next(took)
+
+    here.slowest_seconds = slowest_seconds
+    runs = {name: lambda x, name=name: tried.append((name, x.nbytes)) for name in ("ring", "tree")}
+    curves = here.measure(runs, [4096, 65536], torch.device("cpu"), calls=2)
+    assert curves == {"ring": {4096: 3.0, 65536: 40.0}, "tree": {4096: 7.0, 65536: 70.0}}
+    once = [("ring", 4096), ("tree", 4096), ("ring", 65536), ("tree", 65536)]
+    assert tried == 3 * once
+
+
+def _slowest() -> float:
+    here = load(LESSON)
+    now = [0.0]
+    here.time = SimpleNamespace(perf_counter=lambda: now[0])
+
+    def work() -> None:
+        now[0] += 1.0 + here.RANK
+
+    return here.slowest_seconds(work, torch.device("cpu"), calls=3)
+
+
+def test_a_time_is_per_call_and_of_the_slowest_rank() -> None:
+    assert run(_slowest, 2) == pytest.approx([2.0, 2.0])
+
+
+def test_a_double_tree_whole_is_compared_with_one_in_eight_pieces() -> None:
+    """Without alphas; on four ranks 3 S / beta against 1.6875."""
+    here = load(LESSON)
+    here.WORLD_SIZE = 4
+    timed = {}
+
+    def measure(runs: dict, sizes: list[int], device: torch.device) -> dict:
+        timed.update({pieces: work.keywords for pieces, work in runs.items()})
+        return {pieces: {sizes[0]: float(pieces)} for pieces in runs}
+
+    judged = []
+    here.measure = measure
+    here.judge_pieces = lambda *what: judged.append(what)
+    here.check_pieces_on_slow_link(torch.device("cpu"))
+    half = 2**17  # elements
+    assert timed == {1: {"piece": half, "alpha": 0.0}, 8: {"piece": half // 8, "alpha": 0.0}}
+    ((shares, seconds),) = judged
+    assert shares == pytest.approx([3, 1.6875])
+    assert seconds == [1.0, 8.0]
+
+
+def test_busbw_without_sleeping_is_that_of_the_largest_buffer(capsys) -> None:
+    here = load(LESSON)
+    here.WORLD_SIZE = 4
+
+    def measure(runs: dict, sizes: list[int], device: torch.device, calls: int) -> dict:
+        return {name: {size: 1e-5 + size / 2e9 for size in sizes} for name in runs}
+
+    here.measure = measure
+    here.show_this_machine(torch.device("cpu"))
+    busbw = 1.5 * 4**12 / (1e-5 + 4**12 / 2e9) / 1e9
+    told = f"busbw {busbw:.2f} GB/s at 16,777,216 bytes"
+    lines = capsys.readouterr().out.splitlines()[-2:]
+    assert lines == [f"  {name}: {told}" for name in ("ring", "dist.all_reduce")]
+
+
+def test_the_figure_shows_predicted_lines_and_measured_dots(lesson, monkeypatch) -> None:
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    predicted = {"ring": {10: 1.0, 100: 2.0}, "tree": {10: 0.5, 100: 3.0}}
+    measured = {"ring": {10: 1.1, 100: 2.2}, "tree": {10: 0.6, 100: 3.3}}
+    lesson.draw("unused.png", predicted, measured)
+    lines = drawn[0].axes[0].lines
+    for name, (line, dots) in zip(predicted, (lines[:2], lines[2:]), strict=True):
+        assert list(line.get_ydata()) == list(predicted[name].values())
+        assert list(dots.get_ydata()) == list(measured[name].values())
+        assert (dots.get_label(), dots.get_marker()) == (name, "o")
+
+
+def test_a_noise_of_five_percent_does_not_move_the_latency(lesson) -> None:
+    """By absolute errors the largest buffer alone would decide, and alpha be anything."""
+    costs = {"a": (6, 1.5), "b": (4, 5.0)}
+    sizes = [1000 * 10**k for k in range(7)]
+    curves = {}
+    for name, (alphas, shares) in costs.items():
+        noise = [1.05, 0.95] * 4
+        times = zip(sizes, noise, strict=False)
+        curves[name] = {s: (alphas * 2e-3 + shares * s * 1e-8) * off for s, off in times}
+    alpha, _ = lesson.fit_alpha_beta(costs, curves, sizes)
+    assert alpha == pytest.approx(2e-3, rel=0.06)
+
+
+def test_a_model_is_judged_by_sizes_that_its_fit_has_not_seen() -> None:
+    here = load(LESSON)
+    here.WORLD_SIZE = 4
+    costs = {name: here.terms(algorithm, 4) for name, algorithm in here.ALL_REDUCE.items()}
+    sizes = [3000 * 3**k for k in range(5)]
+    curves = here.predict_seconds(costs, here.ALPHA, 1 / here.BETA, sizes)
+    for curve in curves.values():
+        for held_out in sizes[1::2]:
+            curve[held_out] *= 1.5
+    here.check_curves(costs, curves)
+    rows = [row for row in here.ledger if row["claim"].endswith("seconds / predicted")]
+    assert [row["measured"] for row in rows] == pytest.approx([1.5] * 6)

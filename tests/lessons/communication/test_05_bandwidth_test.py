@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from course.playing import load, play
 from course.ranks import run
@@ -322,3 +323,173 @@ def test_wrong_usage_is_refused_before_any_collective(argv: tuple, rule: str) ->
     played = play(LESSON, 2, REFUSE_AT_ONCE, argv=argv)
     assert rule in str(played.code) + played.output
     assert played.ledger == []
+
+
+# Values that no row shows
+
+
+def measured_by_our_clock() -> tuple[list[str], dict[str, float]]:
+    """What is done, by a clock that a call puts forward by 2 ms; and what is told of it."""
+    here = load(LESSON)
+    now, done = [0.0], []
+
+    def call(*_: object) -> None:
+        done.append("call")
+        now[0] += 0.002
+
+    def barrier() -> None:
+        done.append("barrier")
+        now[0] += 1.0  # another rank is late
+
+    here.dist = SimpleNamespace(barrier=barrier)
+    here.time = SimpleNamespace(perf_counter=lambda: now[0])
+    here.gather_objects = lambda value: [value, 3 * value]
+    bench = SimpleNamespace(calls=4, warmup=2, dtype=torch.float32)
+    bench.synchronize = lambda: done.append("wait")
+    here.OPS["all_reduce"] = here.OPS["all_reduce"]._replace(call=call, holds=lambda b, out: [])
+    here.buffers = lambda *_: (None, None)
+    here.WORLD_SIZE = 4
+    return done, here.measure(bench, "all_reduce", 10**6, True)
+
+
+def test_calls_are_warmed_up_and_averaged_over_calls_and_ranks() -> None:
+    done, row = measured_by_our_clock()
+    expected = ["call", "wait", *2 * ["call"], "wait", "barrier", *4 * ["call"], "wait"]
+    assert done == expected
+    assert row["us"] == pytest.approx(4000)  # the mean of 2 ms and 6 ms
+    assert row["algbw"] == pytest.approx(4e6 / 4e-3 / 1e9)
+    assert row["busbw"] == pytest.approx(1.5 * row["algbw"])
+
+
+def on_three_links(slowed: int, sleep: float) -> tuple[list[float], list[tuple]]:
+    """Seconds of each link as rank 1 of three sees them: a send takes 1 s, and 10 to rank 2."""
+    here = load(LESSON)
+    here.RANK, here.WORLD_SIZE = 1, 3
+    now, sent = [0.0], []
+
+    def send_alone(x: object, sender: int, receiver: int) -> None:
+        sent.append((sender, receiver))
+        now[0] += 10 if receiver == 2 else 1
+        if len(sent) % 6 in (1, 2):  # of three runs of two sends each the first is disturbed
+            now[0] += 50
+
+    def nap(seconds: float) -> None:
+        now[0] += seconds
+
+    here.send_alone = send_alone
+    here.dist = SimpleNamespace(barrier=lambda: None)
+    here.time = SimpleNamespace(perf_counter=lambda: now[0], sleep=nap)
+    here.gather_objects = lambda mine: [mine, mine + 0.5, mine + 0.25]
+    bench = SimpleNamespace(calls=2, synchronize=lambda: None)
+    return here.link_seconds(bench, None, slowed, sleep), sent
+
+
+def test_each_link_is_timed_alone_by_its_receiver() -> None:
+    seconds, sent = on_three_links(-1, 0.0)
+    assert sent == 6 * [(0, 1)] + 6 * [(1, 2)] + 6 * [(2, 0)]  # the best of three runs of two
+    assert seconds == [1.5, 10.25, 1.0]
+    seconds, _ = on_three_links(1, 7.0)  # rank 1 is asleep before each of its sends
+    assert seconds == [1.5, 17.25, 1.0]
+    seconds, _ = on_three_links(2, 7.0)
+    assert seconds == [1.5, 10.25, 1.0]
+
+
+def test_all_links_are_timed_once_the_slow_one_is_known_everywhere() -> None:
+    """Rounds of 9 s until the news has come round, then of 2 s; another rank waits less."""
+    here = load(LESSON)
+    here.WORLD_SIZE = 4
+    now, rounds = [0.0], []
+
+    def call_sendrecv(*_: object) -> None:
+        rounds.append(0)
+        now[0] += 9 if len(rounds) % 8 in (1, 2, 3) else 2
+
+    here.call_sendrecv = call_sendrecv
+    here.dist = SimpleNamespace(barrier=lambda: None)
+    naps = []
+    here.time = SimpleNamespace(perf_counter=lambda: now[0], sleep=naps.append)
+    here.gather_objects = lambda mine: [mine, mine - 0.5]
+    bench = SimpleNamespace(calls=5, synchronize=lambda: None)
+    assert here.all_links_seconds(bench, torch.zeros(1), slowed=0, sleep=0.3) == 1.5
+    assert len(rounds) == 3 * (3 + 5)
+    assert naps == [0.3] * len(rounds)
+
+
+def test_the_slowest_link_is_named_and_slowed_20_times(capsys) -> None:
+    here = load(LESSON)
+    here.WORLD_SIZE = 4
+    asked = []
+
+    def link_seconds(b: object, x: torch.Tensor, slowed: int = -1, sleep: float = 0) -> list:
+        asked.append((x.nbytes, slowed, sleep))
+        return [1e-3, 1e-3, 21e-3, 8e-3] if slowed == 2 else [1e-3, 4e-3, 1e-3, 8e-3]
+
+    def measure(b: object, name: str, count: int, in_place: bool) -> dict[str, float]:
+        asked.append((name, 4 * count, in_place))
+        return {"busbw": count / 2**20}
+
+    here.link_seconds = link_seconds
+    here.all_links_seconds = lambda *_: 21e-3
+    here.measure = measure
+    bench = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
+    assert here.check_links(bench) == pytest.approx(2**22 / 8e-3 / 1e9)
+    assert "; the limit: 3->0 0.52" in capsys.readouterr().out
+    assert asked == [
+        (2**22, -1, 0),
+        (2**22, 2, pytest.approx(0.16)),
+        ("all_reduce", 2**22, True),
+        ("all_reduce", 4096, True),
+    ]
+    assert [row["measured"] for row in here.ledger if "measured" in row] == [2, 1, 1024]
+
+
+def test_400_mb_are_100_million_gradients(capsys) -> None:
+    here = load(LESSON)
+    here.WORLD_SIZE = 4
+    asked = []
+
+    def measure(b: object, name: str, count: int, in_place: bool) -> dict[str, float]:
+        asked.append((name, count, in_place, b.calls, b.warmup))
+        return {"us": 2166.0, "algbw": 184.67, "busbw": 277.0, "wrong": 0}
+
+    here.measure = measure
+    bench = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32, calls=9, warmup=9)
+    here.show_400_MB(bench, 554.0)
+    assert asked == [("all_reduce", 100_000_000, True, 1, 1)]
+    assert "busbw 277.00 GB/s, 50% of the slowest link" in capsys.readouterr().out
+
+
+def test_every_size_is_measured_in_both_places_in_n_equal_parts() -> None:
+    here = load(LESSON)
+    here.WORLD_SIZE = 3
+    cell = {"us": 1, "algbw": 1, "busbw": 1, "wrong": 0}
+    here.measure = lambda b, name, count, in_place: cell
+    bench = SimpleNamespace(dtype=torch.float32, op="max")
+    table = here.sweep(bench, 4, 4096, 32)
+    assert len(table) == 9 * 3
+    for row in table:
+        assert row["count"] == {12: 3, 120: 30, 4092: 1023}[row["size"]]
+        reduces = row["op"] in ("all_reduce", "reduce_scatter", "reduce")
+        assert row["redop"] == ("max" if reduces else "none")
+        alone = row["op"] in ("all_to_all", "gather", "scatter", "sendrecv")
+        assert ("in place" in row) == (not alone)
+
+
+def test_the_figure_shows_busbw_in_place_where_there_is_one(lesson, monkeypatch) -> None:
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    table = []
+    for number, (name, op) in enumerate(lesson.OPS.items(), start=1):
+        for size in (4096, 2**20):
+            row = {"op": name, "size": size, "type": "float32"}
+            row["out of place"] = {"algbw": 0.1, "busbw": size * number / 2**20}
+            if op.in_place:
+                row["in place"] = {"algbw": 0.1, "busbw": 100 * size * number / 2**20}
+            table.append(row)
+    lesson.draw(table, 7.0, "unused.png")
+    *curves, slowest = drawn[0].axes[0].lines
+    for number, (line, op) in enumerate(zip(curves, lesson.OPS.values(), strict=True), start=1):
+        speed = number * (100 if op.in_place else 1)
+        assert list(line.get_xdata()) == [4096, 2**20]
+        assert list(line.get_ydata()) == [speed / 256, speed]
+    assert list(slowest.get_ydata()) == [7, 7]

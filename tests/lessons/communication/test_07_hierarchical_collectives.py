@@ -1,15 +1,19 @@
 """Two nodes in namespaces: sums, bytes on the cable, and nothing left behind, whoever ends what."""
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -355,3 +359,101 @@ def test_a_hierarchy_crosses_with_a_rings_share_of_s_among_the_nodes(nodes: int)
     lesson.NODES = nodes
     for name in ("hierarchy", "hierarchy in torch"):
         assert lesson.ways()[name].times_S == pytest.approx(2 * (1 - 1 / nodes))
+
+
+# Values that no row shows
+
+
+@pytest.mark.parametrize(
+    ("nodes", "local", "flat", "to_and_fro"),
+    [(2, 1, 1.0, 1.0), (2, 2, 1.5, 3.0), (2, 8, 1.875, 15.0), (4, 8, 1.9375, 15.5)],
+)
+def test_a_flat_ring_crosses_by_one_edge_or_by_one_per_rank(
+    nodes: int, local: int, flat: float, to_and_fro: float
+) -> None:
+    lesson = load(LESSON)
+    lesson.NODES, lesson.L = nodes, local
+    times = {name: way.times_S for name, way in lesson.ways().items()}
+    assert times["ring, node by node"] == times["torch's all_reduce"] == flat
+    assert times["ring, to and fro"] == to_and_fro
+
+
+def test_seconds_follow_from_806_400_bytes_with_their_headers() -> None:
+    lesson = load(LESSON)
+    once = 806_400 * 1514 / 1448 * 8 / 20e6  # at 20 Mbit/s
+    times = {"hierarchy": 1, "ring, node by node": 1.5, "ring, to and fro": 3}
+    for name, of_once in times.items():
+        assert lesson.predicted_seconds(name, 20.0) == pytest.approx(of_once * once)
+        assert lesson.predicted_seconds(name, 40.0) == pytest.approx(of_once * once / 2)
+
+
+@pytest.mark.parametrize(
+    ("packets", "verdict"), [(2, "PASS"), (1, "FAIL"), (3, "FAIL"), (4, "FAIL")]
+)
+def test_bytes_on_the_cable_are_s_each_way_with_headers(packets: int, verdict: str) -> None:
+    """Of the hierarchy, in the round in which the fewest packets were sent again."""
+    lesson = load(LESSON)
+    crossed = packets * 806_400 * (1514 + 33) / 1448  # half of the packets are acknowledged
+    rounds = [{"hierarchy": lesson.Seen(1.0, 0, times * crossed)} for times in (1.4, 1, 1.2)]
+    lesson.check_bytes("hierarchy", rounds)
+    assert [row["verdict"] for row in lesson.ledger] == [verdict]
+
+
+def test_the_slowest_rank_and_the_most_wrong_one_are_told_and_node_0_s_bytes() -> None:
+    lesson = load(LESSON)
+    told = {0: (1.0, 0, 700), 1: (3.0, 0, 701), 2: (2.0, 5, 900)}
+    pipes, sent = [], []
+
+    def recv(rank: int) -> object:
+        return lesson.Seen(*told[rank]) if sent[-1][1].startswith("what") else None
+
+    for rank in told:
+        send = partial(lambda rank, word: sent.append((rank, word)), rank)
+        pipes.append(SimpleNamespace(send=send, recv=partial(recv, rank)))
+    assert lesson.observe(pipes, "hierarchy") == (3.0, 5, 700)
+    assert [word for rank, word in sent if rank == 2][:2] == ["hierarchy", "go"]
+
+
+def groups() -> dict[str, list[int]]:
+    mesh = load(LESSON).mesh_of_nodes("cpu")
+    both = ("inside", "across")
+    return {name: dist.get_process_group_ranks(mesh.get_group(name)) for name in both}
+
+
+def test_the_mesh_has_a_row_per_node() -> None:
+    inside = [[0, 1], [0, 1], [2, 3], [2, 3]]
+    across = [[0, 2], [1, 3], [0, 2], [1, 3]]
+    expected = zip(inside, across, strict=True)
+    assert run(groups, 4) == [{"inside": row, "across": column} for row, column in expected]
+
+
+def test_a_cable_s_end_counts_both_ways_and_gloo_s_card_what_it_sent(monkeypatch) -> None:
+    table = "Inter-| Receive | Transmit\n    lo: 9 9 0 0 0 0 0 0 9 9 0 0 0 0 0 0\n"
+    table += "  slow: 1000 3 0 0 0 0 0 0 70 2 0 0 0 0 0 0\n"
+    table += "  eth1: 500 3 0 0 0 0 0 0 5 2 0 0 0 0 0 0\n"
+    lesson = load(LESSON)
+    lesson.open = lambda path: io.StringIO(table)
+    assert lesson.bytes_on_the_cable() == 1070
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "slow,eth1")
+    assert lesson.bytes_sent_by_this_node(torch.device("cpu")) == 75
+
+
+def test_on_real_nodes_nobody_sends_before_all_have_looked(monkeypatch) -> None:
+    """By a clock and a counter that the work puts forward."""
+    lesson = load(LESSON)
+    now, counter, done = [0.0], [100], []
+
+    def work() -> None:
+        done.append("work")
+        now[0] += 0.25
+        counter[0] += 4000
+
+    def look(device: torch.device) -> int:
+        done.append("look")
+        return counter[0]
+
+    monkeypatch.setattr(lesson.dist, "barrier", lambda: done.append("barrier"))
+    lesson.bytes_sent_by_this_node = look
+    lesson.time = SimpleNamespace(perf_counter=lambda: now[0])
+    assert lesson.timed_on_real_nodes(work, torch.device("cpu")) == (0.25, 4000)
+    assert done == ["barrier", "look", "barrier", "work", "barrier", "look"]

@@ -1,11 +1,13 @@
 """Compressors against their algebra, training against one process, claims against broken lines."""
 
+import io
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -256,8 +258,8 @@ NOT_BLOCKED = (
 SIZES = {ranks: [*NO_LINK, NOT_BLOCKED] for ranks in (1, 3)}  # the same whatever the world size
 NOT_PUBLISHED = ("    check_published(device)\n", "")
 FEWEST = ("\nSTEPS = 60\n", "\nSTEPS = 10\n")  # H steps: bytes and losses per step
-LEARNT = "    for name, off in ((TOP, TOP_OFF), (LOW, LOW_OFF)):\n"
-SHORT = (FEWEST, *NO_LINK, NOT_PUBLISHED, (LEARNT, "    return  # too few to learn\n" + LEARNT))
+GAINS = "    for name, off in ((TOP, TOP_OFF), (LOW, LOW_OFF)):\n"
+SHORT = (FEWEST, *NO_LINK, NOT_PUBLISHED, (GAINS, "    return  # too few to learn\n" + GAINS))
 ON_GPUS = OnGpus(
     changes=[("STEPS = 60", "STEPS = 10"), *NO_LINK, ("repeats: int = 20", "repeats: int = 1")],
     hardware=dict.fromkeys(
@@ -365,7 +367,7 @@ ON_FOUR = {
     ),
 }
 AT_LENGTH = {
-    "what is kept is not added, and so not learnt": (
+    "what is kept is not added, and so not learned": (
         [(FEEDBACK, "")],
         {name + LOST for name in KEEP}
         | {f"{name}: accuracy that feedback saves" for name in ("top-k", "PowerSGD 1")}
@@ -545,3 +547,177 @@ def test_nothing_is_left(end: str, tmp_path: Path) -> None:
     assert ("ZeroDivisionError" in said) == (end == "an exception"), said
     assert gone()
     assert machine() == was
+
+
+# Values that no row shows
+
+
+def test_bytes_handed_in_are_those_of_the_text(monkeypatch) -> None:
+    """85,002 parameters on four ranks; PowerSGD's P, Q and biases have 1,098 r + 522 elements."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    lesson = load(LESSON)
+    handed = {name: method.handed for name, method in lesson.methods().items()}
+    assert handed == {
+        "float32": 340_008,
+        "float16, torch's hook": 170_004,
+        "bfloat16": 170_004,
+        "8 bits": 5 * (4 + 21_251),  # four chunks of all gradients, and one of their sum
+        "8 bits, all-gather": 4 + 85_002,
+        "top-k": 680,
+        "top-k, no feedback": 680,
+        "PowerSGD 1, no feedback": 4 * (1_098 + 522),
+        "local SGD, H=10": 34_000.8,
+        "DiLoCo, H=10": 34_000.8,
+        "PowerSGD 1": 4 * (1_098 + 522),
+        "PowerSGD 2": 4 * (2 * 1_098 + 522),
+        "PowerSGD 4": 4 * (4 * 1_098 + 522),
+    }
+    with_feedback = {name for name, method in lesson.methods().items() if method.feedback}
+    assert with_feedback == {*KEEP}
+
+
+def test_training_never_sees_the_digits_that_are_kept_back() -> None:
+    """Digit i is drawn with ink i: rank 1 of two trains on four fifths, and looks at its share."""
+    lesson = load(LESSON)
+    lesson.RANK, lesson.WORLD_SIZE = 1, 2
+    digits = torch.arange(100.0)[:, None].expand(100, 64).numpy()
+    labels = torch.arange(100).numpy() % 10
+    trained, looked = [], []
+
+    def places(images: torch.Tensor) -> list[int]:
+        return ((images[:, 0] + 0.6) * 8).round().int().tolist()
+
+    def step(images: torch.Tensor, of_images: torch.Tensor) -> None:
+        assert [place % 10 for place in places(images)] == of_images.tolist()
+        trained.append(places(images))
+
+    def model(images: torch.Tensor) -> torch.Tensor:
+        """It takes every digit for a 5: half of those kept back are 0, half are 5."""
+        looked.append(places(images))
+        return nn.functional.one_hot(torch.full((len(images),), 5), 10)
+
+    made = SimpleNamespace(step=step, model=model, method=lesson.Method(None, 0), curve=[])
+    lesson.methods = lambda: {"one": None}
+    lesson.Run = lambda name, device: made
+    lesson.from_rank_0 = lambda value: (digits, labels)
+    lesson.summarise = lambda run, device: None
+    lesson.dist = SimpleNamespace(barrier=lambda: None)
+    lesson.train(CPU, 60, 60)
+    assert len(trained) == 60
+    assert {len(of_step) for of_step in trained} == {48}  # of 96
+    seen = {place for of_step in trained for place in of_step}
+    assert seen == {place for place in range(100) if place % 5 > 0}
+    assert trained[0] != trained[1]
+    assert looked == [list(range(5, 100, 10))] * 12
+    assert made.curve == [0.5] * 12  # of all 20, this rank has 10 of the fives
+
+
+def test_a_run_is_summed_up_per_step_and_by_its_fastest_round() -> None:
+    lesson = load(LESSON)
+    lesson.WORLD_SIZE = 4
+
+    def all_reduce(x: torch.Tensor, op: object = None) -> None:
+        if op is None:
+            x.mul_(2)  # with the other ranks' shares
+        else:
+            x.add_(0.1)  # another rank is slower
+
+    lesson.dist = SimpleNamespace(all_reduce=all_reduce, ReduceOp=SimpleNamespace(MAX="max"))
+    calls = 10 * [lesson.Call("all_reduce", 10, 40, (0, 1, 2, 3), None)]
+    calls.append(lesson.Call("all_to_all", 100, 400, (0, 1, 2, 3), None))
+    seconds = [0.9] + 9 * [0.1] + 9 * [0.3] + [0.2]
+    for outer, best in ((None, 0.2), ((0.7, 0.9), 0.28)):
+        run = SimpleNamespace(curve=[0.1, 0.2], seconds=seconds, calls=calls)
+        run.method = lesson.Method(None, 0, outer=outer)
+        lesson.summarise(run, CPU)
+        assert run.curve == pytest.approx([0.2, 0.4])
+        assert run.best == pytest.approx(best)
+        assert run.handed == (10 * 40 + 400) / 10
+        assert run.sent == (10 * 60 + 300) / 10
+        assert run.crossing == (10 * 60 + 400) / 10
+
+
+def test_equal_time_is_that_of_float32_s_first_steps() -> None:
+    """Across the cable: seconds, bytes that crossed, bytes that were counted, of each method."""
+    lesson = load(LESSON)
+    lesson.from_rank_0 = lambda value: value
+    curve = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
+    runs = {}
+    for name in (lesson.FULL, lesson.BFLOAT, lesson.TOP, lesson.DILOCO):
+        runs[name] = SimpleNamespace(best=0.01, crossing=1e5, curve=list(curve))
+    seen = [(0.2, 1, 5), (0.1, 2, 6), (0.05, 3, 7), (0.5, 4, 8)]
+    asked = []
+    pipes = [SimpleNamespace(send=asked.append, recv=lambda: seen)]
+    assert lesson.train_across(pipes, "", runs)
+    assert asked == ["go"]
+    on_the_cable = 1e5 * 1514 / 1448 * 8 / 20e6  # 20 Mbit/s
+    assert [(one.slow, one.crossed, one.counted) for one in runs.values()] == seen
+    for one in runs.values():
+        assert one.expected == pytest.approx(0.01 + on_the_cable)
+    assert [one.soon for one in runs.values()] == [0.1, 0.2, 0.4, 0.1]
+
+
+def test_bytes_across_are_told_per_step_one_way_and_per_rank() -> None:
+    lesson = load(LESSON)
+    lesson.WORLD_SIZE = 3  # two of them in the first node
+    run = SimpleNamespace(seconds=4 * [0.1], best=0.1, carried=8000, left=24_000)
+    lesson.train = lambda device, steps, few, on_cable: {"one": run}
+    told = []
+    lesson.train_when_told(SimpleNamespace(recv=lambda: "go", send=told.append))
+    assert told == [[(0.1, 1000, 3000)]]
+
+
+def test_a_node_s_counters_are_of_its_cable_and_of_what_its_ranks_sent() -> None:
+    table = "Inter-| Receive | Transmit\n    lo: 9 9 0 0 0 0 0 0 300 9 0 0 0 0 0 0\n"
+    table += "  slow: 1000 3 0 0 0 0 0 0 70 2 0 0 0 0 0 0\n"
+    table += "  eth0: 5 3 0 0 0 0 0 0 5 2 0 0 0 0 0 0\n"
+    lesson = load(LESSON)
+    lesson.open = lambda path: io.StringIO(table)
+    assert lesson.bytes_on_the_cable() == 1070
+    assert lesson.bytes_sent_in_this_node() == 370
+
+
+def lost() -> float:
+    """Two ranks; of the mean [4, 0, 3] 1 arrived and 1 is kept, on average, of the first."""
+    lesson = load(LESSON)
+    rank = dist.get_rank()
+    run = SimpleNamespace(arrived=torch.tensor([1.0, 0.0, 3.0]))
+    run.computed = torch.tensor([8.0 * rank, 0.0, 3.0])
+    run.residual = torch.tensor([2.0 * rank, 0.0, 0.0])
+    return lesson.share_lost(run)
+
+
+def test_what_is_lost_neither_arrived_nor_is_kept() -> None:
+    assert run(lost, 2) == pytest.approx([2 / 5, 2 / 5])
+
+
+def test_the_median_on_a_gpu_leaves_the_first_three_out(monkeypatch) -> None:
+    took = iter([0.5, 0.5, 0.5, 5.0, 1.0, 2.0, 4.0, 3.0])
+    event = Mock(elapsed_time=lambda end: next(took))
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
+    work = Mock()
+    assert load(LESSON).median_ms(work, repeats=5) == 3.0
+    assert work.call_count == 8
+
+
+def test_the_table_s_columns_are_what_their_heads_say(capsys) -> None:
+    lesson = load(LESSON)
+    told = {"handed": 1000.4, "sent": 2000, "best": 3e-3, "curve": [0.1, 0.4], "crossed": 5000}
+    told |= {"expected": 6e-3, "slow": 7e-3, "soon": 0.8, "crossing": 9000}
+    lesson.print_table({lesson.FULL: SimpleNamespace(**told)}, slow=True)
+    heads, row = capsys.readouterr().out.splitlines()[3:5]
+    assert heads.split()[:3] == ["handed", "sent", "ms"]
+    assert heads.split()[-2:] == ["0.0", "s"]  # five steps of 7 ms
+    after_all, across = ["1,000", "2,000", "3.0", "40.0%"], ["5,000", "6.0", "7.0", "80.0%"]
+    assert row.split() == ["float32", *after_all, *across]
+
+
+def mean_of_large_numbers() -> list[float]:
+    lesson = load(LESSON)
+    large = torch.tensor([40_960.0, 1.0 + dist.get_rank()], dtype=torch.float16)
+    return lesson.mean([large])[0].tolist()
+
+
+def test_float16_is_divided_before_it_is_added_up_or_it_would_overflow() -> None:
+    """The largest number is 65,504."""
+    assert run(mean_of_large_numbers, 2) == [[40_960.0, 1.5]] * 2

@@ -1,10 +1,13 @@
 """Images of one's own, the claims of the loaders against broken lines."""
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from unittest.mock import Mock
+from types import SimpleNamespace
+from unittest.mock import Mock, call, patch
 
 import pytest
+import torch
 
 from course.playing import load, play
 from tests.lessons.every import Breaks, OnGpus, Without, test_lesson  # noqa: F401
@@ -144,3 +147,152 @@ def test_each_round_of_the_dataloader_brings_every_photo_once() -> None:
     for rounds in (1, 2):
         drawn = lesson.torchvision_loader(Path(), rounds).sampler
         assert sorted(drawn) == sorted([*range(lesson.N)] * rounds)
+
+
+def test_both_loaders_draw_the_same_crops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Smaller ones would have the same mean, and take less time."""
+    monkeypatch.setenv("NUMBA_OPT", "0")
+    monkeypatch.setenv("RANK", "0")  # which imports torchvision, too
+    lesson = load(LESSON)
+    theirs = lesson.crops_by_torchvision().transforms[0]
+    ours = lesson.crops_by_ffcv()[0]
+    assert tuple(theirs.size) == tuple(ours.output_size) == (224, 224)
+    assert tuple(theirs.scale) == pytest.approx(tuple(ours.scale))
+    assert tuple(theirs.ratio) == pytest.approx(tuple(ours.ratio))
+
+
+def test_both_loaders_decode_jpegs_of_quality_97(tmp_path: Path) -> None:
+    lesson = load(LESSON)
+    lesson.RGBImageField = lambda mode, **options: (mode, options)
+    lesson.write_photos = Mock()
+    image = Mock()
+    lesson.images_of = lambda data: [("a", image)]
+    lesson.prepare(tmp_path, None)
+    image.save.assert_called_once_with(tmp_path / "photos/a/0000.jpg", quality=97)
+    written = {given.args[1].name: given.args[2] for given in lesson.write_photos.call_args_list}
+    assert written == {"jpg.beton": ("jpg", {"jpeg_quality": 97}), "raw.beton": ("raw", {})}
+
+
+def test_a_step_takes_32_images_over_all_ranks() -> None:
+    lesson = load(LESSON)
+    lesson.WORLD_SIZE = 4
+    lesson.decoders = lesson.ToTensor = lesson.OrderOption = Mock()
+    lesson.ffcv_loader = Mock()
+    lesson.rank_loader(Path("raw.beton"))
+    (_, _, batch_size), options = lesson.ffcv_loader.call_args
+    assert (batch_size, options["distributed"]) == (8, True)
+
+
+def test_loaders_take_turns_and_their_seconds_are_per_image() -> None:
+    lesson = load(LESSON)
+    order = []
+    wall, core = iter([0.0, 2.0] * 4), iter([10.0, 14.0] * 4)
+    lesson.time = SimpleNamespace(perf_counter=lambda: next(wall))
+    lesson.core_seconds = lambda: next(core)
+
+    def loader(name: str) -> list[tuple]:
+        order.append(name)
+        return [(torch.zeros(5, 3), None), (torch.zeros(3, 3), None)]
+
+    loaders = {"a": lambda: loader("a"), "b": lambda: loader("b")}
+    assert lesson.alternate(loaders, 2) == {"a": [(0.25, 0.5)] * 2, "b": [(0.25, 0.5)] * 2}
+    assert order == ["a", "b", "a", "b"]
+
+
+def test_the_time_of_a_core_is_that_of_all_processes_in_both_modes() -> None:
+    lesson = load(LESSON)
+    worker = Mock(cpu_times=lambda: SimpleNamespace(user=10.0, system=20.0, iowait=400.0))
+    trainer = Mock(cpu_times=lambda: SimpleNamespace(user=1.0, system=2.0, children_user=800.0))
+    trainer.children.return_value = [worker, worker]
+    with patch.object(lesson.psutil, "Process", return_value=trainer):
+        assert lesson.core_seconds() == 63
+
+
+def test_each_loader_reads_its_own_file_as_often_as_it_is_told() -> None:
+    lesson = load(LESSON)
+    lesson.torchvision_loader = lambda folder, rounds: (folder.name, rounds)
+    lesson.crops_by_ffcv = lesson.ffcv_loader = Mock()
+    lesson.point_at = lambda loader, path: path.name
+    loaders = lesson.all_loaders(Path("place"), rounds=2)
+    read = {name: loader() for name, loader in loaders.items()}
+    assert read == {"DataLoader": ("photos", 2), "jpg": "jpg.beton", "raw": "raw.beton"}
+    options = lesson.ffcv_loader.call_args.kwargs
+    assert sorted(options["indices"]) == sorted([*range(lesson.N)] * 2)
+    assert options["num_workers"] == lesson.WORKERS
+
+
+def test_what_is_saved_is_the_dataloaders_time_of_a_core_over_ffcvs() -> None:
+    lesson = load(LESSON)
+    seconds = {"DataLoader": [(0.5, 6.0), (0.25, 8.0)], "jpg": [(0.2, 3.0)], "raw": [(0.1, 1.0)]}
+    processes = {"DataLoader": 2, "jpg": 0, "raw": 0}
+    means = {name: torch.zeros(3) for name in seconds}
+    measured = {"seconds": seconds, "processes": processes, "means": means}
+    lesson.from_rank_0 = lambda value: measured
+    lesson.RANK = 1
+    said, claims = [], {}
+    lesson.print0 = said.append
+    lesson.claim = lambda text, predicted, measured, *_, **__: claims.update({text: measured})
+    assert lesson.check_loaders(Path()) == {"DataLoader": 6.0, "jpg": 3.0, "raw": 1.0}
+    assert claims["core time, DataLoader's / FFCV's, jpg"] == 2.0
+    assert claims["core time, DataLoader's / FFCV's, raw"] == 6.0
+    assert said[0].split()[:2] == ["DataLoader", "4"]
+    assert "6000.00 ms of a core per image" in said[0]
+
+
+def test_bars_are_as_long_as_the_times_of_a_core() -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    lesson = load(LESSON)
+    with patch.object(figure, "savefig", autospec=True) as saved:
+        lesson.draw(
+            "figure.svg",
+            {"read": 0.001, "decode": 0.004},
+            {"DataLoader": 0.009, "jpg": 0.005, "raw": 0.002},
+        )
+    (axes,) = saved.call_args.args[0].axes
+    bars = [(bar.get_y(), bar.get_x(), bar.get_width()) for bar in axes.patches]
+    rows = {}
+    for y, left, width in bars:
+        assert left == pytest.approx(rows.get(y, 0.0))  # it begins where the one before it ends
+        rows[y] = left + width
+    assert sorted(rows.values()) == pytest.approx([2.0, 5.0, 9.0])  # raw, JPEG, DataLoader
+    told = [word for word in axes.get_title().split() if word[0].isdigit()]
+    assert told == ["1.8", "4.5"]  # times as long as from JPEGs, and from raw pixels
+
+
+def test_each_station_is_timed_by_itself_and_all_are_the_whole(tmp_path: Path) -> None:
+    lesson = load(LESSON)
+    lesson.N = 2
+    now = [0.0]
+    lesson.time = SimpleNamespace(perf_counter=lambda: now[0])
+
+    def takes(seconds: float, result: object = None) -> Callable:
+        def work(*_: object, **__: object) -> object:
+            now[0] += seconds
+            return result
+
+        return work
+
+    class Folder:
+        def __init__(self, folder: Path, transform: Callable, loader: Callable) -> None:
+            self.images = [(transform, loader, folder / "photo.jpg")] * 2
+
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> tuple:
+            transform, loader, path = self.images[index]
+            return transform(loader(path)), 0
+
+    lesson.ImageFolder = Folder
+    opened = SimpleNamespace(convert=takes(10.0))
+    lesson.folders = SimpleNamespace(Image=SimpleNamespace(open=lambda file: opened))
+    lesson.crops_by_torchvision = lambda: takes(100.0)
+    batch = Mock()
+    batch.to.side_effect = takes(4000.0)
+    read = patch.object(Path, "read_bytes", takes(1.0, b""))
+    collate = patch.object(torch.utils.data, "default_collate", takes(200.0, (batch, None)))
+    with read, collate:
+        seconds = lesson.station_seconds(tmp_path, torch.device("cpu"))
+    stations = {"read": 1.0, "decode": 10.0, "augment": 100.0, "collate": 100.0, "copy": 2000.0}
+    assert seconds == stations | {"whole": sum(stations.values())}
+    assert batch.to.call_args == call(torch.device("cpu"), copy=True)

@@ -2,6 +2,7 @@
 
 from importlib.util import find_spec
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -121,3 +122,15 @@ BREAKS = Breaks(LINES, changes=[NO_JIT], deadline=120)
 
 def test_a_share_is_of_neighbors() -> None:
     assert list(load(LESSON).shard(1, 2, 10)) == [5, 6, 7, 8, 9]
+
+
+@pytest.mark.parametrize("check", ["check_own_cache", "check_shares"])
+def test_a_cache_of_ones_own_is_read_in_quasi_random_order(check: str) -> None:
+    """In file order each share would be the same one, and a cache as large as is predicted."""
+    lesson = load(LESSON)
+    lesson.RANK, lesson.WORLD_SIZE = 1, 2
+    lesson.open_beton = Mock(side_effect=InterruptedError)
+    with pytest.raises(InterruptedError):
+        getattr(lesson, check)(Path("raw.beton"), None)
+    (_, _, order), options = lesson.open_beton.call_args
+    assert (order, options["os_cache"]) == ("QUASI_RANDOM", False)

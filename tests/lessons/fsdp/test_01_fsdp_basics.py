@@ -3,10 +3,12 @@
 import math
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -258,3 +260,122 @@ def test_a_gpus_peak_is_that_of_its_longest_known_name() -> None:
     assert peak_of("NVIDIA H100 PCIe") == 756e12 < peak_of("NVIDIA H100 80GB HBM3") == 989e12
     assert peak_of("NVIDIA L4") == 121e12 < peak_of("NVIDIA L40S") == 362e12
     assert math.isnan(peak_of("NVIDIA L40"))
+
+
+def collectives_of_choices() -> dict[str, tuple[int, int]]:
+    """All-gathers and reduce-scatters of a step, under each of the choices that are compared."""
+    lesson = load(LESSON)
+    mesh = init_device_mesh("cpu", (2,))
+    counts = {}
+    for name, (units, options) in lesson.CHOICES.items():
+        model = lesson.shard_model(lesson.new_gpt(mesh), mesh, units, **options)
+        with lesson.CountedCommunication() as counted:
+            lesson.byte_losses(model, lesson.random_bytes(mesh, 0)).mean().backward()
+        counts[name] = (len(counted.calls("all_gather")), len(counted.calls("reduce_scatter")))
+    return counts
+
+
+def test_choices_whose_weights_are_compared_are_what_they_are_called() -> None:
+    """All end at the same weights, so weights do not tell one choice from another."""
+    due = {"model": (1, 1), "blocks": (9, 5), "linears": (35, 18)}
+    due |= {"blocks, kept": (5, 5), "blocks, freed": (10, 5)}
+    assert run(collectives_of_choices, 2) == [due, due]
+
+
+def test_three_steps_are_those_of_plain_sgd() -> None:
+    """One process takes them as well, so it does not notice how they are taken."""
+    lesson = load(LESSON)
+    mesh = SimpleNamespace(device_type="cpu")
+    ours, plain = (lesson.new_gpt(mesh, torch.float64) for _ in range(2))
+    x_BT = lesson.random_bytes(mesh, 0)
+    lesson.take_steps(ours, x_BT)
+    weights = list(plain.parameters())
+    for _ in range(3):
+        loss = F.cross_entropy(plain(x_BT[:, :-1]).transpose(1, 2), x_BT[:, 1:])
+        for weight, gradient in zip(weights, torch.autograd.grad(loss, weights), strict=True):
+            weight.data -= 0.1 * gradient
+    pairs = zip(ours.parameters(), weights, strict=True)
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in pairs)
+
+
+def test_ranks_have_different_batches() -> None:
+    """With the same one everywhere, a mean over the ranks could be left out."""
+    lesson = load(LESSON)
+    mesh = SimpleNamespace(device_type="cpu")
+    assert not lesson.random_bytes(mesh, 0).equal(lesson.random_bytes(mesh, 1))
+
+
+def losses_of_training() -> tuple[list[float], list[float], list[bool]]:
+    """What training returns, this rank's own losses, and which steps began with no gradient."""
+    lesson = load(LESSON)
+    for name in ("learning", "that_ranks_differ", "that_nothing_looks_ahead"):
+        setattr(lesson, f"check_{name}", lambda *_, **__: None)
+    losses_of = lesson.byte_losses
+    own, fresh = [], []
+
+    def byte_losses(model: torch.nn.Module, x_BT: torch.Tensor) -> torch.Tensor:
+        fresh.append(all(parameter.grad is None for parameter in model.parameters()))
+        losses = losses_of(model, x_BT)
+        own.append(losses.mean().item())
+        return losses
+
+    lesson.byte_losses = byte_losses
+    mesh = init_device_mesh("cpu", (2,))
+    return lesson.train(mesh, SimpleNamespace(steps=2, data=lesson.__file__)), own, fresh
+
+
+def test_losses_are_averaged_and_gradients_begin_anew() -> None:
+    (losses, first, fresh), (same, second, also) = run(losses_of_training, 2)
+    means = [(a + b) / 2 for a, b in zip(first, second, strict=True)]
+    assert losses == same == pytest.approx(means, rel=1e-6)
+    assert first != second
+    assert fresh == also == [True, True]
+
+
+def test_what_a_step_hands_over_is_told_in_multiples_of_P() -> None:
+    lesson = load(LESSON)
+    lesson.WORLD_SIZE = 2
+    whole = lesson.GPT()
+    P = lesson.elements_of(whole)
+    handed = {"": 3 * P, "all_gather": 2 * P, "reduce_scatter": P}
+    said = []
+    lesson.print0, lesson.claim = said.append, Mock()
+    counted = SimpleNamespace(calls=lambda _: [], elements=lambda operation="": handed[operation])
+    lesson.check_collectives("model", whole, [], counted)
+    assert "which is 3.00 P" in said[-1]
+
+
+def test_the_figure_shows_shares_of_P_over_a_step() -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    timelines = {"model": [0, 200, 200], "blocks": [0, 50, 100, 20]}
+    with patch.object(figure, "savefig", autospec=True) as saved:
+        load(LESSON).draw(timelines, "figure.svg")
+    (axes,) = saved.call_args.args[0].axes
+    model, blocks = ([*line.get_xdata(), *line.get_ydata()] for line in axes.lines)
+    assert model == pytest.approx([0, 1 / 3, 2 / 3, 0, 100, 100])
+    assert blocks == pytest.approx([0, 0.25, 0.5, 0.75, 0, 25, 50, 10])
+    assert [text.get_text().split()[-1] for text in axes.texts] == ["100%", "50%"]
+
+
+def test_mfu_counts_products_and_attention_but_no_embedding() -> None:
+    """On the meta device, which has all shapes of a GPU's tensors."""
+    lesson = load(
+        LESSON,
+        ('(B, T + 1), device="cuda")', '(B, T + 1), device="meta")'),
+        ('with torch.device("cuda"):', 'with torch.device("meta"):'),
+    )
+    lesson.WORLD_SIZE = 4
+    lesson.shard_model = Mock()
+    lesson.time_steps = Mock(side_effect=[(1000.0, 9e6), (1000.0, 5e6), (1000.0, 4e6)])
+    lesson.peak_of = lambda gpu: 1e10
+    said, saved = [], []
+    lesson.print0 = said.append
+    lesson.claim = lambda text, predicted, measured, *_: saved.append(measured)
+    gpu = {"is_bf16_supported": lambda *_: True, "get_device_name": lambda: ""}
+    with patch.multiple(torch.cuda, **gpu):
+        lesson.check_on_gpus(SimpleNamespace(device_type="cuda"), width=256, L=2, T=64)
+    in_blocks = 2 * (12 * 256**2 + 13 * 256)
+    flops = 6 * (in_blocks + 2 * 256 + 32_768 * 256) + 12 * 2 * 256 * 64
+    mfu = f"{flops * 2 * 64 / 1e10:.1%}"  # two sequences in a second
+    assert said[1].split() == ["model", "0.01", "1000.0", "512", mfu]
+    assert saved == [4e6 / (2 * in_blocks)]

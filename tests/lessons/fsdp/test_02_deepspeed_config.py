@@ -8,6 +8,8 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -274,3 +276,30 @@ def test_a_config_that_is_not_there_is_refused_once() -> None:
     assert (ran.returncode, ran.stdout) == (1, "")
     assert "--deepspeed_config needs a JSON file; got none.json; see" in ran.stderr
     assert ran.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("cpu_adam", [False, True])
+def test_each_run_that_is_compared_is_what_it_is_called(cpu_adam: bool) -> None:
+    """All have the same values, so values do not tell one stage from another."""
+    lesson = load(LESSON)
+    options = SimpleNamespace(deepspeed_config=None, write_configs=None, cpu_adam=cpu_adam)
+    lesson.command_line = lambda flags: options
+    for name in ("launch", "setup", "import_deepspeed", "finish"):
+        setattr(lesson, name, Mock())
+    for name in ("batch_size", "adam_is_adamw", "clipping", "messages", "values"):
+        setattr(lesson, f"check_{name}", Mock())
+    lesson.main()
+    configs = lesson.check_values.call_args.args[2]
+    zero = {name: config["zero_optimization"] for name, config in configs.items()}
+    stages = {"stage 0": 0, "stage 1": 1, "stage 2": 2, "stage 3": 3, "offload": 2}
+    assert {name: keys["stage"] for name, keys in zero.items()} == stages
+    offloads = {name: keys.get("offload_optimizer") for name, keys in zero.items()}
+    assert offloads == dict.fromkeys(stages) | {"offload": {"device": "cpu"}}
+    assert configs["offload"]["optimizer"]["params"]["torch_adam"] is not cpu_adam
+
+
+def test_ranks_have_different_batches() -> None:
+    """With the same one everywhere, nothing would tell a gradient that stays on its rank."""
+    lesson = load(LESSON)
+    device = torch.device("cpu")
+    assert not lesson.random_ascii(device, 0).equal(lesson.random_ascii(device, 1))

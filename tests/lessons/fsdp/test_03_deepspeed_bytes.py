@@ -2,8 +2,10 @@
 
 import gc
 import re
+from collections import Counter
 from importlib.util import find_spec
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -199,3 +201,32 @@ ON_GPUS = OnGpus(  # DeepSpeed asks the driver for its accelerator
 )
 NOT_THERE = ("        import deepspeed\n", "        raise ImportError\n")
 WITHOUT = {"deepspeed": Without([NOT_THERE], {"stages 0 to 3"})}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "share", "kept"),
+    [
+        ([5, 1, 40, 2, 7], 28, [46, 49]),  # the third lies on both
+        ([4, 4, 4, 4], 8, [8, 8]),  # the edge of a share is one between tensors
+        ([3, 3, 4], 6, [6, 4]),  # shares are even, so the last one is shorter
+        ([16, 2], 10, [16, 18]),
+    ],
+)
+def test_two_ranks_keep_the_tensors_that_reach_into_their_shares(
+    sizes: list[int], share: int, kept: list[int]
+) -> None:
+    lesson = load(LESSON)
+    lesson.WORLD_SIZE = 2
+    assert lesson.flat_share(sum(sizes)) == share
+    for lesson.RANK in (0, 1):
+        assert lesson.elements_on_my_share(sizes) == kept[lesson.RANK]
+
+
+def test_bytes_per_parameter_are_told_of_all_that_is_held() -> None:
+    lesson = load(LESSON)
+    said = []
+    lesson.print0, lesson.claim = said.append, Mock()
+    P = sum(p.numel() for p in lesson.GPT().parameters())
+    held = Counter({("cpu", torch.float32): 12 * P, ("cpu", torch.bfloat16): 4 * P})
+    lesson.check_bytes({0: SimpleNamespace(held=held)}, torch.device("cpu"))
+    assert said[0].split() == ["#" * 32, "16.00", "bytes", "per", "parameter"]

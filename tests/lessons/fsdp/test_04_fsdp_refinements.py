@@ -2,9 +2,15 @@
 
 from itertools import pairwise
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from course.playing import load
+from course.ranks import run
 from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
 
 LESSON = "fsdp/04_fsdp_refinements.py"
@@ -183,3 +189,78 @@ def test_each_block_prefetches_the_one_after_it() -> None:
     for block, following in pairwise(blocks):
         block.set_modules_to_forward_prefetch.assert_called_once_with([following])
     blocks[-1].set_modules_to_forward_prefetch.assert_not_called()
+
+
+def test_ranks_have_different_batches() -> None:
+    """With the same one everywhere, a mean over the ranks could be left out."""
+    lesson = load(LESSON)
+    mesh = SimpleNamespace(device_type="cpu")
+    assert not lesson.random_bytes(mesh, 0).equal(lesson.random_bytes(mesh, 1))
+
+
+def born_and_filled() -> tuple[set[str], int]:
+    """The devices on which models are before they are sharded; the tensors that this rank read."""
+    lesson = load(LESSON)
+    shard_blocks, fill = lesson.shard_blocks, lesson.set_model_state_dict
+    born = set()
+    read = []
+
+    def note(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        born.update(tensor.device.type for tensor in (*model.parameters(), *model.buffers()))
+        return shard_blocks(model, mesh)
+
+    def note_and_fill(model: nn.Module, state: dict, **options: object) -> None:
+        read.append(len(state))
+        fill(model, state, **options)
+
+    lesson.shard_blocks, lesson.set_model_state_dict = note, note_and_fill
+    lesson.claim = Mock()
+    mesh = init_device_mesh("cpu", (2,))
+    lesson.check_drawing(mesh)
+    lesson.check_meta_device(mesh)
+    return born, read[0]
+
+
+def test_models_are_born_on_the_meta_device_and_rank_0_alone_has_a_state() -> None:
+    assert run(born_and_filled, 2) == [({"meta"}, 53), ({"meta"}, 0)]
+
+
+ON_META = [  # which has all shapes of a GPU's tensors
+    ('(2, 2049), device="cuda")', '(2, 2049), device="meta")'),
+    ('device="cuda", dtype=torch.bfloat16)', 'device="meta", dtype=torch.bfloat16)'),
+    ('(elements // WORLD_SIZE, device="cuda")', '(elements // WORLD_SIZE, device="meta")'),
+]
+
+
+def test_what_is_hidden_is_what_is_not_added_to_the_unsharded_time() -> None:
+    """Of 5 + 11 ms for the root, 2 x 3 + 7 for each of 4 blocks, that is 68, 20 are exposed."""
+    lesson = load(LESSON, *ON_META)
+    lesson.WORLD_SIZE = 2
+    lesson.large_gpt = lesson.GPT
+    block, root = 12 * 64**2 + 13 * 64, (2 * 256 + 64 + 2) * 64
+    lesson.gather_ms = {block: 3.0, root: 5.0}.__getitem__
+    lesson.scatter_ms = {block: 7.0, root: 11.0}.__getitem__
+    lesson.step_ms = Mock(side_effect=[100.0, 120.0, 110.0])  # unsharded, as a rule, kept
+    lesson.fully_shard = Mock()
+    lesson.print0 = Mock()
+    claims = []
+    lesson.claim = lambda text, predicted, measured, *_, **__: claims.append(measured)
+    with patch.object(torch.cuda, "is_bf16_supported", return_value=True):
+        lesson.check_on_gpus(SimpleNamespace(device_type="cuda"))
+    assert claims == [pytest.approx(48 / 68)]
+    kept = [call.kwargs.get("reshard_after_forward") for call in lesson.fully_shard.mock_calls]
+    assert kept == [None] * 5 + [False] * 4 + [None]  # the root as a rule
+
+
+def test_gathers_are_timed_in_bfloat16_and_scatters_in_float32() -> None:
+    lesson = load(LESSON, *ON_META)
+    lesson.WORLD_SIZE = 4
+    lesson.median_ms = lambda work: work()
+    with patch.object(lesson.dist, "all_gather_into_tensor") as gather:
+        lesson.gather_ms(40)
+    with patch.object(lesson.dist, "reduce_scatter_tensor") as scatter:
+        lesson.scatter_ms(40)
+    handed = [(tensor.dtype, len(tensor)) for tensor in gather.call_args.args]
+    assert handed == [(torch.bfloat16, 40), (torch.bfloat16, 10)]
+    handed = [(tensor.dtype, len(tensor)) for tensor in scatter.call_args.args]
+    assert handed == [(torch.float32, 10), (torch.float32, 40)]

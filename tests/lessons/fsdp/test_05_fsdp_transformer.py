@@ -7,11 +7,15 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from course.lessons import ROOT
 from course.playing import Played, load, play
@@ -458,3 +462,208 @@ def test_on_one_rank_a_step_of_one_token_peaks_at_weights_gradients_and_moments(
     shape = lesson.SIZES["7b"]
     P_root = shape.P - shape.L * (12 * shape.D**2 + 13 * shape.D)
     assert lesson.predicted_peak(shape, "full", tokens=1, n=1) == 2 * P_root + 4 * shape.P
+
+
+@pytest.mark.parametrize(
+    ("recompute", "tokens", "V", "peak"),
+    [  # L = 2, D = 8, T = 4, 2 heads: a block has 872 parameters, and keeps 272, 184 or 16 bytes
+        ("none", 1000, 2, 160 + 1000 * (2 * 272 + 18 * 8) + 4 * 872),
+        ("selective", 1000, 2, 160 + 1000 * (2 * 184 + (12 + 18) * 8) + 4 * 872),
+        ("full", 1000, 2, 160 + 1000 * (2 * 16 + (30 + 18) * 8 + 4 * 2) + 4 * 872),
+        ("none", 1000, 100, 3296 + 1000 * (2 * 272 + 4 * 8 + 12 * 100)),  # backward begins
+        ("full", 8, 2, 160 + 8 * (16 + (30 + 18) * 8 + 4 * 2) + 4 * 872 + 4 * 872 / 2),  # its end
+    ],
+)
+def test_each_moment_of_a_step_can_be_its_peak(
+    recompute: str, tokens: int, V: int, peak: float
+) -> None:
+    lesson = load(LESSON)
+    shape = lesson.Shape(L=2, D=8, T=4, V=V, heads=2)
+    assert lesson.predicted_peak(shape, recompute, tokens, n=2) == peak
+
+
+@pytest.mark.parametrize(
+    ("size", "million", "features"),
+    [("124m", 124.5, 64), ("350m", 354.9, 64), ("1b", 913.0, 128), ("7b", 6658.6, 128)],
+)
+def test_sizes_have_the_parameters_of_gpts_whose_head_is_their_embedding(
+    size: str, million: float, features: int
+) -> None:
+    """GPT-2 small and medium, and GPT-3 6.7B; the third is a shallower GPT-3 XL."""
+    shape = load(LESSON).SIZES[size]
+    assert round((shape.P - shape.V * shape.D) / 1e6, 1) == million
+    assert shape.D // shape.heads == features
+
+
+def test_three_steps_are_those_of_plain_sgd() -> None:
+    """One process takes them as well, so it does not notice how they are taken."""
+    lesson = load(LESSON)
+    lesson.average = lambda losses: losses
+    mesh = SimpleNamespace(device_type="cpu")
+    shape = lesson.Shape(L=1, D=16, T=64, V=256, heads=2)
+    ours, plain = (lesson.new_gpt(mesh, shape).double() for _ in range(2))
+    x_BT = lesson.random_bytes(mesh, 0)
+    losses = lesson.losses_of(ours, x_BT)
+    weights = list(plain.parameters())
+    for seen in losses:
+        loss = F.cross_entropy(plain(x_BT[:, :-1]).transpose(1, 2), x_BT[:, 1:])
+        assert seen.item() == pytest.approx(loss.item(), abs=1e-12)
+        for weight, gradient in zip(weights, torch.autograd.grad(loss, weights), strict=True):
+            weight.data -= 0.1 * gradient
+    pairs = zip(ours.parameters(), weights, strict=True)
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in pairs)
+
+
+def averages() -> tuple[list[float], float]:
+    lesson = load(LESSON)
+    mine = 2.0 * dist.get_rank()
+    return lesson.average(torch.tensor([mine, 6.0])).tolist(), lesson.mean_over_ranks(mine)
+
+
+def test_averages_are_over_the_ranks() -> None:
+    assert run(averages, 2) == [([1.0, 6.0], 1.0)] * 2
+
+
+def test_ranks_have_different_batches() -> None:
+    """With the same one everywhere, a mean over the ranks could be left out."""
+    lesson = load(LESSON)
+    mesh = SimpleNamespace(device_type="cpu")
+    assert not lesson.random_bytes(mesh, 0).equal(lesson.random_bytes(mesh, 1))
+
+
+def test_choices_whose_losses_are_compared_are_what_they_are_called() -> None:
+    """All have the same losses, so losses do not tell one choice from another."""
+    lesson = load(LESSON)
+    lesson.build = Mock(return_value=SimpleNamespace(parameters=list))
+    lesson.losses_of = lambda *_: torch.zeros(3)
+    lesson.claim = lesson.check_masters = Mock()
+    lesson.check_losses(SimpleNamespace(device_type="cpu"), None)
+    built = [(*call.args[2], call.kwargs) for call in lesson.build.call_args_list]
+    assert built[:5] == [
+        (None, "none", None, {}),
+        (7_000, "none", None, {}),
+        (None, "none", None, {"reshard_after_forward": False}),
+        (None, "selective", None, {}),
+        (None, "full", None, {}),
+    ]
+    policy = built[5][3]["mp_policy"]
+    assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
+
+
+def train_a_little(lesson: ModuleType, steps: int) -> tuple[list[torch.Tensor], list[bool], float]:
+    """Train a small model; return its batches, which steps began with no gradient, the seconds."""
+    lesson.average = lambda losses: losses
+    mean_loss = lesson.mean_loss
+    drawn, fresh = [], []
+
+    def note(model: torch.nn.Module, x_BT: torch.Tensor) -> torch.Tensor:
+        drawn.append(x_BT)
+        fresh.append(all(parameter.grad is None for parameter in model.parameters()))
+        return mean_loss(model, x_BT)
+
+    lesson.mean_loss = note
+    shape = lesson.Shape(L=1, D=8, T=64, V=256, heads=2)
+    model = lesson.new_gpt(SimpleNamespace(device_type="cpu"), shape)
+    options = SimpleNamespace(size="tiny", batch=2, precision="float32")
+    _, seconds = lesson.train(model, torch.arange(1000).to(torch.uint8), options, steps)
+    return drawn, fresh, seconds
+
+
+def test_each_step_has_its_own_rate_clips_at_1_and_begins_with_no_gradient() -> None:
+    lesson = load(LESSON)
+    lesson.time = SimpleNamespace(perf_counter=Mock(side_effect=[10.0, 16.0]))
+    rates = []
+    hook = register_optimizer_step_pre_hook(
+        lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"])
+    )
+    with patch.object(torch.nn.utils, "clip_grad_norm_") as clip:
+        _, fresh, seconds = train_a_little(lesson, steps=5)
+    hook.remove()
+    assert rates == pytest.approx([lesson.learning_rate(step, 5, 6e-3) for step in range(5)])
+    assert [call.args[1] for call in clip.call_args_list] == [1.0] * 5
+    assert fresh == [True] * 5
+    assert seconds == 2.0  # of each of the last three
+
+
+def test_each_rank_draws_another_part_of_the_text() -> None:
+    drawn = []
+    for rank in (0, 1):
+        lesson = load(LESSON)
+        lesson.RANK = rank
+        drawn += train_a_little(lesson, steps=2)[0]
+    assert not drawn[0].equal(drawn[2])
+    assert not drawn[0].equal(drawn[1])
+
+
+def test_all_ranks_are_judged_by_the_same_text_and_without_a_graph() -> None:
+    lesson = load(LESSON)
+    judged = []
+
+    def mean_loss(model: object, x_BT: torch.Tensor) -> torch.Tensor:
+        judged.append((torch.is_grad_enabled(), x_BT.tolist()))
+        return torch.tensor(float(len(judged)))
+
+    lesson.mean_loss = mean_loss
+    options = SimpleNamespace(size="tiny", batch=2)
+    losses = []
+    for lesson.RANK in (0, 1):
+        losses.append(lesson.validation_loss(None, torch.arange(1000), options))
+    assert losses == [2.5, 6.5]
+    assert judged[:4] == judged[4:]
+    assert [graph for graph, _ in judged] == [False] * 8
+
+
+def test_what_is_trained_is_built_as_told_and_its_bound_is_the_entropy_of_the_bytes(
+    tmp_path: Path,
+) -> None:
+    lesson = load(LESSON)
+    text = tmp_path / "text"
+    text.write_bytes(b"ab" * 5_000)
+    bounds = []
+    lesson.claim = lambda name, predicted, *_, **__: bounds.append(predicted)
+    lesson.train = lambda *_: ([5.0, 5.0], 1.0)
+    lesson.validation_loss = lambda *_: 2.0
+    for name in ("new_gpt", "build", "print_rates", "print0"):
+        setattr(lesson, name, Mock())
+    options = {"size": "tiny", "batch": 2, "steps": 2, "data": str(text), "units": 7}
+    options |= {"recompute": "full", "compile": "inductor", "precision": "bfloat16"}
+    lesson.check_training(SimpleNamespace(device_type="cpu"), SimpleNamespace(**options))
+    assert bounds == [pytest.approx(math.log(2))]
+    (_, _, recipe), how = lesson.build.call_args
+    assert recipe == (7, "full", "inductor")
+    assert how["mp_policy"].param_dtype == torch.bfloat16
+
+
+def test_rates_are_told_as_the_formulas_have_them() -> None:
+    """Of 854,654,976 FLOPs per token that are useful, and 1,024,524,288 that run."""
+    lesson = load(LESSON)
+    lesson.WORLD_SIZE = 4
+    lesson.peak_flops = lambda device: (1e14, "a datasheet")
+    said = []
+    lesson.print0 = said.append
+    options = SimpleNamespace(recompute="full")
+    lesson.print_rates(lesson.SIZES["124m"], options, 10_000.0, torch.device("cpu"))
+    assert said[0].strip() == "40,000 tokens/s, 8.55 TFLOP/s per rank"
+    assert said[1].strip() == "MFU 8.5%, HFU 10.2% of 100: a datasheet"
+
+
+def test_a_cpus_peak_is_2_n_cubed_flops_per_product() -> None:
+    lesson = load(LESSON)
+    lesson.time = SimpleNamespace(perf_counter=Mock(side_effect=[3.0, 4.0]))  # of five products
+    assert lesson.peak_flops(torch.device("cpu"))[0] == pytest.approx(5 * 2 * 512**3)
+
+
+def test_peaks_are_told_for_8_gpus_with_8_sequences_each() -> None:
+    lesson = load(LESSON)
+    lesson.count_on_meta = lambda shape: (1, 1.0)
+    lesson.gather_objects = lambda value: [value]
+    lesson.claim = Mock()
+    lesson.predicted_peak = Mock(return_value=1e9)
+    said = []
+    lesson.print0 = lambda line: said.append(line.strip())
+    lesson.check_sizes()
+    for call in lesson.predicted_peak.call_args_list:
+        assert (call.args[2], call.kwargs) == (8 * call.args[0].T, {"n": 8})
+    at_rest = "none 11.3, selective 11.3, full 11.3"  # and 12 bytes of 6.86e9 / 8 parameters
+    assert said[4] == f"peak on 8 GPUs, 8 sequences each, in GB: {at_rest}"
+    assert [line.split()[-1] for line in said[1::2]] == ["1.20", "1.24", "1.24"]

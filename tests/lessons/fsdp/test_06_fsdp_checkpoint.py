@@ -1,10 +1,11 @@
 """The lesson on sharded checkpoints: files as others read them, and each broken line's claim."""
 
 import json
+import os
 import struct
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import call, patch
+from unittest.mock import Mock, call, patch
 
 import pytest
 import torch
@@ -393,3 +394,63 @@ def test_the_folder_reaches_the_disk_before_it_is_renamed_and_its_parent_after(
     with written, patch.object(lesson, "sync_folder") as sync:
         writer.finish(SimpleNamespace(storage_data={}), [])
     assert sync.call_args_list == [call(tmp_path / "step-000001.tmp"), call(tmp_path)]
+
+
+def test_a_file_is_whole_when_it_is_flushed_and_so_is_its_folder(tmp_path: Path) -> None:
+    lesson = load(LESSON)
+    flushed = []
+
+    def fsync(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        flushed.append((path, path.read_text() if path.is_file() else ""))
+
+    with patch("os.fsync", fsync):
+        lesson.write_durably(tmp_path / "a", {"b": 1})
+        lesson.sync_folder(tmp_path)
+    assert flushed == [(tmp_path / "a", '{"b": 1}'), (tmp_path, "")]
+    assert lesson.PublishingWriter(tmp_path / "step-000001").sync_files  # DCP's own files, too
+
+
+def test_a_distance_is_a_length() -> None:
+    """Squared, a third of the way would be a ninth, which is above a tenth as well."""
+    lesson = load(LESSON)
+    lesson.from_rank_0 = lambda value: value
+    here = {"model": {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([[5.0]])}}
+    there = {"model": {"a": torch.tensor([1.0, 5.0]), "b": torch.tensor([[9.0]])}}
+    assert lesson.distance(here, there) == 5.0
+
+
+def test_what_writes_in_the_background_has_a_group_of_its_own(tmp_path: Path) -> None:
+    """In the training's own group it may go well, until two collectives meet."""
+    lesson = load(LESSON)
+    for name in ("whole_state", "state_of", "save_full", "save_sharded", "blocked", "print0"):
+        setattr(lesson, name, Mock())
+    lesson.new_training = lambda mesh: ()
+    for name in ("whole.pt", "step-000006/a.distcp", "step-000007/a.distcp"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+
+    def time_of(save: Mock, mesh: object) -> tuple[float, float]:
+        save()
+        return 1.0, 2.0
+
+    lesson.time_of = time_of
+    with patch.object(lesson.dcp, "async_save") as save:
+        lesson.check_times(SimpleNamespace(device_type="cpu"), tmp_path, 64, "its own")
+        save.side_effect = InterruptedError
+        with pytest.raises(InterruptedError):
+            lesson.check_asynchronous(None, tmp_path, (), "its own")
+    assert [call.kwargs["process_group"] for call in save.call_args_list] == ["its own"] * 2
+
+
+def test_training_stands_still_until_the_save_returns_and_all_is_written_at_the_end() -> None:
+    lesson = load(LESSON)
+    asked = Mock()
+    asked.clock.side_effect = [1.0, 3.0, 8.0]
+    lesson.settle = asked.settle
+    lesson.time = SimpleNamespace(perf_counter=asked.clock)
+    with patch.object(lesson.dist, "barrier", asked.barrier):
+        assert lesson.time_of(asked.save, None) == (2000.0, 7000.0)
+    order = [name for name, _, _ in asked.mock_calls]
+    assert order[:6] == ["barrier", "settle", "clock", "save", "settle", "clock"]
+    assert order[6:] == ["save().result", "barrier", "settle", "clock"]

@@ -6,12 +6,16 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from course.lessons import ROOT
 from course.playing import load, play
@@ -375,3 +379,103 @@ def test_text_that_is_too_short_is_refused_once(tmp_path: Path) -> None:
     ran = subprocess.run(argv, env=alone, capture_output=True, text=True, timeout=150)
     assert (ran.returncode, ran.stdout) == (1, "")
     assert "--data needs 1,755 bytes of text; got 16; take a longer one" in ran.stderr
+
+
+def test_what_is_held_out_follows_what_is_trained_on(tmp_path: Path) -> None:
+    lesson = load(LESSON)
+    lesson.WORLD_SIZE = 2
+    text = bytes(i % 251 for i in range(65 * 60))
+    (tmp_path / "text").write_bytes(text)
+    x_ST, x_ET = lesson.read_sequences(str(tmp_path / "text"))
+    assert (x_ST.shape, x_ET.shape) == ((6 * 2 * 2 * 2, 65), (2 * 2 + 1, 65))
+    assert bytes(torch.cat([x_ST, x_ET]).flatten().tolist()) == text[: 65 * 53]
+
+
+def test_the_loss_is_on_the_byte_that_follows() -> None:
+    lesson = load(LESSON)
+    x_BT = torch.arange(12).view(2, 6)
+    assert lesson.mean_loss(lambda x_BT: 100.0 * F.one_hot(x_BT + 1, 256), x_BT) < 1e-6
+
+
+def test_each_run_is_of_the_stage_that_it_is_called() -> None:
+    """All have the same losses, so losses do not tell one stage from another."""
+    lesson = load(LESSON)
+    for name in ("evaluate", "check_bf16", "check_fp16", "check_other_world"):
+        setattr(lesson, name, Mock())
+    lesson.start_engine = lambda deepspeed, device, config: Mock(config=config)
+    lesson.check_counting = lambda engine, x_ST: [engine.config["zero_optimization"]["stage"]]
+    lesson.check_resume = lambda deepspeed, stage, x_ST, place, device: (Mock(), [stage, place])
+    lesson.compare = Mock()
+    lesson.run_deepspeed(None, None, None, Path("all"), {}, None)
+    compared = [call.args[:2] for call in lesson.compare.call_args_list]
+    assert compared == [
+        ("stage 2", [2]),
+        ("stage 1", [1, Path("all/stage1")]),
+        ("stage 3", [3, Path("all/stage3")]),
+    ]
+    saved = lesson.check_other_world.call_args.args[1]
+    assert saved == {1: Path("all/stage1"), 3: Path("all/stage3")}
+
+
+def test_fewer_ranks_go_on_in_stage_2_from_stage_1_and_in_stage_3_from_3() -> None:
+    lesson = load(LESSON)
+    lesson.WORLD_SIZE = 2
+    for name in ("make_universal", "is_refused", "claim"):
+        setattr(lesson, name, Mock())
+    lesson.groups_of_fewer = lambda *_: nullcontext()
+    lesson.on_fewer_ranks = Mock(return_value=[1.0])
+    saved = {1: Path("of 1"), 3: Path("of 3")}
+    with patch.object(lesson.dist, "barrier"):
+        lesson.check_other_world(None, saved, None, {"losses": [1.0]}, None)
+    went_on = [(call.args[1], call.args[3]) for call in lesson.on_fewer_ranks.call_args_list]
+    assert went_on == [(2, Path("of 1")), (3, Path("of 3"))]
+    assert lesson.is_refused.call_args.args[1] == Path("of 1")
+
+
+@pytest.mark.parametrize(
+    ("n", "rank", "group", "rank_in_it", "m"),
+    [(4, 3, 1, 1, 2), (6, 4, 1, 1, 3), (9, 8, 2, 2, 3), (5, 2, 2, 0, 1)],
+)
+def test_groups_of_fewer_are_of_the_largest_proper_divisor(
+    n: int, rank: int, group: int, rank_in_it: int, m: int
+) -> None:
+    lesson = load(LESSON)
+    lesson.RANK, lesson.WORLD_SIZE = rank, n
+    lesson.regroup = Mock()
+    with (
+        patch.object(lesson.dist.distributed_c10d, "_get_default_store"),
+        patch.object(lesson.dist, "PrefixStore", lambda name, store: name),
+        lesson.groups_of_fewer(None, None),
+    ):
+        assert lesson.regroup.call_args.args[2:] == (f"group {group}", rank_in_it, m)
+    assert lesson.regroup.call_args.args[2:] == ("all again", rank, n)
+
+
+def test_evaluating_keeps_no_graph_and_training_goes_on_after_it() -> None:
+    lesson = load(LESSON)
+    model = torch.nn.Dropout()
+    seen = []
+
+    def mean_loss(model: torch.nn.Module, x_ET: torch.Tensor) -> torch.Tensor:
+        seen.append((torch.is_grad_enabled(), model.training, len(x_ET)))
+        return torch.tensor(2.0)
+
+    lesson.mean_loss = mean_loss
+    one = {"get_rank": lambda: 1, "get_world_size": lambda: 2, "all_reduce": Mock()}
+    with patch.multiple(lesson.dist, **one):
+        loss = lesson.evaluate(model, torch.zeros(5, 65), torch.device("cpu"))
+    assert (loss, seen, model.training) == (2.0, [(False, False, 2)], True)
+
+
+def test_tokens_per_second_are_those_of_all_ranks() -> None:
+    lesson = load(LESSON)
+    lesson.WORLD_SIZE = 4
+    said = []
+    lesson.print0 = said.append
+    update = Mock()
+    event = SimpleNamespace(record=Mock(), synchronize=Mock(), elapsed_time=lambda end: 2000.0)
+    gpu = {"Event": lambda enable_timing: event, "max_memory_allocated": lambda: 3e9}
+    with patch.multiple(torch.cuda, reset_peak_memory_stats=Mock(), **gpu):
+        lesson.report("FSDP2", update)
+    assert update.call_count == 2 + 5
+    assert said[0].strip() == "FSDP2: 40,960 tokens/s, 3.0 GB at most"  # 5 x 2 x 2048 x 4 in 2 s

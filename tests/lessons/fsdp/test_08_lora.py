@@ -4,13 +4,15 @@ import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from course.playing import load, play
 from course.ranks import run
@@ -272,3 +274,149 @@ def test_what_is_held_out_is_drawn_from_no_training_text() -> None:
     with patch.object(lesson, "mean_loss", return_value=torch.tensor(0.0)) as loss:
         lesson.held_out_loss(None, text, SimpleNamespace(device_type="cpu"))
     assert bool((loss.call_args[0][1] == 1).all())
+
+
+ON_CPU = SimpleNamespace(device_type="cpu")  # a mesh, as far as its device is asked for
+
+
+def test_three_steps_are_those_of_plain_sgd() -> None:
+    """One process takes them as well, so it does not notice how they are taken."""
+    lesson = load(LESSON)
+    torch.manual_seed(0)
+    ours = lesson.add_adapters(lesson.GPT(L=1).double(), lesson.ADAPTED, 2, 4.0)
+    x_BT = lesson.random_bytes(ON_CPU, 0)
+    plain = lesson.GPT(L=1).double()
+    lesson.add_adapters(plain, lesson.ADAPTED, 2, 4.0).load_state_dict(ours.state_dict())
+    losses = lesson.take_steps(ours, x_BT)
+    weights = lesson.trained(plain)
+    for seen in losses:
+        loss = F.cross_entropy(plain(x_BT[:, :-1]).transpose(1, 2), x_BT[:, 1:])
+        assert seen.item() == pytest.approx(loss.item(), abs=1e-12)
+        for weight, gradient in zip(weights, torch.autograd.grad(loss, weights), strict=True):
+            weight.data -= 0.1 * gradient
+    assert len(losses) == 3
+    pairs = zip(lesson.trained(ours), weights, strict=True)
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in pairs)
+
+
+def test_ranks_have_different_batches() -> None:
+    """With the same one everywhere, a mean over the ranks could be left out."""
+    lesson = load(LESSON)
+    assert not lesson.random_bytes(ON_CPU, 0).equal(lesson.random_bytes(ON_CPU, 1))
+
+
+def test_the_loss_is_on_the_byte_that_follows() -> None:
+    x_BT = torch.arange(12).view(2, 6)
+    assert load(LESSON).mean_loss(lambda x_BT: 100.0 * F.one_hot(x_BT + 1, 256), x_BT) < 1e-6
+
+
+def test_the_last_tenth_of_a_text_is_held_out(tmp_path: Path) -> None:
+    content = bytes(i % 251 for i in range(1000))
+    (tmp_path / "text").write_bytes(content)
+    _, prose = load(LESSON).read_texts(str(tmp_path / "text"))
+    assert bytes(prose.train_N.tolist()) == content[:900]
+    assert bytes(prose.held_out_N.tolist()) == content[900:]
+
+
+def test_the_base_learns_code_and_all_are_tuned_on_prose_and_judged_by_both() -> None:
+    lesson = load(LESSON)
+    code, prose = lesson.Text("code", "the end of it"), lesson.Text("prose", "its end")
+    lesson.read_texts = lambda path: (code, prose)
+    trained, judged = [], []
+
+    def fine_tune(model: nn.Module, mesh: object, bytes_N: str, steps: int, lr: float) -> nn.Module:
+        trained.append((bytes_N, steps, len(lesson.trained(model))))
+        return model
+
+    def held_out_loss(model: nn.Module, text: tuple, mesh: object) -> float:
+        judged.append(text)
+        return float(len(judged))
+
+    lesson.fine_tune, lesson.held_out_loss = fine_tune, held_out_loss
+    lesson.whole_parameters = nn.Module.state_dict
+    lesson.check_gains = lesson.print0 = Mock()
+    lesson.check_fine_tuning(ON_CPU, SimpleNamespace(data=None, steps=3))
+    assert trained == [("code", 6, 53), ("prose", 3, 53), ("prose", 3, 2 * 16)]
+    assert judged == [code, prose] * 3
+    losses = lesson.check_gains.call_args.args[0]
+    assert losses == {"base": [1.0, 2.0], "full": [3.0, 4.0], "LoRA": [5.0, 6.0]}
+
+
+def test_gains_are_on_prose_and_against_the_base() -> None:
+    lesson = load(LESSON)
+    claims = {}
+    lesson.claim = lambda text, predicted, measured, *_, **__: claims.update(
+        {text: (predicted, measured)}
+    )
+    losses = {"base": [2.0, 3.0], "full": [2.5, 2.4], "LoRA": [2.2, 2.7]}
+    lesson.print0 = Mock()
+    lesson.check_gains(losses, {"base": {}, "LoRA": {}}, own_data=False)
+    assert claims[GAIN] == pytest.approx((0.1, 0.6))
+    assert claims[THIRD] == pytest.approx((0.2, 0.3))
+
+
+def tuned_on(rank: int) -> tuple[list[torch.Tensor], list[bool], list[float], list[float]]:
+    """Batches of one of four ranks, which steps began with no gradient, rates, and clips."""
+    lesson = load(LESSON)
+    lesson.RANK, lesson.WORLD_SIZE = rank, 4
+    lesson.shard_model = Mock()
+    mean_loss = lesson.mean_loss
+    drawn, fresh, rates = [], [], []
+
+    def note(model: nn.Module, x_BT: torch.Tensor) -> torch.Tensor:
+        drawn.append(x_BT)
+        fresh.append(all(parameter.grad is None for parameter in model.parameters()))
+        return mean_loss(model, x_BT)
+
+    lesson.mean_loss = note
+    hook = register_optimizer_step_pre_hook(
+        lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"])
+    )
+    with patch.object(nn.utils, "clip_grad_norm_") as clip:
+        lesson.fine_tune(lesson.GPT(L=1), ON_CPU, torch.arange(4000) % 256, 6, lr=0.5)
+    hook.remove()
+    return drawn, fresh, rates, [call.args[1] for call in clip.call_args_list]
+
+
+def test_ranks_share_24_sequences_warm_up_clip_and_begin_each_step_with_no_gradient() -> None:
+    drawn, fresh, rates, clips = tuned_on(0)
+    assert {tuple(x_BT.shape) for x_BT in drawn} == {(6, 65)}
+    assert fresh == [True] * 6
+    assert rates == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.5])
+    assert clips == [1.0] * 6
+    others, *_ = tuned_on(1)
+    assert not drawn[0].equal(others[0])
+
+
+def test_the_smaller_a_change_is_the_more_of_it_bfloat16_loses() -> None:
+    """Prediction and measurement have the size of the change in common."""
+    lesson = load(LESSON)
+    torch.manual_seed(0)
+    model = lesson.add_adapters(lesson.GPT(), lesson.ADAPTED, 4, 16)
+    for layer in lesson.adapters_of(model):
+        nn.init.normal_(layer.lora_B)
+    stays = []
+    lesson.claim = lambda text, predicted, measured, **_: stays.append(float(measured))
+    lesson.check_merged_in_bfloat16(model.double())
+    tenth, hundredth, thousandth = stays
+    assert 0.005 < tenth < 0.05
+    assert 0.1 < hundredth < 0.4
+    assert 0.7 < thousandth < 0.9
+
+
+def bytes_told() -> list[str]:
+    lesson = load(LESSON)
+    said = []
+    lesson.print0, lesson.claim = lambda *words: said.extend(words), Mock()
+    lesson.check_bytes(init_device_mesh("cpu", (1,)))
+    return [line.split("#")[-1].strip() for line in said]
+
+
+def test_bytes_are_told_in_multiples_of_P_over_n() -> None:
+    """4 or 2 bytes of a frozen parameter, and 16 of 16,384 that are trained, next to 236,928."""
+    assert run(bytes_told, 1) == [["16.00 P / n", "5.11 P / n", "3.11 P / n"]]
+
+
+def test_mixed_precision_gathers_bfloat16_and_adds_up_float32() -> None:
+    policy = load(LESSON).MIXED["mp_policy"]
+    assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)

@@ -1,9 +1,18 @@
 """The lesson on inference: all ways to generate give one text, and each claim FAILs when broken."""
 
+import copy
+import math
+from types import SimpleNamespace
+from unittest.mock import Mock, patch
+
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from course.playing import load
+from course.ranks import run
 from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
 
 LESSON = "fsdp/09_inference.py"
@@ -190,3 +199,91 @@ def test_noise_draws_from_the_softmax() -> None:
     shares = torch.bincount(drawn, minlength=3) / 20_000
     expected = logits.softmax(0)
     assert ((shares - expected).abs() < 5 * (expected * (1 - expected) / 20_000).sqrt()).all()
+
+
+def error_of_the_second_gradient() -> tuple[float, list[int]]:
+    """Against that of all ranks' batches, at the weights of then; and where this rank's begin."""
+    lesson = load(LESSON)
+    torch.manual_seed(0)
+    model = lesson.GPT(1, 8, lesson.CONTEXT, 256, heads=2)
+    inputs, before, gradients = [], [], []
+    model.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
+    model.register_forward_pre_hook(lambda *_: before.append(copy.deepcopy(model.state_dict())))
+    register_optimizer_step_pre_hook(
+        lambda *_: gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    )
+    lesson.train(model, torch.arange(4000) % 256, 2, torch.device("cpu"))
+    alone = lesson.GPT(1, 8, lesson.CONTEXT, 256, heads=2)
+    alone.load_state_dict(before[1])
+    y_BT = (inputs[1] + 1) % 256
+    F.cross_entropy(alone(inputs[1]).transpose(1, 2), y_BT).backward()
+    errors = []
+    for parameter, gradient in zip(alone.parameters(), gradients[1], strict=True):
+        dist.all_reduce(parameter.grad)
+        errors.append((parameter.grad / 2 - gradient).abs().max().item())
+    return max(errors), inputs[0][:, 0].tolist()
+
+
+def test_gradients_are_averaged_over_the_ranks_and_begin_anew_at_each_step() -> None:
+    (error, first), (same, second) = run(error_of_the_second_gradient, 2)
+    assert max(error, same) < 1e-6
+    assert first != second
+
+
+def test_a_step_is_timed_for_as_many_requests_as_is_told() -> None:
+    lesson = load(LESSON)
+    lesson.decode_step = lambda model, x_BT: lambda: torch.zeros(len(x_BT), 256)
+    lesson.median_of_steps = lambda step: 0.5 * len(step()) + 1.5  # 2, 3.5 and 9.5 ms
+    said, claims = [], []
+    lesson.print0 = lambda line: said.append(line.split())
+    lesson.claim = lambda text, predicted, measured, *_, **__: claims.append(float(measured))
+    lesson.check_batches(lambda x_BT: torch.zeros(*x_BT.shape, 256), torch.zeros(4, 8))
+    assert said[1:] == [["1", "2.00", "500"], ["4", "3.50", "1,143"], ["16", "9.50", "1,684"]]
+    assert claims == [0.0, 1.75]
+
+
+def test_a_steps_time_is_the_median_after_three_steps_to_warm_up() -> None:
+    lesson = load(LESSON)
+    seconds = [0.0, 0.0, 0.0, *map(float, range(30))]
+    ticks = iter([tick for length in seconds for tick in (0.0, length)])
+    lesson.time = SimpleNamespace(perf_counter=lambda: next(ticks))
+    with patch.object(lesson.dist, "broadcast_object_list"):
+        assert lesson.median_of_steps(Mock()) == 15_000.0
+
+
+def test_the_bound_for_the_loss_is_the_entropy_of_the_texts_bytes() -> None:
+    lesson = load(LESSON)
+    claims = []
+    lesson.claim = lambda text, predicted, measured, *_, **__: claims.append((predicted, measured))
+    lesson.check_learning(b"abab", [9.0, 1.0, 2.0, 3.0, 4.0, 5.0], own_data=True)
+    assert claims == [(pytest.approx(math.log(2)), 3.0)]
+
+
+def test_a_gpu_reads_all_weights_and_every_requests_cache() -> None:
+    """On the meta device, which has all shapes of a GPU's tensors. A copy reads and writes."""
+    lesson = load(LESSON)
+    lesson.init_device_mesh = Mock()
+    lesson.decode_step = Mock()
+    lesson.median_ms = Mock(side_effect=[1.0, 4.0, 5.0])
+    said, claims = [], []
+    lesson.print0 = lambda line: said.append(line.split())
+    lesson.claim = lambda text, predicted, measured, *_, **__: claims.append(measured)
+    with patch.object(torch.cuda, "is_bf16_supported", return_value=True):
+        lesson.check_on_gpus(torch.device("meta"))
+    L, D, T, V = 16, 3072, 2048, 32_768
+    weights = 2 * (L * (12 * D**2 + 13 * D) + (2 * V + T + 2) * D)
+    bytes_per_ms = 2 * 2**30
+    for B, row in ((1, said[2]), (32, said[3])):
+        assert row[-1] == f"{(weights + B * T // 2 * 2 * L * D * 2) / bytes_per_ms:.2f}"
+    assert [row[:3] for row in said[2:]] == [["1", "4.00", "250"], ["32", "5.00", "6,400"]]
+    assert claims == [1.25]
+
+
+def test_generating_and_decoding_keep_no_graph() -> None:
+    lesson = load(LESSON)
+    model = lesson.GPT(1, 8, lesson.CONTEXT, 256, heads=2)
+    prompt_BT = torch.zeros(2, 4, dtype=torch.long)
+    noise_GBV = lesson.gumbel((3, 2, 256), torch.device("cpu"))
+    _, (cache,) = lesson.generate(model, prompt_BT, noise_GBV, cached=True)
+    assert not cache.kv_2BHTK.requires_grad
+    assert not lesson.decode_step(model, prompt_BT)().requires_grad

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from course.lessons import ROOT
 from course.playing import load, play
@@ -254,3 +257,83 @@ def test_compile_without_a_compiler_is_refused_once(tmp_path: Path) -> None:
     ran = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=150)
     assert (ran.returncode, ran.stdout) == (1, "")
     assert "--compile needs a C++ compiler; found no c++; install g++" in ran.stderr
+
+
+def test_ranks_have_different_examples() -> None:
+    """With the same ones everywhere, a mean over the ranks could be left out."""
+    lesson = load(LESSON)
+    (x_BD, y_BD), (others_BD, _) = (lesson.examples(rank, torch.device("cpu")) for rank in (0, 1))
+    assert not x_BD.equal(others_BD)
+    assert not x_BD.equal(y_BD)
+
+
+def test_each_run_that_is_compared_is_what_it_is_called() -> None:
+    """Some have the same bytes and all the same losses, so these do not tell one from another."""
+    lesson = load(LESSON)
+    lesson.WORLD_SIZE = 4
+    lesson.build = lesson.claim = lesson.same_or_close = lesson.check_device_bytes = Mock()
+    lesson.sharded = lambda *given: given[2:]
+    lesson.train_fsdp2 = Mock(return_value=([1.0], (4.0, 4.0)))
+    lesson.check_fsdp2([1.0], torch.device("cpu"))
+    trained = [(*call.args[0], call.kwargs) for call in lesson.train_fsdp2.call_args_list]
+    assert {type(policy) for _, _, policy, _ in trained[1:]} == {CPUOffloadPolicy}
+    assert type(trained[0][2]) is OffloadPolicy
+    assert [(dtype, reshard) for dtype, reshard, _, _ in trained] == [
+        (torch.float32, True),
+        (torch.float32, True),
+        (torch.bfloat16, True),
+        (torch.float32, False),
+        (torch.float32, True),
+        (torch.float32, 2),
+    ]
+    assert trained[4][3] == {"steps": 1, "micro_batches": 2}
+
+
+def steps_that_begin_anew() -> list[bool]:
+    lesson = load(LESSON)
+    lesson.D, lesson.H = lambda: 8, lambda: 4
+    device = torch.device("cpu")
+    model = lesson.sharded(lesson.build(device), device, torch.float32, True, OffloadPolicy())
+    fresh = []
+    model.register_forward_pre_hook(
+        lambda *_: fresh.append(all(parameter.grad is None for parameter in model.parameters()))
+    )
+    lesson.train_fsdp2(model, device)
+    return fresh
+
+
+def test_gradients_begin_anew_at_each_step() -> None:
+    assert run(steps_that_begin_anew, 1) == [[True] * 3]
+
+
+def test_adam_on_the_host_is_fused_where_it_is_called_so() -> None:
+    lesson = load(LESSON)
+    lesson.ELEMENTS = 8
+    fused = [bool(lesson.host_adam(fused).param_groups[0]["fused"]) for fused in (False, True)]
+    assert fused == [False, True]
+
+
+def test_adams_rate_is_of_80_bytes_and_of_28() -> None:
+    lesson = load(LESSON)
+    lesson.host_adam = lambda fused: SimpleNamespace(step=Mock(fused=fused))
+    lesson.seconds_of = lambda step: 0.125 if step.fused else 0.5
+    said = []
+    lesson.print0, lesson.claim = lambda line: said.append(line.strip()), Mock()
+    lesson.ELEMENTS = 10**9
+    lesson.check_adam_on_the_host()
+    assert said == ["plain: 500.0 ms, 160.0 GB/s", "fused: 125.0 ms, 224.0 GB/s"]
+
+
+def test_the_link_alone_carries_12_bytes_of_each_parameter_of_a_share() -> None:
+    """On the meta device, which has all shapes of a GPU's tensors."""
+    lesson = load(LESSON)
+    lesson.WORLD_SIZE = 2
+    lesson.sharded = lambda model, *_: model
+    lesson.median_ms = Mock(side_effect=[100.0, 200.0] * 3)
+    said, claims = [], []
+    lesson.print0 = lambda line: said.append(line.split())
+    lesson.claim = lambda text, predicted, measured, *_, **__: claims.append(measured)
+    lesson.measure_steps(55e9, torch.device("meta"))
+    link_ms = 1e3 * 12 * 16 * 8192**2 / 2 / 55e9
+    assert said[1] == ["64", "100.00", "200.00", f"{link_ms:.2f}"]
+    assert claims == [pytest.approx(link_ms / 200)]

@@ -1,5 +1,6 @@
 """The doctor: looks without harm, foretells truly, knows real failures by their words."""
 
+import io
 import os
 import shutil
 import socket
@@ -493,3 +494,214 @@ STARTS_PROCESSES = [
 ]
 SIZES = {1: STARTS_PROCESSES}  # the plain run is one rank, too, and starts them
 ON_GPUS = OnGpus(changes=STARTS_PROCESSES, ranks=(1,), says="torch may use 1;")
+
+
+# Values that no row shows
+
+
+WAYS = {0: "one board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}  # nvml.h
+
+
+@pytest.mark.parametrize("common", WAYS)
+def test_the_way_between_two_cards_has_its_name(common: int, monkeypatch) -> None:
+    told = fake_nvml(P2PStatus=5, TopologyCommonAncestor=common)
+    monkeypatch.setitem(sys.modules, "pynvml", told)
+    assert doctor.nvml().splitlines()[-1] == f"0-1 {WAYS[common]}"
+
+
+def test_nvml_is_asked_about_nvlink_and_about_errors_that_nothing_corrected(monkeypatch) -> None:
+    asked = []
+    names = ("P2PStatus", "TotalEccErrors")
+    answers = {name: partial(lambda *about: asked.append(about), name) for name in names}
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(**answers))
+    doctor.nvml()
+    uncorrected, since_the_driver_was_loaded = 1, 0
+    errors = ("TotalEccErrors", "card", uncorrected, since_the_driver_was_loaded)
+    assert set(asked) == {("P2PStatus", "card", "card", 2), errors}
+
+
+THROTTLED = {0x1: "", 0x2: "", 0x4: "power cap", 0x8: "hardware slowdown", 0x10: ""}  # nvml.h
+THROTTLED |= {0x20: "heat", 0x40: "heat, by hardware", 0x80: "power brake", 0x100: ""}
+
+
+@pytest.mark.parametrize("bit", THROTTLED)
+def test_what_holds_a_clock_down_is_told_and_nothing_else(bit: int) -> None:
+    told = {"CurrentClocksThrottleReasons": bit}
+    found = doctor.ailing(lambda question, *_: told.get(question), "card")
+    assert found == (f", SLOWED by {THROTTLED[bit]}" if THROTTLED[bit] else "")
+
+
+@pytest.mark.parametrize(
+    ("mode", "told"), [(0, ""), (1, "one process"), (2, "PROHIBITED"), (3, "one process")]
+)
+def test_a_compute_mode_is_told_if_it_stands_in_the_way(mode: int, told: str) -> None:
+    answers = {"ComputeMode": mode}
+    found = doctor.ailing(lambda question, *_: answers.get(question), "card")
+    assert told in found
+    assert bool(found) == bool(told)
+
+
+def test_cores_and_memory_are_those_that_this_process_may_use(monkeypatch) -> None:
+    ram = types.SimpleNamespace(available=3e9, total=8e9)
+    shm = {"/dev/shm": types.SimpleNamespace(total=5e9, used=1e9, free=4e9)}
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: ram)
+    monkeypatch.setattr(shutil, "disk_usage", shm.get)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    monkeypatch.setattr(os, "getloadavg", lambda: (1.5, 2.0, 3.0))
+    told = doctor.computer().splitlines()[0]
+    assert told == "3 of 64 cores, load 1.5; 3.0 of 8.0 GB free, 4 in /dev/shm"
+
+
+def test_an_interface_counts_if_it_is_up_and_has_an_ip_address(monkeypatch) -> None:
+    def net(family: int, address: str) -> types.SimpleNamespace:
+        return types.SimpleNamespace(family=family, address=address)
+
+    card = net(psutil.AF_LINK, "aa:bb:cc:dd:ee:ff")
+    nets = {"eth0": [net(socket.AF_INET, "10.0.0.7"), card], "bare0": [card]}
+    nets |= {"down0": [net(socket.AF_INET, "10.1.0.7")]}
+    nets |= {"ib0": [net(socket.AF_INET6, "fe80::1%ib0")]}
+    up = {name: types.SimpleNamespace(isup=name != "down0") for name in nets}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: nets)
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: up)
+    assert doctor.interfaces() == {"eth0": ["10.0.0.7"], "ib0": ["fe80::1"]}
+
+
+def test_gloo_takes_the_interfaces_it_is_told_else_one_address_of_the_host_name(
+    monkeypatch,
+) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    for found, taken in ((["10.0.0.7", "10.0.0.8"], ["10.0.0.7"]), ([], ["127.0.0.1"])):
+        monkeypatch.setattr(doctor, "own_addresses", {socket.gethostname(): found}.get)
+        assert doctor.gloo_addresses() == taken
+    nets = {"eth0": ["10.0.0.7", "fe80::1"], "ib0": ["10.1.0.7"]}
+    monkeypatch.setattr(doctor, "interfaces", lambda: nets)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0,eth0,nowhere")
+    assert doctor.gloo_addresses() == ["10.1.0.7", "10.0.0.7", "no nowhere"]
+
+
+@pytest.mark.parametrize(("answer", "told"), [(0, "TAKEN"), (111, "free")])
+def test_torchrun_s_port_is_taken_if_somebody_answers_there(
+    answer: int, told: str, monkeypatch
+) -> None:
+    class Socket:
+        def __enter__(self) -> "Socket":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def connect_ex(self, place: tuple[str, int]) -> int:
+            assert place == ("127.0.0.1", 29500)
+            return answer
+
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(doctor, "interfaces", lambda: {"lo": ["127.0.0.1"], "eth0": ["10.0.0.7"]})
+    monkeypatch.setattr(doctor, "gloo_addresses", lambda: ["127.0.1.1"])
+    monkeypatch.setattr(doctor, "socket", types.SimpleNamespace(socket=Socket))
+    lines = doctor.network().splitlines()
+    assert lines[-1] == f"port 29500, torchrun's default, is {told}"
+    assert lines[1:3] == [
+        "eth0 10.0.0.7",
+        "gloo will listen on 127.0.1.1; NCCL's sockets, on eth0",
+    ]
+    assert "GLOO_SOCKET_IFNAME" in lines[3]  # 127.0.1.1 is of no use to another machine
+
+
+XIDS = {
+    "wild kernel": [13, 31, 43, 45],
+    "broken GPU": [48, 63, 64, 74, 79, 92, 94, 95, 119, 120, *range(144, 151)],
+    "another Xid": [8, 32, 61, 62, 68, 69, 93, 96, 109, 121, 143, 151],
+}
+
+
+@pytest.mark.parametrize("name", XIDS)
+def test_an_xid_s_number_tells_whose_fault_it_is(name: str) -> None:
+    for number in XIDS[name]:
+        words = f"NVRM: Xid (PCI:0000:3b:00): {number}, pid=1234, name=python"
+        assert doctor.diagnose(words)[1] == name, words
+
+
+def test_shared_memory_is_asked_for_and_compared_byte_for_byte(monkeypatch) -> None:
+    class Damaged(io.BytesIO):
+        """A file of which one byte changes before it is read."""
+
+        def fileno(self) -> int:
+            return 7
+
+        def seek(self, *place: int) -> int:
+            self.getbuffer()[2**20] ^= 1  # in the second of three blocks
+            return super().seek(*place)
+
+    asked = []
+    monkeypatch.setattr(os, "posix_fallocate", lambda *what: asked.append(what))
+    monkeypatch.setattr(doctor.tempfile, "TemporaryFile", lambda dir: Damaged())
+    assert doctor.fill_shared_memory(3 * 2**20) == 2 * 2**20
+    assert asked == [(7, 0, 3 * 2**20)]  # before the write, which would kill
+
+
+@pytest.mark.parametrize(("free", "size"), [(10**12, 2**27), (3 * 2**20 + 5, 3 * 2**20)])
+def test_128_mib_of_shared_memory_are_tried_if_so_many_are_free(
+    free: int, size: int, monkeypatch
+) -> None:
+    lesson = load(LESSON)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=free))
+    lesson.fill_shared_memory = lambda size: size
+    lesson.shared_memory_is_there()
+    (row,) = lesson.ledger
+    assert row["predicted"] == row["measured"] == size
+
+
+def test_the_name_that_torchrun_gives_its_ranks_is_looked_up(monkeypatch) -> None:
+    lesson = load(LESSON)
+    monkeypatch.setattr(socket, "getfqdn", lambda: "node7.cluster")
+    lesson.own_addresses = {"node7.cluster": ["10.0.0.7"]}.get
+    lesson.the_host_name_is_ours()
+    assert [row["verdict"] for row in lesson.ledger] == ["PASS"]
+
+
+@pytest.mark.parametrize(
+    ("totals", "verdict"), [([3.0, 3.0], "PASS"), ([3.0, 5.0], "FAIL"), ([3.0], "FAIL")]
+)
+def test_ranks_have_met_if_each_of_them_has_the_sum(totals: list[float], verdict: str) -> None:
+    lesson = load(LESSON)
+    lesson.ranks_meet("gloo", 2, "\n".join(f"MET [{total}, []]" for total in totals))
+    assert [row["verdict"] for row in lesson.ledger] == [verdict]
+
+
+def test_every_gpu_takes_part_in_nccl_s_trial(monkeypatch) -> None:
+    lesson = load(LESSON)
+    monkeypatch.setattr(lesson.torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(lesson.dist, "is_nccl_available", lambda: True)
+    lesson.torchrun = lambda *how: how
+    tried = []
+    lesson.ranks_meet = lambda *what: tried.append(what)
+    lesson.every_gpu_joins()
+    assert tried == [("nccl", 8, ("nccl", 8))]
+    assert lesson.ledger == []
+
+
+def test_nccl_s_own_word_on_its_interface_is_read(monkeypatch) -> None:
+    asked = []
+
+    def run(command: list[str], env: dict[str, str], **_: object) -> types.SimpleNamespace:
+        asked.append((command[-1], env))
+        words = "NCCL INFO Bootstrap: Using eth7:10.0.0.7<0>\nNCCL INFO NET/Socket : Using eth8:1"
+        return types.SimpleNamespace(stdout=words)
+
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.setenv("NCCL_DEBUG_FILE", "/dev/null")
+    monkeypatch.setattr(subprocess, "run", run)
+    assert doctor.interface_nccl_takes("libnccl.so.2") == "eth7"
+    ((library, env),) = asked
+    assert library == "libnccl.so.2"
+    assert {k: v for k, v in env.items() if k.startswith("NCCL_DEBUG")} == {"NCCL_DEBUG": "INFO"}
+
+
+def test_a_diagnosis_is_told_as_cause_proof_and_remedy(capsys) -> None:
+    doctor.prescribe("RuntimeError: EADDRINUSE: port 29500")
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0].split(maxsplit=2)[:2] == ["port", "taken"]
+    assert lines[1].startswith("cause: another job, or an orphan of your last one")
+    assert lines[2] == "proof: ss -ltnp | grep :29500"
+    assert lines[3].startswith("remedy: torchrun --standalone, which takes a free port")

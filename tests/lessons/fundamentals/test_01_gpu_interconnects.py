@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 
 from course.playing import load
 from tests.lessons.every import Breaks, test_lesson  # noqa: F401
@@ -178,3 +179,117 @@ def test_nvlink_5_carries_twice_what_nvlink_4_does() -> None:
     links = load(LESSON).LINKS
     assert links["NVLink 5"].one_way == 900
     assert links["NVLink 4"].one_way == 450
+
+
+# Values that no row shows
+
+
+ONE_WAY = {  # GB/s, as published by PCI-SIG, NVIDIA, IBTA and IEEE
+    "PCIe 3.0 x16": 15.75,
+    "PCIe 4.0 x16": 31.5,
+    "PCIe 5.0 x16": 63.0,
+    "PCIe 6.0 x16": 121.0,
+    "NVLink 1": 80,
+    "NVLink 2": 150,
+    "NVLink 3": 300,
+    "NVLink 4": 450,
+    "NVLink 5": 900,
+    "NVLink-C2C": 450,
+    "InfiniBand HDR": 25,
+    "InfiniBand NDR": 50,
+    "InfiniBand XDR": 100,
+    "10 GbE": 1.25,
+    "25 GbE": 3.125,
+    "100 GbE": 12.5,
+}
+
+
+def test_every_link_has_the_rate_that_its_makers_publish() -> None:
+    rates = {name: link.one_way for name, link in load(LESSON).LINKS.items()}
+    assert rates == {name: pytest.approx(rate, rel=1e-3) for name, rate in ONE_WAY.items()}
+
+
+NVLINKS = {"P100": 4, "V100": 6, "A100": 12, "H100, H200": 18, "B200": 18}  # links per GPU
+
+
+def test_every_gpu_has_the_nvlinks_of_its_datasheet() -> None:
+    links = [link for name, link in load(LESSON).LINKS.items() if name.startswith("NVLink ")]
+    assert {link.seen_in: link.links for link in links} == NVLINKS
+
+
+@pytest.mark.parametrize(
+    ("gpu", "terabytes", "teraflops"),
+    [("A100", 2.0, 312), ("H100", 3.35, 989), ("H200", 4.8, 989), ("B200", 8.0, 2250)],
+)
+def test_memory_and_peak_are_those_of_the_datasheet(gpu, terabytes, teraflops) -> None:
+    lesson = load(LESSON)
+    assert lesson.GPUS[gpu] == (terabytes, teraflops)
+    assert lesson.ridge(gpu) == pytest.approx(teraflops / terabytes)
+    assert lesson.attainable(1, gpu) == pytest.approx(terabytes)
+    assert lesson.attainable(1e4, gpu) == teraflops
+
+
+@pytest.mark.parametrize("tokens", [1, 319, 8192])
+def test_a_layer_s_intensity_counts_weights_tokens_and_result(tokens: int) -> None:
+    moved = 2 * (8192 * 8192 + 2 * tokens * 8192)
+    assert load(LESSON).layer(tokens) == pytest.approx(2 * tokens * 8192 * 8192 / moved)
+
+
+def test_below_the_switch_every_device_has_lanes_of_its_own() -> None:
+    box = load(LESSON).pcie_box()
+    assert len(box) == 2 * (1 + 3 * 4)  # one uplink; of four GPUs and four NICs, both ways
+    for wire, rate in box.items():
+        expected = 50 if "network" in wire else 63
+        assert rate == pytest.approx(expected, rel=1e-3), wire
+
+
+SIGNS = {
+    "RDMA-capable NICs": ("sys/class/infiniband/mlx5_0", ""),
+    "RDMA: nvidia_peermem": ("proc/modules", "nvidia_peermem 16384 0\n"),
+    "RDMA: open driver (DMA-BUF)": ("proc/driver/nvidia/version", "UNIX Open Kernel Module 570"),
+    "Storage: nvidia_fs": ("proc/modules", "nvidia_fs 1 0\n"),
+    "Async: stream memory operations": ("proc/driver/nvidia/params", "EnableStreamMemOPs: 1\n"),
+    "closed driver": ("proc/driver/nvidia/version", "NVIDIA UNIX x86_64 Kernel Module 570"),
+    "no stream operations": ("proc/driver/nvidia/params", "EnableStreamMemOPs: 0\n"),
+}
+
+
+@pytest.mark.parametrize("sign", SIGNS)
+def test_each_sign_of_gpudirect_is_read_where_it_stands(sign: str, tmp_path: Path) -> None:
+    name, text = SIGNS[sign]
+    place = tmp_path / name
+    place.parent.mkdir(parents=True)
+    if text:
+        place.write_text(text)
+    else:
+        place.mkdir()
+    found = load(LESSON).gpudirect_signs(tmp_path)
+    assert {name for name, there in found.items() if there} == {sign} & set(found)
+
+
+@pytest.mark.parametrize("uuid", ["GPU-1f2e", "1f2e"])
+def test_nvml_is_asked_about_the_card_that_cuda_means(uuid: str, monkeypatch) -> None:
+    lesson = load(LESSON)
+    told = {3: SimpleNamespace(uuid=uuid)}
+    monkeypatch.setattr(lesson.torch.cuda, "get_device_properties", told.get)
+    lesson.pynvml = SimpleNamespace(nvmlDeviceGetHandleByUUID={"GPU-1f2e": "the card"}.get)
+    assert lesson.nvml_handle(3) == "the card"
+
+
+def test_the_figure_shows_one_way_rates_and_each_gpu_s_own_roof(monkeypatch) -> None:
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    load(LESSON).draw("unused.png")
+    ladder, roof = drawn[0].axes
+    names = [label.get_text() for label in ladder.get_yticklabels()]
+    rates = [bar.get_width() for bar in ladder.patches]
+    assert rates == sorted(rates)
+    assert dict(zip(names, rates, strict=True)) == pytest.approx(ONE_WAY, rel=1e-3)
+    roofs = {"A100": (2.0, 312), "H100": (3.35, 989), "H200": (4.8, 989), "B200": (8.0, 2250)}
+    for line, (gpu, (slope, peak)) in zip(roof.lines, roofs.items(), strict=False):
+        assert line.get_label().startswith(f"{gpu}, ridge {peak / slope:.0f}")
+        assert dict(zip(*line.get_data(), strict=True))[1.0] == pytest.approx(slope)
+        assert max(line.get_ydata()) == peak
+    marks = [tuple(float(x[0]) for x in line.get_data()) for line in roof.lines[4:]]
+    expected = [(1 / 6, 3.35 / 6), (1, 3.35), (989 / 3.35, 989)]
+    assert marks == [pytest.approx(mark, rel=5e-3) for mark in expected]

@@ -8,6 +8,8 @@ import sys
 import time
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -310,3 +312,76 @@ def wait_until(holds, seconds: float) -> None:
 
 def test_a_value_too_long_for_the_table_is_seen_to_be_cut() -> None:
     assert [load(LESSON).shortened(text, 4) for text in ("abcd", "abcde")] == ["abcd", "…cde"]
+
+
+# Values that no row shows
+
+
+def test_a_child_is_told_nothing_of_the_rank_that_starts_it() -> None:
+    ours = {"RANK": "1", "LOCAL_RANK": "1", "MASTER_PORT": "1", "OMP_NUM_THREADS": "1"}
+    ours |= {"TORCHELASTIC_NEW": "1", "PYTHONUNBUFFERED": "1"}
+    assert load(LESSON).without_ranks(ours | {"PATH": "/bin", "RANKS": "3"}) == {
+        "PATH": "/bin",
+        "RANKS": "3",
+    }
+
+
+def test_the_table_shows_one_value_only_where_all_ranks_were_told_the_same(capsys) -> None:
+    ranks = [{"RANK": f"{rank}", "WORLD_SIZE": "4", "ROLE_RANK": "7"} for rank in range(4)]
+    del ranks[2]["ROLE_RANK"]
+    load(LESSON).print_table(ranks)
+    shown = {}
+    for line in capsys.readouterr().out.splitlines()[2:-1]:
+        name, _, values = line.strip().partition(" ")
+        shown[name] = values.strip().partition("   ")[0]
+    assert shown["RANK"] == "0 1 2 3"
+    assert shown["WORLD_SIZE"] == "4"
+    assert shown["ROLE_RANK"] == "7 7 unset 7"
+    assert shown["OMP_NUM_THREADS"] == "unset"
+
+
+def test_a_new_group_s_first_and_second_all_reduce_are_timed_to_their_ends() -> None:
+    """By a clock that only waiting for the GPU puts forward."""
+    lesson = load(LESSON)
+    lesson.WORLD_SIZE = 2
+    now, pending, asked = [0.0], [], []
+    takes = iter([6.0, 2.0])
+
+    def all_reduce(x: object, group: object) -> None:
+        asked.append(group)
+        pending.append(next(takes))
+
+    def synchronize() -> None:
+        now[0] += sum(pending)
+        pending.clear()
+
+    group = Mock()
+    cuda = SimpleNamespace(synchronize=synchronize, mem_get_info=lambda: (80e9 - now[0], 80e9))
+    lesson.torch = SimpleNamespace(ones=Mock(), cuda=cuda)
+    calls = {"all_reduce": all_reduce, "new_group": lambda: group, "barrier": Mock()}
+    lesson.dist = SimpleNamespace(**calls, is_initialized=lambda: False)
+    lesson.time = SimpleNamespace(perf_counter=lambda: now[0])
+    lesson.cost_of_a_group(SimpleNamespace(type="cuda"))
+    assert asked == [group, group]
+    (row,) = lesson.ledger
+    assert (row["measured"], row["verdict"]) == (3.0, "PASS")
+
+
+def test_a_program_that_fails_is_not_read_as_one_that_says_nothing() -> None:
+    lesson = load(LESSON)
+    assert lesson.output_of([sys.executable, "-c", "print('a'); print('b')"]) == ["a", "b"]
+    with pytest.raises(SystemExit, match="why"):
+        lesson.output_of([sys.executable, "-c", "import sys; sys.exit('why')"])
+
+
+def two_clients() -> tuple[bool, bool]:
+    """Whether keys of the lesson's store are seen by it, and not by others of the same server."""
+    lesson = load(LESSON)
+    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(server.port)}
+    lesson.open_store().set("door", "open")
+    return lesson.open_store().check(["door"]), server.check(["door"])
+
+
+def test_the_lesson_s_keys_in_the_store_stay_apart() -> None:
+    assert run(two_clients, 1, group=False) == [(True, False)]

@@ -1,9 +1,14 @@
 """Your machine by the clock: copies, roofline, pairs of GPUs; what a wrong line does to them."""
 
+import contextlib
+from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from matplotlib.figure import Figure
+from torch.utils.flop_counter import FlopCounterMode
 
 from course.playing import Played, load
 from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
@@ -338,3 +343,291 @@ def test_pairs_are_judged_by_their_links_and_by_what_a_crossbar_promises() -> No
     assert judged_pairs([396, 394], 200, 390) == {"NVLink: both ways at once / one alone"}
     assert judged_pairs([396, 394], 391, 60) == {"NVLink: all send right at once / one"}
     assert judged_pairs([396, 394], 391, 390, wrong=1) == {"GPU pairs: bytes that arrived wrong"}
+
+
+# Values that no row shows
+
+
+@pytest.mark.parametrize(
+    ("generation", "rate"), [(1, 4), (2, 8), (3, 15.75), (4, 31.5), (5, 63), (6, 121)]
+)
+def test_sixteen_lanes_of_each_generation_carry_what_is_published(generation, rate) -> None:
+    assert 16 * load(LESSON).PCIE[generation] == pytest.approx(rate, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("version", "rate"), [(1, 20), (2, 25), (3, 25), (4, 25), (5, 25), (6, 25), (7, 50)]
+)
+def test_a_link_of_each_nvlink_carries_what_is_published(version: int, rate: int) -> None:
+    assert load(LESSON).rate_of_nvlink(version) == rate
+
+
+@pytest.mark.parametrize(
+    ("way", "label"),
+    [(0, "one board"), (10, "PIX"), (20, "PXB"), (30, "PHB"), (40, "NODE"), (50, "SYS")],
+)
+def test_the_way_between_two_gpus_has_its_name(way: int, label: str) -> None:
+    assert on(Machine(links=[], way=way)).joined(0, 1) == (label, None)
+
+
+def test_it_is_the_memory_s_clock_that_promises_its_bandwidth() -> None:
+    class Clocks(Machine):
+        def nvmlDeviceGetMaxClockInfo(self, a: int, clock: int) -> int:
+            return {0: 1980, 2: 2619}[clock]  # of graphics and of memory, by nvml.h
+
+    assert on(Clocks(wires=5120)).promised_by_hbm(0) == pytest.approx(1676, rel=1e-3)
+
+
+@pytest.mark.parametrize("uuid", ["GPU-1f2e", "1f2e"])
+def test_nvml_is_asked_about_the_card_that_cuda_means(uuid: str, monkeypatch) -> None:
+    lesson = load(LESSON)
+    told = {3: SimpleNamespace(uuid=uuid)}
+    monkeypatch.setattr(lesson.torch.cuda, "get_device_properties", told.get)
+    lesson.pynvml = SimpleNamespace(nvmlDeviceGetHandleByUUID={"GPU-1f2e": "the card"}.get)
+    assert lesson.nvml_handle(3) == "the card"
+
+
+def test_a_link_is_looked_at_while_copies_run() -> None:
+    lesson = load(LESSON)
+    done = []
+
+    def answer(name: str, card: int) -> int:
+        done.append(name)
+        return told[name]
+
+    gpu = SimpleNamespace(copy_=lambda source, non_blocking: done.append("copy"))
+    cuda = SimpleNamespace(synchronize=lambda gpu: done.append("wait"))
+    lesson.torch = SimpleNamespace(ones=lambda *_, **__: gpu, uint8=None, cuda=cuda)
+    told = {"CurrPcieLinkWidth": 8, "MaxPcieLinkWidth": 16}
+    told |= {"CurrPcieLinkGeneration": 4, "MaxPcieLinkGeneration": 5}
+    asked = {f"nvmlDeviceGet{name}": partial(answer, name) for name in told}
+    lesson.pynvml = SimpleNamespace(NVMLError=RuntimeError, **asked)
+    lesson.nvml_handle = lambda gpu: gpu
+    assert lesson.pcie_in_use(0) == (8, 16, 4, 5)
+    assert set(done[-5:-1]) == set(told)
+    assert done[-1] == "wait"
+    assert done.count("copy") >= 50
+
+
+def test_each_copy_between_host_and_gpu_goes_the_way_of_its_name() -> None:
+    lesson = load(LESSON)
+
+    def ones(n: int, dtype: object, device: str = "pageable", pin_memory: bool = False) -> str:
+        assert n == lesson.SIZES[-1]
+        return "pinned" if pin_memory else device
+
+    cuda = SimpleNamespace(Stream=lambda: None)
+    lesson.torch = SimpleNamespace(ones=ones, uint8=None, device=lambda *_: "GPU", cuda=cuda)
+    lesson.copier = lambda to, source: f"{source} to {to}"
+    lesson.at_once = lambda one, other, side: f"{one}, {other}"
+    lesson.curve_of = lambda copy, gpu: copy
+    lesson.promised_by_pcie = lambda gpu: 63
+    lesson.promised_by_hbm = lambda gpu: 1676
+    curves, promised = lesson.copies_on_gpu_0()
+    assert curves == {
+        "HBM copy": "GPU to GPU",
+        "H2D pinned": "pinned to GPU",
+        "D2H pinned": "GPU to pinned",
+        "H2D pageable": "pageable to GPU",
+        "D2H pageable": "GPU to pageable",
+        "H2D and D2H at once, each": "pinned to GPU, GPU to pinned",
+    }
+    assert promised == dict.fromkeys(curves, 63) | {"HBM copy": 1676}
+
+
+def test_a_kernel_does_the_flops_that_it_is_told_to_do() -> None:
+    """Counted by PyTorch; of an addition, which that leaves out, one per element."""
+    lesson = load(LESSON, ("n, m = 4096, 1024", "n, m = 48, 32"))
+    counted = {}
+
+    def count(operations: dict, device: torch.device) -> dict:
+        for name, operation in operations.items():
+            with FlopCounterMode(display=False) as counter:
+                result = operation()
+            counted[name] = counter.get_total_flops() or result.numel()
+        return dict.fromkeys(operations, 1.0)
+
+    lesson.alternate = count
+    ran = lesson.run_kernels(torch.device("cpu"))
+    assert counted == {name: one.flops for name, one in ran.items()}
+
+
+def test_a_kernel_s_rates_are_what_it_did_over_its_seconds() -> None:
+    ran = load(LESSON).Ran(flops=12.0, nbytes=6.0, seconds=0.5)
+    assert (ran.flops_per_second, ran.bytes_per_second, ran.intensity) == (24, 12, 2)
+
+
+def test_operations_take_turns_run_untimed_first_and_the_median_counts() -> None:
+    lesson = load(LESSON)
+    done = []
+    took = {"a": iter([1.0, 9.0, 2.0]), "b": iter([7.0, 3.0, 5.0])}
+
+    def seconds_of(operation, device: torch.device) -> float:
+        operation()
+        return next(took[done[-1]])
+
+    lesson.seconds_of = seconds_of
+    operations = {name: partial(done.append, name) for name in took}
+    assert lesson.alternate(operations, torch.device("cpu"), rounds=3) == {"a": 2.0, "b": 5.0}
+    assert "".join(done) == 3 * "aabb"
+
+
+def test_on_a_gpu_events_are_the_clock_and_tell_milliseconds(monkeypatch) -> None:
+    done = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            done.append("record")
+
+        def synchronize(self) -> None:
+            done.append("wait")
+
+        def elapsed_time(self, end: "Event") -> float:
+            return 5.0
+
+    lesson = load(LESSON)
+    monkeypatch.setattr(lesson.torch.cuda, "Event", Event)
+    seconds = lesson.seconds_of(lambda: done.append("work"), SimpleNamespace(type="cuda"))
+    assert seconds == pytest.approx(0.005)
+    assert done == ["record", "work", "record", "wait"]
+
+
+def test_copies_at_once_are_all_started_before_any_is_waited_for(monkeypatch) -> None:
+    """By a clock that waiting puts forward: 100 ms for ten copies, whichever GPU is waited for."""
+    lesson = load(LESSON)
+    now, started, waited = [0.0], [], []
+
+    def synchronize(device: int) -> None:
+        waited.append(device)
+        if started:
+            now[0] += 0.1
+            assert sorted(started) == 10 * [0] + 10 * [1]
+            started.clear()
+
+    monkeypatch.setattr(lesson.torch.cuda, "synchronize", synchronize)
+    lesson.time = SimpleNamespace(perf_counter=lambda: now[0])
+    transfers = []
+    for i in range(2):
+        start = partial(started.append, i)
+        transfers.append(SimpleNamespace(ends={2 * i, 2 * i + 1}, start=start))
+    rate = lesson.rate_together(transfers)
+    assert rate == pytest.approx(lesson.SIZES[-1] / 0.01 / 1e9)
+    assert set(waited) == {0, 1, 2, 3}
+
+
+def test_every_pair_is_tried_and_the_ring_leads_to_right_neighbors(monkeypatch) -> None:
+    lesson = load(LESSON)
+
+    def transfer(i: int, j: int) -> SimpleNamespace:
+        return SimpleNamespace(way=(i, j), wrong_bytes=lambda: 10 * i + j)
+
+    lesson.Transfer = transfer
+    lesson.rate_together = lambda transfers: [one.way for one in transfers]
+    lesson.joined = lambda i, j: ("NV18", 450)
+    lesson.nvlinks_up = lambda gpu: 18 - gpu
+    cuda = lesson.torch.cuda
+    monkeypatch.setattr(cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(cuda, "can_device_access_peer", lambda i, j: (i, j) != (2, 0))
+    pairs = lesson.copies_between_gpus()
+    ways = [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
+    assert pairs.rates == {f"GPU {i} to {j}, NV18": [(i, j)] for i, j in ways}
+    without_p2p = {"GPU 2 to 0, NV18": None}
+    assert pairs.promised == dict.fromkeys(pairs.rates, 450) | without_p2p
+    assert pairs.wrong_bytes == 1 + 2 + 10 + 12 + 20 + 21
+    assert pairs.both_ways == [(0, 1), (1, 0)]
+    assert pairs.ring == [(0, 1), (1, 2), (2, 0)]
+    assert pairs.links_up == [18, 17, 16]
+
+
+def test_the_rate_of_all_ranks_at_once_is_told_next_to_that_of_one_alone(
+    capsys, monkeypatch
+) -> None:
+    lesson = load(LESSON)
+    lesson.WORLD_SIZE = 2
+    took = {"alone": 2**26 / 8e9, "all": 2**26 / 5e9}
+    lesson.alternate = lambda operations, device, rounds: {name: took[name] for name in operations}
+    lesson.on_rank_0 = lambda measure, host: measure()
+    lesson.gather_objects = lambda seconds: [seconds, 2 * seconds]
+    monkeypatch.setattr(lesson.dist, "barrier", lambda group: None)
+    lesson.all_ranks_copy(torch.device("cpu"), None)
+    told = capsys.readouterr().out
+    assert "64 MiB to cpu: 8.0 GB/s for rank 0 alone" in told
+    assert "2 ranks at once, GB/s each: 5.0, 2.5" in told
+
+
+def test_the_figure_shows_bytes_over_seconds(monkeypatch) -> None:
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    load(LESSON).draw({"memory copy": {64: 64 / 2e9, 4096: 4096 / 9e9}}, "unused.png")
+    (line,) = drawn[0].axes[0].lines
+    assert list(line.get_xdata()) == [64, 4096]
+    assert list(line.get_ydata()) == pytest.approx([2, 9])
+
+
+def test_bytes_that_are_copied_are_random_and_looked_at_after_a_copy_of_their_own() -> None:
+    lesson = load(LESSON)
+    lesson.SIZES[:] = [64, 4096]
+    first, second = lesson.random_bytes(4096), lesson.random_bytes(4096)
+    assert (first != second).sum() > 4000
+    assert len(first.unique()) == 256
+    copies = []
+
+    def copier(to: torch.Tensor, source: torch.Tensor):
+        def copy(n: int) -> None:
+            copies.append(n)
+            if len(copies) == 1:  # and never again
+                to[:n].copy_(source[:n])
+
+        return lambda n: partial(copy, n)
+
+    lesson.copier = copier
+    lesson.curve_of = lambda copy, device: copy(4096)()
+    _, wrong = lesson.memory_copy()
+    assert copies == [4096, 4096]
+    assert wrong > 4000
+
+
+def test_every_card_is_measured_by_itself() -> None:
+    lesson = load(LESSON)
+    current, copied = [], []
+
+    @contextlib.contextmanager
+    def device(gpu: int) -> Iterator[None]:
+        current.append(gpu)
+        yield
+
+    def ones(n: int, dtype: object, device: str = "", pin_memory: bool = False) -> SimpleNamespace:
+        return SimpleNamespace(name="pinned" if pin_memory else device, device=current)
+
+    def alternate(copies: dict, device: object, rounds: int) -> dict[str, float]:
+        copied.append((current[-1], copies))
+        seconds = lesson.SIZES[-1] / 1e9
+        return {"H2D pinned": seconds / (50 + current[-1]), "HBM copy": seconds / 2000}
+
+    cuda = SimpleNamespace(device_count=lambda: 2, device=device)
+    lesson.torch = SimpleNamespace(ones=ones, uint8=None, cuda=cuda)
+    lesson.copier = lambda to, source: lambda n: f"{source.name} to {to.name}"
+    lesson.alternate = alternate
+    lesson.pcie_in_use = lambda gpu: (16, 16, 5, 5 + gpu)
+    rates, links = lesson.every_card()
+    ways = {"H2D pinned": "pinned to cuda", "HBM copy": "cuda to cuda"}
+    assert copied == [(0, ways), (1, ways)]
+    assert rates == {
+        "H2D pinned": pytest.approx([50, 51]),
+        "HBM copy": pytest.approx([2000, 2000]),
+    }
+    assert links == [(16, 16, 5, 5), (16, 16, 5, 6)]
+
+
+def test_on_a_cpu_the_clock_runs_while_the_operation_does() -> None:
+    lesson = load(LESSON)
+    now = [7.0]
+
+    def operation() -> None:
+        now[0] += 2.0
+
+    lesson.time = SimpleNamespace(perf_counter=lambda: now[0])
+    assert lesson.seconds_of(operation, torch.device("cpu")) == 2.0

@@ -1,13 +1,16 @@
 """Two nodes, one torchrun each: equal weights, bytes as foretold, mistakes named, nothing left."""
 
 import contextlib
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -410,3 +413,191 @@ def test_a_signal_to_the_launcher_leaves_nothing(end: str, tmp_path: Path) -> No
     assert lesson.wait(150) != 0
     assert gone()
     assert machine() == was
+
+
+# Values that no row shows
+
+
+def test_a_training_is_plain_sgd_on_the_mean_over_each_batch() -> None:
+    """By torch.func and arithmetic of our own, which keep no gradient from step to step."""
+    lesson = load(LESSON)
+    random = torch.Generator().manual_seed(1)
+    images = torch.rand(15 * 96, 64, generator=random)
+    labels = torch.randint(10, (15 * 96,), generator=random)
+    model = lesson.build_model(CPU, width=8)
+    weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+
+    def loss(weights: dict, image: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        logits = torch.func.functional_call(model, weights, image)
+        return torch.nn.functional.cross_entropy(logits, label)
+
+    for image, label in zip(images.split(96), labels.split(96), strict=True):
+        gradients = torch.func.grad(loss)(weights, image, label)
+        weights = {name: weights[name] - 0.1 * gradients[name] for name in weights}
+    expected = torch.cat([weight.flatten() for weight in weights.values()])
+    trained = lesson.train(model, [images, labels], 0, 1, CPU)
+    assert (trained - expected).abs().max() < 1e-6
+
+
+def test_digits_are_pixels_from_0_to_1_each_with_its_label() -> None:
+    images, labels = load(LESSON).read_digits()
+    assert (images.min(), images.max()) == (0, 1)
+    assert (images.dtype, images.shape, labels.shape) == (torch.float32, (1797, 64), (1797,))
+    assert labels[:12].tolist() == [*range(10), 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("rank", "node", "local_rank"), [(0, 0, 0), (3, 0, 3), (4, 1, 0), (6, 1, 2), (11, 2, 3)]
+)
+def test_ranks_are_numbered_node_by_node(rank, node, local_rank, monkeypatch) -> None:
+    lesson = load(LESSON)
+    lesson.RANK = rank
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setattr(lesson.dist, "all_reduce", lambda heard: heard.add_(66 - rank))
+    lesson.gather_objects = lambda place: [place]
+    place = {"rank": rank, "node": node, "local rank": local_rank, "address": "127.0.0.1"}
+    assert lesson.hello(CPU) == [place | {"heard": 67}]
+
+
+def test_the_error_of_a_tensor_is_its_largest_in_either_direction() -> None:
+    lesson = load(LESSON)
+    ours, expected = torch.tensor([1.0, -2.0]), torch.tensor([1.5, -8.0])
+    assert lesson.largest_error(ours, expected) == lesson.largest_error(expected, ours) == 6
+    assert lesson.relative_error(ours, expected) == 6 / 8
+
+
+def test_weights_come_back_from_the_nodes_as_they_were() -> None:
+    weights = torch.randn(5)
+    seen = {"weights": weights.numpy().tobytes().hex()}
+    assert torch.equal(load(LESSON).weights_of(seen), weights)
+
+
+def test_a_cable_s_end_counts_what_came_in_and_what_went_out() -> None:
+    table = "Inter-| Receive | Transmit\n    lo: 9 9 0 0 0 0 0 0 9 9 0 0 0 0 0 0\n"
+    table += "  slow: 1000 3 0 0 0 0 0 0 70 2 0 0 0 0 0 0\n"
+    lesson = load(LESSON)
+    lesson.open = lambda path: io.StringIO(table)
+    assert lesson.bytes_on_the_cable() == 1070
+    lesson.open = lambda path: io.StringIO(table.replace("slow", "eth0"))
+    assert lesson.bytes_on_the_cable() == 0
+
+
+def test_the_fastest_of_three_runs_counts_on_the_slowest_rank_and_not_the_first(
+    monkeypatch,
+) -> None:
+    """By a clock that only the work puts forward; the first run warms up, however short it is."""
+    lesson = load(LESSON)
+    now, cable = [0.0], [0]
+    takes = iter([0.5, 4.0, 2.0, 3.0])
+    carries = iter([10, 900, 800, 850])
+
+    def work() -> None:
+        now[0] += next(takes)
+        cable[0] += next(carries)
+
+    monkeypatch.setattr(lesson.dist, "barrier", lambda: None)
+    lesson.time = SimpleNamespace(perf_counter=lambda: now[0], sleep=lambda seconds: None)
+    lesson.bytes_on_the_cable = lambda: cable[0]
+    others = [1.5]
+    lesson.gather_objects = lambda seconds: [seconds, *others]
+    assert lesson.fastest(work, CPU) == (2.0, 800)
+    others[0] = 7.0
+    assert lesson.fastest(None, CPU) == (7.0, 0)
+
+
+def test_a_step_computes_before_its_backward_pass_and_only_one_of_two_averages(
+    monkeypatch,
+) -> None:
+    lesson = load(LESSON)
+    done = []
+
+    class Model(torch.nn.Linear):
+        """Notes whether it would average its gradients."""
+
+        averages = True
+
+        @contextlib.contextmanager
+        def no_sync(self) -> Iterator[None]:
+            self.averages = False
+            yield
+            self.averages = True
+
+    model = Model(64, 10)
+    model.weight.register_hook(lambda _: done.append(model.averages))
+    lesson.DistributedDataParallel = lambda built: model
+    lesson.time = SimpleNamespace(sleep=done.append)
+
+    def fastest(work, device: torch.device) -> tuple[int, int]:
+        work()
+        return len(done), 100 * len(done)
+
+    lesson.fastest = fastest
+    row = lesson.time_steps(CPU, 20.0, compute=0.1)
+    assert done == [0.1, False, 0.1, True]
+    assert row == {"mbit": 20.0, "width": 512, "alone": 2, "whole": 4, "bytes": 400}
+
+
+@pytest.mark.parametrize(("local_ranks", "across"), [(1, [0, 1]), (2, [0, 2]), (8, [0, 8])])
+def test_layers_are_split_within_a_node_and_across_two(local_ranks, across, monkeypatch) -> None:
+    lesson = load(LESSON)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_ranks))
+    lesson.time_layer = lambda device, ranks: ranks
+    expected = {"one rank alone": [0], "two ranks across the link": across}
+    if local_ranks > 1:
+        expected["two ranks of one node"] = [0, 1]
+    assert lesson.time_layers(CPU) == expected
+
+
+@pytest.mark.parametrize(
+    ("halved", "payload", "verdicts"),
+    [
+        (2, 524_288, ["PASS"] * 4),
+        (2, 262_144, ["PASS", "FAIL", "FAIL", "PASS"]),  # only one of the two all-reduces
+        (1, 524_288, ["PASS", "PASS", "FAIL", "PASS"]),  # each rank computes the whole layer
+    ],
+)
+def test_across_the_link_a_layer_takes_half_its_compute_and_the_link(
+    halved: int, payload: int, verdicts: list[str]
+) -> None:
+    """524,288 bytes: 256 rows of 256 numbers, forward and backward, in float32."""
+    lesson = load(LESSON)
+    packets = payload * 1514 / 1448
+    alone = {"seconds": 0.2, "bytes": 0, "error": 0}
+    across = {"seconds": 0.2 / halved + packets * 8 / 20e6, "bytes": 2.02 * packets, "error": 0}
+    layer = {"one rank alone": alone, "two ranks across the link": across}
+    lesson.check_tensor_parallel(layer, 20)
+    assert [row["verdict"] for row in lesson.ledger] == verdicts
+
+
+@pytest.mark.parametrize(("places", "verdict"), [(4, "FAIL"), (2, "PASS")])
+def test_as_many_ranks_on_two_nodes_must_end_with_the_same_bits(places: int, verdict: str) -> None:
+    """Another number of ranks adds up in another order, and may round otherwise."""
+    lesson = load(LESSON)
+    lesson.WORLD_SIZE = 4
+    others = ("check_hello", "check_bytes", "check_share", "check_tensor_parallel", "print_places")
+    for name in others:
+        setattr(lesson, name, lambda *_, **__: None)
+    weights = torch.ones(3)
+    seen = {"places": [{}] * places, "weights": (weights + 1e-6).numpy().tobytes().hex()}
+    seen |= {"off": 0.0, "steps": [{"bytes": 0}] * 3, "layer": {}}
+    lesson.check_across(seen, weights, on_cpu=True)
+    assert lesson.ledger[0]["verdict"] == verdict
+
+
+def test_a_mistake_is_noticed_at_once_if_its_words_come_before_the_timeout() -> None:
+    lesson = load(LESSON)
+    words = {"port taken": "EADDRINUSE", "node missing": "1/2 clients joined"}
+    words |= {"node missing, c10d form": "RendezvousTimeoutError: "}
+    words |= {"two nodes with one number": "wait for role_info", "unequal WORLD_SIZE": "no error"}
+    words |= {"wrong interface": "Connection refused, remote=[127.0.0.1]:4242"}
+    words |= {"different collectives": "Detected mismatch between collectives on ranks"}
+    caught = {name: (4.5, message) for name, message in words.items()}
+    caught["port taken"] = (0.1, words["port taken"])
+    caught["unequal WORLD_SIZE"] = (0.1, "no error at all")
+    caught["wrong interface"] = (3.9, words["wrong interface"])
+    lesson.check_mistakes(caught)
+    named = {row["claim"]: row["measured"] for row in lesson.ledger}
+    at_once = named.pop("mistakes noticed before any timeout")
+    assert named == {f"{name}{NAMED}": int(name != "unequal WORLD_SIZE") for name in words}
+    assert at_once == 2
