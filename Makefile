@@ -21,7 +21,9 @@ export PYTHON TORCH TORCH_INDEX SYSTEM_PACKAGES
 start: .venv/core
 	$(BIN)/python -m course.doctor
 	@echo; echo "=== Training on several ranks: parallelism/01_data_parallelism_ddp.py"; echo
-	$(BIN)/python parallelism/01_data_parallelism_ddp.py
+	@$(BIN)/python parallelism/01_data_parallelism_ddp.py >.venv/start.log || { cat .venv/start.log; exit 1; }
+	@grep -E "predicted +measured|by hand: (weights|accuracy)| PASS, " .venv/start.log
+	@echo; echo "You will predict the other rows:  course predict parallelism/01"
 	@echo; echo "=== It works. Now:  . .venv/bin/activate; course    (and README.md, A first hour)"
 
 check: lint .venv/test

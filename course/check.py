@@ -64,10 +64,10 @@ def show_running(title: str, seconds: float) -> None:
 def show_proof(exercise: Exercise) -> None:
     """What an accepted answer has shown, its lesson, and where to read on."""
     shows = sentence_after("**Cost target.**", exercise)
-    print(f"\n{paint('You have shown', 'bold')}")
-    say(exercise.title, 2)
+    print()
+    say(f"{paint('Solved:', 'bold')} {exercise.title}")
     if shows != "None.":
-        say(shows, 2)
+        say(f"At this cost: {shows}")
     say(f"Lesson: {sentence_after('Lesson', exercise)}")
     for leads_here in lessons():
         if exercise.name in leads_here.exercises:

@@ -81,6 +81,25 @@ class Lesson:
             questions[int(number)] = re.sub(r"\n\s*", "\n", words).strip()
         return first, questions
 
+    @property
+    def seen(self) -> dict[int, str]:
+        """What one should have seen, by the number of the question; lines as they stand."""
+        text = self.file.read_text(encoding="utf-8").partition("# ## What you should have seen")[2]
+        found = {}
+        number = 0
+        for line in text.splitlines()[1:]:
+            begun = re.match(r"# (\d+)\. (.*)", line)
+            if begun:
+                number = int(begun[1])
+                found[number] = begun[2]
+            elif number and line.startswith("#    "):
+                found[number] += f"\n{line.removeprefix('#    ')}"
+            elif line != "#" or number == len(self.predict[1]):
+                number = 0  # prose that answers no question, or the cell has ended
+            if not line.startswith("#") or line.startswith("# %%"):
+                break
+        return found
+
 
 @dataclass(frozen=True)
 class GoalPath:

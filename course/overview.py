@@ -71,7 +71,7 @@ def show(options: argparse.Namespace) -> int:
     for words, what in (
         (("run", "FOLDER/NN"), "runs any lesson"),
         (("start", "NN"), "begins any exercise"),
-        (("path",), "lists the paths to one goal"),
+        (("path",), "lists goals, and a path to each"),
         (("--help",), "lists all commands"),
     ):
         print(f"{command(*words):{len(command('run', 'FOLDER/NN'))}}   {what}")
@@ -229,7 +229,7 @@ def show_path(options: argparse.Namespace) -> int:
             )
     print(f"\nRead along: {shown(ROOT / path.page.partition('#')[0])}")
     if left:
-        print(f"\n    {how_to_begin(left[0])}")
+        print(f"\nNext: {how_to_begin(left[0])}")
     return 0
 
 

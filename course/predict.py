@@ -188,6 +188,7 @@ def compare(lesson: Lesson, answers: dict[str, str], ledger: list[dict]) -> None
     wrong guess would read as praise.
     """
     judged = []
+    seen = lesson.seen
     print("\n" + paint("Yours next to what was predicted and measured", "bold"))
     for number, question in lesson.predict[1].items():
         print(f"\n{numbered(number, question)}\n")
@@ -202,6 +203,9 @@ def compare(lesson: Lesson, answers: dict[str, str], ledger: list[dict]) -> None
             show(row)
         if rows and str(number) in answers:
             judged.append(was_right())
+        if number in seen:
+            print(f"\n   {paint('Why', 'bold')}")
+            say(seen[number], 3)
     if any(judged):
         print(f"\nBy your own judgement you were right in {judged.count('y')} of {len(judged)}.")
     blocked = [row for row in ledger if row["verdict"] == "BLOCKED"]
@@ -209,7 +213,7 @@ def compare(lesson: Lesson, answers: dict[str, str], ledger: list[dict]) -> None
         print("\nThis machine cannot say:")
     for row in blocked:
         say(f"BLOCKED  {row['claim']} (needs {row['needs']})", 3)
-    print(f"\nWhy: {what_was_seen(lesson)}, What you should have seen\n")
+    print(f"\nMore: {what_was_seen(lesson)}, What you should have seen; then its **Try**\n")
 
 
 def what_was_seen(lesson: Lesson) -> str:

@@ -780,7 +780,7 @@ def what_runs_here() -> None:
     for path in course:
         short = lacking(path.read_text(), missing)
         place = str(path.relative_to(root))
-        print0(f"  {place:54} {'in part at most, without ' + short if short else 'in full'}")
+        print0(f"  {place:54} {'all but what needs ' + short if short else 'all'}")
     if not course:
         print0("  This file was copied out of the course; there it lists them.")
     step = "course" if course else "any lesson of the course"

@@ -9,7 +9,7 @@ first exchange data, and who ends them when something goes wrong?
 1. Section 1 shows a complete distributed program of ten lines. Every rank puts its own rank into a
    tensor, and an all-reduce adds the tensors up. Started as three ranks, what does each print?
 2. torchrun sets 19 environment variables. How many of them must a process have in order to join
-   the others?
+   the others, if rank 0 serves the store, where they meet?
 3. torchrun runs on two machines and starts two processes on each. It numbers all four from 0 (the
    *rank*), and on each machine the two from 0 (the *local rank*). Which rank has local rank 1 on
    the second machine?
@@ -29,7 +29,7 @@ Not run on several GPUs.
 
 **Before.** Nothing but PyTorch on one device.
 
-**Next.** exercises/00_first_collectives, ten calls of one line; exercises/01_hello_ranks; then
+**Next.** exercises/00_first_collectives, ten short functions; exercises/01_hello_ranks; then
 communication/01_nccl_collectives.py: what ranks can say to each other in one call. Sections 5, 7
 and 8 (the store, fork and spawn, who ends the ranks) can wait for a second reading.
 """
