@@ -507,4 +507,100 @@ MISTAKES = [
         "test_sum_of_my_kind",
         "on 4 ranks, rank 0: expected one call, all_reduce; got barrier, all_reduce",
     ),
+    (
+        "received by irecv, without waiting",
+        "dist.recv(x, src=source)",
+        "dist.irecv(x, src=source)",
+        "test_hand_over",
+        "rank 0 came back and has not waited until its message was there: "
+        "what irecv returns is to be waited for",
+    ),
+    (
+        "source 0 taken for none",
+        "dist.broadcast(x, src=source)",
+        "dist.broadcast(x, src=source or 1)",
+        "test_agree",
+        "rank 0: x, from source 0",
+    ),
+    (
+        "a look before the work, too",
+        "    work()\n    dist.barrier()\n",
+        "    look()\n    work()\n    dist.barrier()\n",
+        "test_look_when_all_have_worked",
+        "rank 0: calls of look: expected 1, got 2",
+    ),
+    (
+        "the number of ranks returned without a look",
+        "    return look()",
+        "    return dist.get_world_size()",
+        "test_look_when_all_have_worked",
+        "rank 0: calls of look: expected 1, got 0",
+    ),
+    (
+        "another barrier, which only gloo has",
+        "dist.barrier()",
+        "dist.monitored_barrier()",
+        "test_look_when_all_have_worked",
+        "the answer uses monitored_barrier, which it is to do without",
+    ),
+    (
+        "the groups of four ranks written down",
+        "[dist.new_group(range(first, n, 2)) for first in (0, 1)]",
+        "[dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]",
+        "test_sum_of_my_kind",
+        "in sum_of_my_kind: groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]",
+    ),
+    (
+        "dropout that depends on the number of ranks",
+        "seed + 1 + dist.get_rank()",
+        "(seed + 1) * (dist.get_world_size() + 1) + dist.get_rank()",
+        "test_generators",
+        "on 2 ranks it draws other numbers than on 3; only seed and rank are to count",
+    ),
+    (
+        "the seed counts on rank 0 alone",
+        "seed + 1 + dist.get_rank()",
+        "seed + 1 if dist.get_rank() == 0 else 10**7 + dist.get_rank()",
+        "test_generators",
+        "rank 1: another seed gives the same dropout",
+    ),
+    (
+        "dropout further on in the stream of the weights",
+        "    return weights, dropout",
+        "    dropout.manual_seed(seed)\n"
+        "    torch.rand(1 + dist.get_rank(), generator=dropout)\n"
+        "    return weights, dropout",
+        "test_generators",
+        "rank 0: its own generator repeats the one for the weights",
+    ),
+    (
+        "one generator for all calls, seeded anew",
+        ("def generators(", "weights = torch.Generator().manual_seed(seed)"),
+        ("KEPT = torch.Generator()\n\n\ndef generators(", "weights = KEPT.manual_seed(seed)"),
+        "test_generators",
+        "called twice, it returned one generator twice: each time two new ones",
+    ),
+    (
+        "the device's name for the device",
+        'torch.device("cuda", local_rank)',
+        'f"cuda:{local_rank}"',
+        "test_backend_and_device",
+        "expected a torch.device, got 'cuda:0'",
+    ),
+    (
+        "a GPU for the first rank, whatever the others have",
+        "if gpus >= local_world_size:",
+        "if gpus >= local_world_size or local_rank == 0 < gpus:",
+        "test_backend_and_device",
+        "rank 8, local rank 0 of 4, 3 GPUs: backend: expected gloo, got nccl",
+    ),
+    (
+        "the global generator seeded, and its state copied",
+        "torch.Generator().manual_seed(seed)\n",
+        "torch.Generator()\n"
+        "    torch.manual_seed(seed)\n"
+        "    weights.set_state(torch.get_rng_state())\n",
+        "test_generators",
+        "torch's global generator was seeded or drawn from: that is the program's",
+    ),
 ]

@@ -39,7 +39,7 @@ def stack_all(x: torch.Tensor) -> torch.Tensor:
     """3. Return all ranks' `x`, row r that of rank r, on every rank. `x` stays as it is.
 
     [[1, 2, 3], [10, 20, 30], [100, 200, 300]]. One dist.all_gather into a list of tensors.
-    (dist.all_gather_into_tensor takes one tensor, as long as all ranks' together: end to end.)
+    (Or dist.all_gather_into_tensor: it takes one tensor, as long as all ranks' together.)
     """
     # --- yours
     rows = [torch.empty_like(x) for _ in range(dist.get_world_size())]
@@ -52,7 +52,8 @@ def my_part_of_the_sum(x: torch.Tensor) -> torch.Tensor:
     """4. Return this rank's n-th of the sum of all ranks' `x`, whose length n divides.
 
     Rank 0 returns [111], rank 1 [222] and rank 2 [333]: what an all-reduce would hold, cut into n
-    shards. `x` stays as it is. One dist.reduce_scatter_tensor. ZeRO and FSDP reduce gradients so.
+    shards. `x` is 1-D and stays as it is. One dist.reduce_scatter_tensor (or dist.reduce_scatter,
+    which takes a list). ZeRO and FSDP reduce gradients so.
     """
     # --- yours
     part = x.new_empty(len(x) // dist.get_world_size())
@@ -93,7 +94,8 @@ def hand_over(x: torch.Tensor, source: int, target: int) -> None:
 def look_when_all_have_worked(work: Callable[[], None], look: Callable[[], int]) -> int:
     """7. Call `work()`; when *every* rank has come back from its own, return `look()`.
 
-    `work` writes a checkpoint's shard, say, and `look` counts the files. One dist.barrier.
+    `work` writes a checkpoint's shard, say, and `look` counts the files. Each is called once. One
+    dist.barrier.
     """
     # --- yours
     work()
@@ -105,9 +107,9 @@ def look_when_all_have_worked(work: Callable[[], None], look: Callable[[], int])
 def sum_of_my_kind(x: torch.Tensor) -> None:
     """8. Ranks 0, 2, 4, ... sum their `x` in place among themselves; so do ranks 1, 3, 5, ...
 
-    Ranks 0 and 2 hold [101, 202, 303], rank 1 still [10, 20, 30]; the grader has 4 ranks. Two calls
-    of dist.new_group, both on every rank and in the same order, also where a rank is no member;
-    then one dist.all_reduce.
+    Ranks 0 and 2 hold [101, 202, 303], rank 1 still [10, 20, 30]; the grader has 3 ranks, and 4.
+    Two calls of dist.new_group, both on every rank and in the same order, also where a rank is no
+    member; then one dist.all_reduce.
     """
     # --- yours
     n = dist.get_world_size()
@@ -121,7 +123,8 @@ def generators(seed: int) -> tuple[torch.Generator, torch.Generator]:
 
     The first draws the initial weights, which must be the same everywhere; the second draws dropout
     and augmentation, which must not be, nor repeat the first. The first depends on `seed` alone,
-    the second on `seed` and the rank, so that a run can be repeated. `seed` may be 0.
+    the second on `seed` and the rank, so that a run can be repeated. `seed` may be 0. Torch's
+    global generator stays as it is.
     """
     # --- yours
     weights = torch.Generator().manual_seed(seed)

@@ -1,7 +1,8 @@
 """Grader of 00: ten calls, one check each."""
 
+import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from unittest.mock import patch
 
@@ -10,14 +11,18 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from course.grading import Event, Wrong, expect, grade, same
+from course.wire import NotedWait
 
 N = 3  # as in the examples; what depends on it is asked on two ranks, too
 
 
 def held(seed: int, rank: int, *shape: int) -> torch.Tensor:
-    """A rank's numbers: small integers in float64, so that sums are exact in any order."""
+    """A rank's numbers: small integers, so that sums are exact in any order; in float64, or where
+    there are rows in float32.
+    """
     own = torch.Generator().manual_seed(1000 * seed + rank)
-    return torch.randint(-99, 100, shape, generator=own).double()
+    dtype = torch.float64 if len(shape) == 1 else torch.float32
+    return torch.randint(-99, 100, shape, generator=own).to(dtype)
 
 
 def calls_of(wire) -> list[Event]:
@@ -63,13 +68,13 @@ def unchanged(x: torch.Tensor, seed: int, rank: int) -> None:
 
 def test_sum_and_mean(answer: Path, seed: int) -> None:
     """1. sum_and_mean"""
-    for n in (N, 2):
-        total = sum(held(seed, r, 6) for r in range(n))
-        for rank, (got, x, calls) in enumerate(asked(answer, "sum_and_mean", seed, 6, n=n)):
+    for n, shape in ((N, (6,)), (2, (2, 3))):
+        total = sum(held(seed, r, *shape) for r in range(n))
+        for rank, (got, x, calls) in enumerate(asked(answer, "sum_and_mean", seed, *shape, n=n)):
             if not (isinstance(got, tuple) and len(got) == 2):
                 raise Wrong(f"{who(rank, n)}: expected a sum and a mean, got {got!r}"[:200])
             unchanged(x, seed, rank)
-            if isinstance(got[0], torch.Tensor) and torch.equal(got[0], held(seed, rank, 6)):
+            if isinstance(got[0], torch.Tensor) and torch.equal(got[0], x):
                 raise Wrong(f"{who(rank, n)}: the first is its own x: nothing was summed")
             same(got[0], total, f"{who(rank, n)}: the sum")
             same(got[1], total / n, f"{who(rank, n)}: the mean")
@@ -78,9 +83,9 @@ def test_sum_and_mean(answer: Path, seed: int) -> None:
 
 def test_agree(answer: Path, seed: int) -> None:
     """2. agree"""
-    for source in (1, 2):
+    for source in (1, 2, 0):
         for rank, (_, x, calls) in enumerate(asked(answer, "agree", seed, 6, args=(source,))):
-            if rank != source and torch.equal(x, held(seed, 0, 6)):
+            if rank != source > 0 and torch.equal(x, held(seed, 0, 6)):
                 raise Wrong(f"rank {rank}: holds rank 0's x; the source is rank {source}")
             same(x, held(seed, source, 6), f"rank {rank}: x, from source {source}")
             one_call(calls, "broadcast", rank)
@@ -88,9 +93,9 @@ def test_agree(answer: Path, seed: int) -> None:
 
 def test_stack_all(answer: Path, seed: int) -> None:
     """3. stack_all"""
-    for n in (N, 2):
-        due = torch.stack([held(seed, r, 2, 3) for r in range(n)])
-        for rank, (got, x, calls) in enumerate(asked(answer, "stack_all", seed, 2, 3, n=n)):
+    for n, shape in ((N, (2, 3)), (2, (4,))):
+        due = torch.stack([held(seed, r, *shape) for r in range(n)])
+        for rank, (got, x, calls) in enumerate(asked(answer, "stack_all", seed, *shape, n=n)):
             unchanged(x, seed, rank)
             same(got, due, f"{who(rank, n)}: all ranks' x, stacked")
             one_call(calls, "all_gather", rank, n)
@@ -99,9 +104,9 @@ def test_stack_all(answer: Path, seed: int) -> None:
 def test_my_part_of_the_sum(answer: Path, seed: int) -> None:
     """4. my_part_of_the_sum"""
     name = "my_part_of_the_sum"
-    for n in (N, 2):
-        parts = sum(held(seed, r, 4 * n) for r in range(n)).chunk(n)
-        for rank, (got, x, calls) in enumerate(asked(answer, name, seed, 4 * n, n=n)):
+    for n, length in ((N, 12), (2, 10)):
+        parts = sum(held(seed, r, length) for r in range(n)).chunk(n)
+        for rank, (got, x, calls) in enumerate(asked(answer, name, seed, length, n=n)):
             unchanged(x, seed, rank)
             same(got, parts[rank], f"{who(rank, n)}: its part of the sum")
             one_call(calls, "reduce_scatter", rank, n)
@@ -133,6 +138,22 @@ def wait_until_there(keys: list[str], seconds: float) -> None:
         time.sleep(0.01)
 
 
+@contextlib.contextmanager
+def receives_noted() -> Iterator[dict[int, dist.Work]]:
+    """Within, the receives that were started and that nobody has waited for yet."""
+    pending = {}
+    recv = dist.ProcessGroup.recv
+
+    def noted(*args: object, **kwargs: object) -> dist.Work:
+        work = recv(*args, **kwargs)
+        pending[id(work)] = work
+        return work
+
+    wait = NotedWait(lambda work: pending.pop(id(work), None))
+    with patch.object(dist.ProcessGroup, "recv", noted), patch.object(dist.Work, "wait", wait):
+        yield pending
+
+
 def handed(answer, wire, seed: int, source: int, target: int) -> tuple:
     """Call hand_over where the target comes late: a source that waits for nothing is back then."""
     store = _get_default_store()
@@ -146,7 +167,11 @@ def handed(answer, wire, seed: int, source: int, target: int) -> tuple:
         if store.check(["the source is back"]):
             early = f"rank {source} came back before rank {rank} had received"
             raise Wrong(f"{early}: what isend returns is to be waited for")
-    answer.hand_over(x, source, target)
+    with receives_noted() as pending:
+        answer.hand_over(x, source, target)
+    if pending:
+        early = f"rank {rank} came back and has not waited until its message was there"
+        raise Wrong(f"{early}: what irecv returns is to be waited for")
     if rank == source:
         store.add("the source is back", 1)
     in_its_place(x, lies)
@@ -171,6 +196,7 @@ def late(answer, wire) -> tuple:
     store = _get_default_store()
     rank = dist.get_rank()
     others = range(1, dist.get_world_size())
+    looked = []
 
     def work() -> None:
         if rank == 0:
@@ -181,25 +207,28 @@ def late(answer, wire) -> tuple:
 
     def look() -> int:
         worked = store.add("worked", 0)
+        looked.append(worked)
         store.add(f"rank {rank} goes on", 1)
         store.add(f"rank {rank} has looked", 1)
         return worked
 
     returned = answer.look_when_all_have_worked(work, look)
+    looks = len(looked)
     store.add(f"rank {rank} has returned", 1)
     store.wait([f"rank {other} has returned" for other in range(N)])
-    return returned, look(), calls_of(wire)
+    return returned, look(), looks, calls_of(wire)
 
 
 def test_look_when_all_have_worked(answer: Path) -> None:
     """7. look_when_all_have_worked"""
-    told = grade(answer, late, N)
+    told = grade(answer, late, N, forbid=("torch.distributed.monitored_barrier",))
     for rank, (got, *_) in enumerate(told):
         if isinstance(got, int) and got < N:
             raise Wrong(f"rank {rank}: looked when {got} of {N} ranks had worked")
-    for rank, (got, worked, calls) in enumerate(told):
+    for rank, (got, worked, looks, calls) in enumerate(told):
         expect(worked, N, f"rank {rank}: calls of work, by all ranks")
         expect(got, N, f"rank {rank}: what look returned")
+        expect(looks, 1, f"rank {rank}: calls of look")
         one_call(calls, "barrier", rank)
 
 
@@ -222,21 +251,33 @@ def kinds(answer, wire, seed: int) -> tuple:
 
 def test_sum_of_my_kind(answer: Path, seed: int) -> None:
     """8. sum_of_my_kind"""
-    for rank, (_, x, calls) in enumerate(grade(answer, kinds, 4, seed)):
-        kind = range(rank % 2, 4, 2)
-        if torch.equal(x, sum(held(seed, r, 5) for r in range(4))):
-            raise Wrong(f"{who(rank, 4)}: holds the sum of all ranks; its kind is {list(kind)}")
-        same(x, sum(held(seed, r, 5) for r in kind), f"{who(rank, 4)}: the sum of {list(kind)}")
-        reduced = [event for event in calls if event.op != "new_group"]
-        one_call(reduced, "all_reduce", rank, 4)
-        expect(reduced[0].ranks, tuple(kind), f"{who(rank, 4)}: ranks in that group")
-        expect(len(calls) - len(reduced), 2, f"{who(rank, 4)}: groups made")
+    for n in (4, N):
+        for rank, (_, x, calls) in enumerate(grade(answer, kinds, n, seed)):
+            kind = range(rank % 2, n, 2)
+            whose = f"{who(rank, n)}: "
+            if torch.equal(x, sum(held(seed, r, 5) for r in range(n))):
+                raise Wrong(f"{whose}holds the sum of all ranks; its kind is {list(kind)}")
+            same(x, sum(held(seed, r, 5) for r in kind), f"{whose}the sum of {list(kind)}")
+            reduced = [event for event in calls if event.op != "new_group"]
+            one_call(reduced, "all_reduce", rank, n)
+            expect(reduced[0].ranks, tuple(kind), f"{whose}ranks in that group")
+            expect(len(calls) - len(reduced), 2, f"{whose}groups made")
 
 
-def draws(answer, wire, seed: int) -> list[list[int]]:
+DRAWS = 200
+
+
+def runs(drawn: list[float]) -> set[tuple[float, ...]]:
+    """All that are drawn one after another, in threes: of no two streams will any be alike."""
+    return {*zip(drawn, drawn[1:], drawn[2:], strict=False)}
+
+
+def draws(answer, wire, seed: int) -> list[list[float]]:
     """What the two generators draw, made twice."""
     drawn = []
+    before = []
     for _ in range(2):
+        state = torch.get_rng_state()
         made = answer.generators(seed)
         if not (isinstance(made, tuple) and len(made) == 2):
             raise Wrong(f"expected two generators, got {made!r}"[:200])
@@ -244,8 +285,13 @@ def draws(answer, wire, seed: int) -> list[list[int]]:
             raise Wrong("both are the same generator: what one draws, the other will not")
         if any(generator is torch.default_generator for generator in made):
             raise Wrong("that is torch's global generator, which all the program draws from")
+        if not torch.equal(state, torch.get_rng_state()):
+            raise Wrong("torch's global generator was seeded or drawn from: that is the program's")
+        if any(generator is earlier for generator in made for earlier in before):
+            raise Wrong("called twice, it returned one generator twice: each time two new ones")
+        before += made
         for generator in made:
-            drawn.append(torch.randint(2**40, (4,), generator=generator).tolist())
+            drawn.append(torch.rand(DRAWS, generator=generator).tolist())
         torch.rand(3)
     wire.only()
     return drawn
@@ -261,15 +307,19 @@ def test_generators(answer: Path, seed: int) -> None:
                 raise Wrong(f"{where}: called twice with one seed, it draws other numbers")
             if weights != told[0][0]:
                 raise Wrong(f"{where}: the generator for the weights is not like rank 0's")
-            if own == weights:
+            if runs(own) & runs(weights):
                 raise Wrong(f"{where}: its own generator repeats the one for the weights")
             for other in range(rank):
                 if own == told[other][1]:
                     raise Wrong(f"{where}: its own generator is like rank {other}'s")
-    zeros, ones = (told[0][:2] for told in drawn.values())
-    for what, zero, one in zip(("weights", "dropout"), zeros, ones, strict=True):
-        if zero == one:
-            raise Wrong(f"another seed gives the same {what}")
+    for rank, (zeros, ones) in enumerate(zip(*drawn.values(), strict=True)):
+        for what, zero, one in zip(("weights", "dropout"), zeros[:2], ones[:2], strict=True):
+            if zero == one:
+                raise Wrong(f"rank {rank}: another seed gives the same {what}")
+    for rank, of_two in enumerate(grade(answer, draws, 2, 1 + seed)):
+        if of_two != drawn[1 + seed][rank]:
+            told = f"rank {rank}: on 2 ranks it draws other numbers than on {N}"
+            raise Wrong(f"{told}; only seed and rank are to count")
 
 
 NODES = [  # rank, local rank, ranks on this node, GPUs there
@@ -280,11 +330,18 @@ NODES = [  # rank, local rank, ranks on this node, GPUs there
     (6, 2, 4, 3),
     (2, 2, 4, 0),
     (0, 0, 1, 1),
+    (8, 0, 4, 3),
 ]
 
 
 def chosen(answer, wire) -> list:
-    return [answer.backend_and_device(*node) for node in NODES]
+    found = []
+    for node in NODES:
+        got = answer.backend_and_device(*node)
+        if isinstance(got, tuple) and len(got) == 2 and not isinstance(got[1], torch.device):
+            raise Wrong(f"expected a torch.device, got {got[1]!r}"[:200])
+        found.append(got)
+    return found
 
 
 def test_backend_and_device(answer: Path) -> None:

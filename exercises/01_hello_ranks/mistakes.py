@@ -109,4 +109,11 @@ MISTAKES = [
         "test_greeting_and_checksum",
         "was made; all ranks are in one already",
     ),
+    (
+        "a barrier where ranks are odd in number",
+        "    dist.all_reduce(checksum)\n",
+        "    if n % 2:\n        dist.barrier()\n    dist.all_reduce(checksum)\n",
+        "test_cost",
+        "rank 0: collectives: expected 1, got 2",
+    ),
 ]

@@ -119,14 +119,14 @@ MISTAKES = [
         "(n - 1) / n)\n    shares |=",
         "2 * (n - 1) / n)\n    shares |=",
         "test_busbw",
-        "all_gather of 1e9 bytes on 4 ranks in 0.1 s: expected 7.5 GB/s, got 15.0",
+        "all_gather of 1 GB on 4 ranks in 0.1 s: expected 7.5 GB/s, got 15.0",
     ),
     (
         "algbw taken for busbw",
         "shares[collective] * nbytes",
         "nbytes",
         "test_busbw",
-        "all_reduce of 1e9 bytes on 4 ranks in 0.1 s: expected 15.0 GB/s, got 10.0",
+        "all_reduce of 1 GB on 4 ranks in 0.1 s: expected 15 GB/s, got 10.0",
     ),
     (
         "a line through the first and the last size",
@@ -142,5 +142,36 @@ MISTAKES = [
         ),
         "test_all_together",
         "sizes come in any order, and all of them count",
+    ),
+    (
+        "sizes sorted in place",
+        "    times = []\n    for nbytes in sizes:\n",
+        "    times = []\n    sizes.sort()\n    for nbytes in sizes:\n",
+        "test_narrow",
+        "the list of sizes was changed; it is the caller's",
+    ),
+    (
+        "two hundred pings where there are two sizes",
+        "range(3 + 15)",
+        "range(3 + (15 if len(sizes) > 2 else 200))",
+        "test_two_sizes",
+        "500,000 B: expected at most 50 pings, got 203",
+    ),
+    (
+        "times of the first link kept for the next",
+        ("def measure(", "times.append(median(taken[3:]))"),
+        (
+            "kept = {}\n\n\ndef measure(",
+            "times.append(kept.setdefault(nbytes, median(taken[3:])))",
+        ),
+        "test_quiet",
+        "got alpha 30 us, beta 0.5 GB/s: that is another link, measured in an earlier call",
+    ),
+    (
+        "a ping of no bytes to begin with",
+        "    times = []\n    for nbytes in sizes:\n",
+        "    times = []\n    link.ping(0)\n    for nbytes in sizes:\n",
+        "test_cost",
+        "pings of sizes that were not asked for: [0]",
     ),
 ]

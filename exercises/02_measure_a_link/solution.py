@@ -39,7 +39,7 @@ def measure(link: Link, sizes: list[int]) -> tuple[float, float]:
 
     The first three pings of each size may be slow, and now and then (one in eight, at times two in
     a row) any ping takes twenty times as long; all others are within 2%. At most 50 pings of each
-    size.
+    size, and of no other. `sizes` stays as it is.
     """
     # --- yours
     times = []

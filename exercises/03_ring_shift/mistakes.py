@@ -217,4 +217,68 @@ MISTAKES = [
         "test_values",
         "it shares memory with what an earlier call returned",
     ),
+    (
+        "two ranks take turns",
+        "    out = dist.P2POp(dist.isend, x.contiguous(), (rank + shift) % n)\n",
+        (
+            "    first = rank == 0\n"
+            "    if n == 2:\n"
+            "        if first:\n"
+            "            dist.send(x.contiguous(), (rank + shift) % n)\n"
+            "        dist.recv(came, (rank - shift) % n)\n"
+            "        if not first:\n"
+            "            dist.send(x.contiguous(), (rank + shift) % n)\n"
+            "        return came\n"
+            "    out = dist.P2POp(dist.isend, x.contiguous(), (rank + shift) % n)\n"
+        ),
+        "test_all_at_once",
+        "rank 1 has not started its send while rank 0 is away: start both, then wait",
+    ),
+    (
+        "all at once for a shift of 1 only",
+        "    out = dist.P2POp(dist.isend, x.contiguous(), (rank + shift) % n)\n",
+        (
+            "    first = rank < (rank + shift) % n\n"
+            "    if shift != 1:\n"
+            "        if first:\n"
+            "            dist.send(x.contiguous(), (rank + shift) % n)\n"
+            "        dist.recv(came, (rank - shift) % n)\n"
+            "        if not first:\n"
+            "            dist.send(x.contiguous(), (rank + shift) % n)\n"
+            "        return came\n"
+            "    out = dist.P2POp(dist.isend, x.contiguous(), (rank + shift) % n)\n"
+        ),
+        "test_all_at_once",
+        "rank 0 has not started its recv while rank 2 is away: start both, then wait",
+    ),
+    (
+        "sent as it lies in memory",
+        (
+            "    came = torch.empty_like(x, memory_format=torch.contiguous_format)\n",
+            "dist.isend, x.contiguous(),",
+            "dist.irecv, came,",
+            "    return came\n",
+        ),
+        (
+            "    came = torch.empty_like(x)\n"
+            "    turned = x.dim() == 2 and not x.is_contiguous() and x.t().is_contiguous()\n",
+            "dist.isend, x.t() if turned else x.contiguous(),",
+            "dist.irecv, came.t() if turned else came,",
+            "    return came.contiguous()\n",
+        ),
+        "test_tensors",
+        "transposed on rank 0 alone int32: what comes from rank",
+    ),
+    (
+        "an empty message first where there are two ranks",
+        "    out = dist.P2POp(dist.isend, x.contiguous(), (rank + shift) % n)\n",
+        (
+            "    if n == 2:\n"
+            "        none = x.new_empty(0)\n"
+            "        dist.send(none, 0) if rank else dist.recv(none, 1)\n"
+            "    out = dist.P2POp(dist.isend, x.contiguous(), (rank + shift) % n)\n"
+        ),
+        "test_cost",
+        "rank 0 of 2, shift 1: messages received: expected 1, got 2",
+    ),
 ]

@@ -12,8 +12,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 from course.grading import Event, Wrong, expect, grade, same
 
 SHIFTS = 1, -1, 2, -2, 3, 4, 5, -7, 0
-DTYPES = torch.int32, torch.int64, torch.float64, torch.bfloat16, torch.bool
-LAYOUTS = "", "transposed", "every other column", "one number", "no elements"
+DTYPES = torch.int32, torch.int64, torch.float64, torch.bfloat16, torch.bool, torch.complex64
+LAYOUTS = "", "transposed", "transposed on rank 0 alone", "every other column", "expanded"
+LAYOUTS += "one number", "no elements"
 Case = tuple[int, torch.dtype, str]  # shift, dtype, memory layout
 
 
@@ -22,13 +23,15 @@ def held(
 ) -> torch.Tensor:
     """Other numbers on every rank and in every place; too fine for a detour by float32."""
     random = torch.Generator().manual_seed(seed + rank)
-    if dtype.is_floating_point:
+    if dtype.is_floating_point or dtype.is_complex:
         x = torch.randn(3, 4, dtype=dtype, generator=random)
     else:
         bits = {torch.bool: 1, torch.int32: 31, torch.int64: 62}[dtype]
         x = torch.randint(2**bits, (3, 4), generator=random).to(dtype)
     views = {"transposed": x.t(), "every other column": x[:, ::2], "one number": x[1, 2]}
-    return {**views, "no elements": x[:0]}.get(layout, x)
+    views |= {"expanded": x[:, :1].expand(3, 4), "no elements": x[:0]}
+    views["transposed on rank 0 alone"] = x.t() if rank == 0 else x.t().contiguous()
+    return views.get(layout, x)
 
 
 def call(answer, wire, cases: list[Case], seed: int) -> list[list[Event]]:
@@ -96,7 +99,7 @@ def test_tensors(answer: Path, seed: int) -> None:
     grade(answer, call, 3, [*product((1, -1, 0), DTYPES, LAYOUTS)], seed)
 
 
-@pytest.mark.parametrize("n", [3, 4])
+@pytest.mark.parametrize("n", [3, 4, 2])
 def test_cost(answer: Path, seed: int, n: int) -> None:
     """One message out and one in, whatever the shift, on {n} ranks"""
     cases = [(shift, torch.float32, "") for shift in SHIFTS]
@@ -124,19 +127,24 @@ class Told(list):
         _get_default_store().add(key, 1)
 
 
+def shifts_at_once(n: int) -> tuple[int, ...]:
+    """The shift to ask for when rank 0 is late, when rank 1 is, and so on; 1 is the default."""
+    return (1, -1, -3, 2) if n == 4 else (1,) * n
+
+
 def each_late(answer, wire, seed: int) -> list[torch.Tensor]:
     """Each rank in turn comes late: when all others have started their send and their receive.
     That they wait for its message is their right, but not before they have sent their own."""
     rank = dist.get_rank()
     n = dist.get_world_size()
     came = []
-    for late in range(n):
+    for late, shift in enumerate(shifts_at_once(n)):
         wire.events = Told(late)
         x = held(rank, seed)
         if rank == late:
             wait_for_the_others(late, n)
-            wait_until_there([f"rank {(late - 1) % n} is back, rank {late} late"], 0.2)
-        came.append(answer.ring_shift(x))
+            wait_until_there([f"rank {(late - shift) % n} is back, rank {late} late"], 0.2)
+        came.append(answer.ring_shift(x, shift) if shift != 1 else answer.ring_shift(x))
         x.fill_(-1)  # as the next step would: who has not waited for its send spoils it
         _get_default_store().add(f"rank {rank} is back, rank {late} late", 1)
     return came
@@ -155,12 +163,12 @@ def wait_for_the_others(late: int, n: int) -> None:
             time.sleep(0.01)
 
 
-@pytest.mark.parametrize("n", [3, 4])
+@pytest.mark.parametrize("n", [3, 4, 2])
 def test_all_at_once(answer: Path, seed: int, n: int) -> None:
     """All have sent before anything has come: each of {n} ranks is late once"""
     for rank, came in enumerate(grade(answer, each_late, n, seed, deadline=20)):
-        for late, y in enumerate(came):
-            behind = (rank - 1) % n
+        for late, (shift, y) in enumerate(zip(shifts_at_once(n), came, strict=True)):
+            behind = (rank - shift) % n
             if isinstance(y, torch.Tensor) and (y == -1).any():
                 raise Wrong(f"rank {behind} came back while its x was still being sent: wait")
             same(y, held(behind, seed), f"rank {rank}, rank {late} late: what came")

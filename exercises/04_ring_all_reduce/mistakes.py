@@ -196,7 +196,8 @@ MISTAKES = [
         "            size = -(-len(half) // n)\n"
         "            chunks = [half[i * size : (i + 1) * size] for i in range(n)]\n",
         "test_bytes",
-        "messages to the right by bytes, from all 3 ranks: expected {4: 8, 8: 4}, got {0: 4, 8: 8}",
+        "x of 10 elements, the first half of them 5: messages to the right by bytes, from all 4 "
+        "ranks: expected {4: 18, 8: 6}, got {0: 6, 4: 6, 8: 12}",
     ),
     (
         "no elements not wanted",
@@ -231,5 +232,41 @@ MISTAKES = [
         "            work.wait()\n",
         "test_both_ways_at_once",
         "rank 0, step 1: it waits when 2 of the four have been started",
+    ),
+    (
+        "x cut into 2 n chunks at once",
+        "        for half, way in zip(x.tensor_split(2), (1, -1), strict=True):\n"
+        "            chunks = half.tensor_split(n)\n",
+        "        every = x.tensor_split(2 * n)\n"
+        "        for chunks, way in zip((every[:n], every[n:]), (1, -1), strict=True):\n",
+        "test_bytes",
+        "x of 10 elements, the first half of them 5: messages to the right by bytes, from all 4 "
+        "ranks: expected {4: 18, 8: 6}, got {4: 12, 8: 12}",
+    ),
+    (
+        "one direction after the other where there are two ranks",
+        "        for work in dist.batch_isend_irecv(operations):\n            work.wait()\n",
+        "        for pair in (operations[:2], operations[2:]) if n == 2 else (operations,):\n"
+        "            for work in dist.batch_isend_irecv(pair):\n"
+        "                work.wait()\n",
+        "test_both_ways_at_once",
+        "rank 1 has not started its second send while rank 0 is away: start both directions, "
+        "then wait",
+    ),
+    (
+        "no wait for what is sent",
+        (
+            "def ring_all_reduce(",
+            "        for work in dist.batch_isend_irecv(operations):\n            work.wait()\n",
+        ),
+        (
+            "kept = []\n\n\ndef ring_all_reduce(",
+            "        works = dist.batch_isend_irecv(operations)\n"
+            "        kept.append(works)\n"
+            "        for work in works[1::2]:\n"
+            "            work.wait()\n",
+        ),
+        "test_both_ways_at_once",
+        "rank 0: 24 sends and receives were started, 12 waited for",
     ),
 ]

@@ -15,7 +15,7 @@ def ring_all_reduce(x: torch.Tensor) -> None:
     The first of x.tensor_split(2) goes to the right (rank + 1), the second to the left (rank - 1).
     Each is cut into n chunks (tensor_split again). There are 2 (n - 1) steps; in each, a rank sends
     one chunk to each side and receives one from each side, and starts all four before it waits for
-    any. Every rank ends with the same bits.
+    any. When it returns, it has waited for all. Every rank ends with the same bits.
     """
     # --- yours
     rank = dist.get_rank()

@@ -99,13 +99,26 @@ def test_bytes(answer: Path, seed: int, n: int) -> None:
         )
         expect({e.nbytes for e in sends}, {48}, f"{told}: bytes of each message")
     if n > 2:
+        # 2 n + 2 elements: cut into 2 n, the first half would have two chunks of two, not one
+        for length in 7, 2 * n + 2:
+            check_chunks(grade(answer, call, n, length, torch.float32, seed), length)
+
+
+def check_chunks(results: list[tuple], length: int) -> None:
+    """Each half is cut as tensor_split cuts it, and each chunk goes round the whole ring."""
+    n = len(results)
+    halves = torch.empty(length).tensor_split(2)
+    sides = ("first", "right", 1), ("second", "left", -1)
+    for half, (nth, side, way) in zip(halves, sides, strict=True):
+        if len(half) < n:
+            continue  # a chunk of no elements need not be sent
         sizes = Counter()
-        for rank, (_, sends) in enumerate(grade(answer, call, n, 7, torch.float32, seed)):
-            sizes.update(e.nbytes for e in sends if e.peer == (rank + 1) % n)
-        due = Counter(chunk.nbytes for chunk in torch.empty(4).tensor_split(n))
+        for rank, (_, sends) in enumerate(results):
+            sizes.update(e.nbytes for e in sends if e.peer == (rank + way) % n)
+        due = Counter(chunk.nbytes for chunk in half.tensor_split(n))
         due = {nbytes: 2 * (n - 1) * times for nbytes, times in sorted(due.items())}
-        told = "x of 7 elements, the first half of them 4: messages to the right by bytes"
-        expect(dict(sorted(sizes.items())), due, f"{told}, from all {n} ranks")
+        told = f"x of {length} elements, the {nth} half of them {len(half)}: messages to the {side}"
+        expect(dict(sorted(sizes.items())), due, f"{told} by bytes, from all {n} ranks")
 
 
 class Told(list):
@@ -142,19 +155,22 @@ def wait_for_the_others(late: int, n: int) -> None:
             time.sleep(0.01)
 
 
-@pytest.mark.parametrize("late", [0, 2])
-def test_both_ways_at_once(answer: Path, seed: int, late: int) -> None:
-    """Both directions in each step, started before any is waited for; rank {late} of 4 is late"""
-    for rank, events in enumerate(grade(answer, each_late, 4, late, seed, deadline=20)):
+@pytest.mark.parametrize(("n", "late"), [(4, 0), (4, 2), (2, 0), (3, 1)])
+def test_both_ways_at_once(answer: Path, seed: int, n: int, late: int) -> None:
+    """Both directions in each step, started before any is waited for; rank {late} of {n} is late"""
+    for rank, events in enumerate(grade(answer, each_late, n, late, seed, deadline=20)):
         started = 0
         for event in events:
             if event.op == "note" and started % 4:
                 told = f"rank {rank}, step {started // 4}: it waits when {started % 4} of the four"
                 raise Wrong(f"{told} have been started: start both directions, then wait")
             started += event.op != "note"
+        if (waited := sum(event.op == "note" for event in events)) < started:
+            told = f"rank {rank}: {started} sends and receives were started, {waited} waited for"
+            raise Wrong(f"{told}: wait for what is sent, too, before x changes again")
         to = [e.peer for e in events if e.op == "send"]
         for step, pair in enumerate(zip(to[::2], to[1::2], strict=False)):
-            due = {(rank + 1) % 4, (rank - 1) % 4}
+            due = {(rank + 1) % n, (rank - 1) % n}
             expect(set(pair), due, f"rank {rank}, step {step}: the two sends go to ranks")
 
 

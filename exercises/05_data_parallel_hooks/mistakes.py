@@ -126,8 +126,7 @@ MISTAKES = [
             "                self.launch(parameter)\n",
         ),
         "test_layers_left_out",
-        "(layers used: [0] on rank 0, [1] on rank 1, [0] on rank 2; "
-        "all-reduces are matched by their order alone)",
+        "every rank makes the same calls in the same order",
     ),
     (
         "tied weights sent twice",
@@ -208,5 +207,60 @@ MISTAKES = [
         "[p for p in set(module.parameters()) if p.requires_grad]",
         "test_waiting",
         "every rank makes the same calls in the same order",
+    ),
+    (
+        "the state_dict broadcast, without the buffers that it leaves out",
+        "(*module.parameters(), *module.buffers()):",
+        "module.state_dict().values():",
+        "test_start",
+        "buffer scale once the module is wrapped",
+    ),
+    (
+        "what step 0 has not used left out for ever",
+        (
+            "        self.there = set()\n        self.works = []\n        # --- end\n\n"
+            "    def forward(",
+            "        while self.queue:\n            self.launch(self.queue.popleft())\n",
+        ),
+        (
+            "        self.there = set()\n        self.works = []\n        self.steps = 0\n"
+            "        # --- end\n\n    def forward(",
+            "        while self.queue:\n            self.launch(self.queue.popleft())\n"
+            "        self.steps += 1\n"
+            "        if self.steps == 1:\n"
+            "            for work in self.works:\n"
+            "                work.wait()\n"
+            "            self.trained = [p for p in self.trained if p.grad.any()]\n",
+        ),
+        "test_layers_left_out",
+        "step 1, rank 0, gradient of gain (layers used: [0] on rank 0",
+    ),
+    (
+        "parameters of all modules in one list",
+        (
+            "    def __init__(self, module: nn.Module)",
+            "        self.trained = [p for p in module.parameters() if p.requires_grad][::-1]\n",
+        ),
+        (
+            "    trained = []\n\n    def __init__(self, module: nn.Module)",
+            "        self.trained += [p for p in module.parameters() if p.requires_grad][::-1]\n",
+        ),
+        "test_bytes",
+        "step 0, rank 0: bytes all-reduced: expected",
+    ),
+    (
+        "the hook waits from the second step on",
+        (
+            "dist.all_reduce(parameter.grad, async_op=True))\n",
+            "        for work in self.works:\n            work.wait()\n",
+        ),
+        (
+            "dist.all_reduce(parameter.grad, async_op=True))\n"
+            "        if hasattr(self, 'later'):\n"
+            "            self.works[-1].wait()\n",
+            "        for work in self.works:\n            work.wait()\n        self.later = True\n",
+        ),
+        "test_waiting",
+        "rank 0's backward waits for rank 1's: start the all-reduce and go on",
     ),
 ]

@@ -27,8 +27,8 @@ run = partial(grade, forbid=FORBIDDEN)
 
 
 class Net(nn.Module):
-    """Tied weights, a frozen layer, buffers, two dtypes, and layers that a step may leave out, one
-    of them with a parameter of float64.
+    """Tied weights, a frozen layer, buffers, one of which state_dict leaves out, two dtypes, and
+    layers that a step may leave out, one of them with a parameter of float64.
     """
 
     def __init__(self, seed: int) -> None:
@@ -42,14 +42,28 @@ class Net(nn.Module):
         self.readout.weight = self.embed.weight
         self.register_buffer("shift", torch.randn(4))
         self.register_buffer("count", torch.tensor(10 + seed))
+        self.register_buffer("scale", torch.rand(4), persistent=False)
 
     def forward(self, token_B: torch.Tensor, used: tuple[int, ...]) -> torch.Tensor:
-        x_BD = self.frozen(self.embed(token_B)) + self.shift
+        x_BD = self.frozen(self.embed(token_B)) * self.scale + self.shift
         for i in used:
             x_BD = x_BD + self.layers[i](x_BD).tanh()
         if 2 in used:
             x_BD = (x_BD * self.gain).float()
         return self.readout(x_BD)
+
+
+def held(model: nn.Module) -> dict[str, torch.Tensor]:
+    """All parameters and buffers, by name."""
+    every = (*model.named_parameters(), *model.named_buffers())
+    return {name: tensor.detach() for name, tensor in every}
+
+
+def used_in(step: int, used: tuple[int, ...]) -> tuple[int, ...]:
+    """The layers that a rank uses in this step, given those of step 0: some, and the next ones in
+    each further step; or all.
+    """
+    return used if len(used) == len(ALL) else tuple((i + step) % len(ALL) for i in used)
 
 
 def batch(rank: int, step: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,7 +83,7 @@ def one_process(uses: list[tuple[int, ...]], seed: int) -> list[tuple[list, dict
         own = []
         for rank, used in enumerate(uses):
             token_B, next_B = batch(rank, step, seed)
-            loss = cross_entropy(model(token_B, used), next_B)
+            loss = cross_entropy(model(token_B, used_in(step, used)), next_B)
             grads = torch.autograd.grad(loss, [*trained.values()], materialize_grads=True)
             own.append(dict(zip(trained, grads, strict=True)))
         for name, p in trained.items():
@@ -82,7 +96,7 @@ def one_process(uses: list[tuple[int, ...]], seed: int) -> list[tuple[list, dict
 def wrap(answer, wire, seed: int) -> dict[str, torch.Tensor]:
     model = Net(seed + dist.get_rank())
     answer.DataParallel(model)
-    return model.state_dict()
+    return held(model)
 
 
 def train(answer, wire, uses: list, seed: int) -> tuple:
@@ -92,6 +106,7 @@ def train(answer, wire, uses: list, seed: int) -> tuple:
     model = Net(seed + rank)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     wrapped = answer.DataParallel(model)
+    _other = answer.DataParallel(nn.Linear(2, 2))  # which is not trained now
     wire.events = InOrder()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):
@@ -99,7 +114,7 @@ def train(answer, wire, uses: list, seed: int) -> tuple:
         sgd.zero_grad(set_to_none=step < 2)
         before = [p.detach().clone() for p in model.parameters()]
         token_B, next_B = batch(rank, step, seed)
-        cross_entropy(wrapped(token_B, uses[rank]), next_B).backward()
+        cross_entropy(wrapped(token_B, used_in(step, uses[rank])), next_B).backward()
         wrapped.finish()
         if not all(map(torch.equal, before, model.parameters())):
             raise Wrong(
@@ -108,7 +123,7 @@ def train(answer, wire, uses: list, seed: int) -> tuple:
         grads = {s: None if p.grad is None else p.grad.clone() for s, p in trained.items()}
         log.append((grads, list(wire.events)))
         sgd.step()
-    return log, model.state_dict()
+    return log, held(model)
 
 
 def compare(results: list, uses: list, seed: int, what: str = "") -> None:
@@ -133,29 +148,30 @@ def compare(results: list, uses: list, seed: int, what: str = "") -> None:
 def test_start(answer: Path, seed: int) -> None:
     """All start from rank 0's parameters and buffers, on 3 ranks"""
     for rank, start in enumerate(run(answer, wrap, 3, seed)):
-        for name, due in Net(seed).state_dict().items():
-            kind = "buffer" if name in ("shift", "count") else "parameter"
+        for name, due in held(Net(seed)).items():
+            kind = "buffer" if name in dict(Net(seed).named_buffers()) else "parameter"
             same(start[name], due, f"rank {rank}, {kind} {name} once the module is wrapped")
 
 
 def late(answer, wire, seed: int) -> None:
-    """Rank 1 begins its backward when rank 0's is over."""
+    """Rank 1 begins each backward when rank 0's is over."""
     store = dist.distributed_c10d._get_default_store()
     rank = dist.get_rank()
     wrapped = answer.DataParallel(Net(seed + rank))
     wire.events = InOrder()
-    token_B, next_B = batch(rank, 0, seed)
-    loss = cross_entropy(wrapped(token_B, ALL), next_B)
-    if rank == 1:
+    for step in range(2):
+        wrapped.zero_grad()
+        token_B, next_B = batch(rank, step, seed)
+        loss = cross_entropy(wrapped(token_B, ALL), next_B)
         stop = time.monotonic() + 8
-        while not store.check(["backward"]):
+        while rank == 1 and not store.check([f"backward {step}"]):
             if time.monotonic() > stop:
                 raise Wrong("rank 0's backward waits for rank 1's: start the all-reduce and go on")
             time.sleep(0.01)
-    loss.backward()
-    if rank == 0:
-        store.set("backward", "")
-    wrapped.finish()
+        loss.backward()
+        if rank == 0:
+            store.set(f"backward {step}", "")
+        wrapped.finish()
 
 
 def test_waiting(answer: Path, seed: int) -> None:
@@ -326,7 +342,7 @@ APART = {
 def test_layers_left_out(answer: Path, seed: int, who: str) -> None:
     """Layers left out in a step: {who}"""
     told = ", ".join(f"{list(used)} on rank {rank}" for rank, used in enumerate(APART[who]))
-    told += "; all-reduces are matched by their order alone"
+    told += "; in further steps the next ones; all-reduces are matched by their order alone"
     results = run(answer, train, 3, APART[who], seed)
     compare(results, APART[who], seed, f" (layers used: {told})")
     for rank, (log, _) in enumerate(results):

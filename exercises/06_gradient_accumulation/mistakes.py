@@ -184,4 +184,28 @@ MISTAKES = [
         "test_bytes",
         "it all-reduces before the last micro-batch has had its turn",
     ),
+    (
+        "the target for the output",
+        "loss_fn(model(x), y)",
+        "loss_fn(y, model(x))",
+        "test_gradients",
+        "step 0, gradient of 0.weight",
+    ),
+    (
+        "never all-reduced where k is more than there are",
+        "if i < len(group) else nullcontext()",
+        "if i < len(group) or k > len(micro_batches) else nullcontext()",
+        "test_other_groups",
+        "rank 0, step 0, gradient of 0.weight",
+    ),
+    (
+        "a group of one all-reduced once more by hand",
+        "        optimizer.step()\n",
+        "        for p in model.parameters() if k == 1 else ():\n"
+        "            torch.distributed.all_reduce(p.grad)\n"
+        "            p.grad /= torch.distributed.get_world_size()\n"
+        "        optimizer.step()\n",
+        "test_other_groups",
+        "rank 0, step 0, micro-batches: 1: bytes all-reduced: expected 256, got 512",
+    ),
 ]

@@ -17,8 +17,8 @@ def train_epoch(
     """Train on all micro-batches, in order; step after every k of them, and after what is left.
 
     loss_fn(output, target) is the mean over the samples of one micro-batch.
-    micro_batches: this rank's pairs (input, target), of any sizes. All ranks hold equally many
-    micro-batches and, in each group of k, equally many samples, though otherwise cut.
+    micro_batches: this rank's pairs (input, target), each of one sample or more. All ranks hold
+    equally many micro-batches and, in each group of k, equally many samples, though otherwise cut.
 
     Each step goes along the gradient of the mean loss over all samples in the group, on all ranks:
     one process with one large batch would make the same step. Seven micro-batches with k = 3 make

@@ -260,4 +260,47 @@ MISTAKES = [
         "test_each_epoch",
         "length 13, shuffled, epoch 0: it yields tensor(",
     ),
+    (
+        "a length that iterating sets",
+        (
+            "return self.length // self.n if self.drop_last else -(-self.length // self.n)\n",
+            "        order = list(range(self.length))\n",
+        ),
+        (
+            "return getattr(self, 'share', self.length)\n",
+            "        order = list(range(self.length))\n"
+            "        self.share = self.length // self.n if self.drop_last "
+            "else -(-self.length // self.n)\n",
+        ),
+        "test_each_epoch",
+        "length 13, in order, epoch 0: it yields 5 samples, but len(sampler) is 13",
+    ),
+    (
+        "seed times epoch, so that seed 0 has one order",
+        "manual_seed(self.seed + self.epoch)",
+        "manual_seed(self.seed * (self.epoch + 1))",
+        "test_orders",
+        "rank 0 has the same order in epochs 0 and 1 if the seed is 0",
+    ),
+    (
+        "an order that depends on the number of ranks",
+        "manual_seed(self.seed + self.epoch)",
+        "manual_seed(self.seed + self.epoch + 1000 * self.n)",
+        "test_places",
+        "2 ranks have another order than 3; only seed and epoch count",
+    ),
+    (
+        "the padding begins anew after ten epochs",
+        "first = self.epoch * padding",
+        "first = self.epoch % 10 * padding",
+        "test_over_epochs",
+        "in sum over epochs 0 to 10: sample",
+    ),
+    (
+        "the padding goes on where this sampler stopped",
+        "        first = self.epoch * padding",
+        "        self.turn = getattr(self, 'turn', -1) + 1\n        first = self.turn * padding",
+        "test_over_epochs",
+        "in sum over epochs 0 to 1: the same as in epoch 0 are repeated",
+    ),
 ]

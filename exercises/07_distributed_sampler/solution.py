@@ -14,15 +14,16 @@ class FairSampler(Sampler[int]):
 
     length: samples in the dataset, any number, also fewer than ranks
     n, rank: as dist.get_world_size() and dist.get_rank() give them
-    shuffle, seed: another order each epoch, the same on all ranks, from (seed, epoch) alone
+    shuffle, seed: another order each epoch, the same on all ranks and for any number of them, from
+        (seed, epoch) alone; seed may be 0
     drop_last: leave out the last length % n samples of the order; nothing is padded then
 
     The order is the dataset's, or shuffled. Behind it stands the padding: samples of the dataset
     once more, until n divides the number. Then the order is dealt like cards: rank r gets places
     r, r + n, r + 2n, and so on. The same number for each rank, or one would wait for the others.
 
-    Fair: within an epoch, and in sum over epochs 0 to any other, no sample comes more than once
-    more often than another.
+    Fair: without drop_last, within an epoch and in sum over epochs 0 to any other, no sample comes
+    more than once more often than another.
     """
 
     def __init__(

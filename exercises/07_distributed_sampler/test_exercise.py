@@ -43,14 +43,16 @@ def draw(answer, wire, drop_last: bool, seed: int) -> dict[Case, list[int]]:
             it = sampler(answer, length, shuffle=shuffle, seed=seed, drop_last=drop_last)
             for epoch in EPOCHS:
                 it.set_epoch(epoch)
+                says = len(it)
                 mine = [*it]
                 if other := [i for i in mine if type(i) is not int]:
                     case = told((length, shuffle, epoch))
                     raise Wrong(f"{case}: it yields {other[0]!r}; a sample's number is an int")
                 drawn[length, shuffle, epoch] = mine
-                if len(it) != len(mine):
-                    says = f"it yields {len(mine)} samples, but len(sampler) is {len(it)}"
-                    raise Wrong(f"{told((length, shuffle, epoch))}: {says}")
+                for said in (says, len(it)):
+                    if said != len(mine):
+                        why = f"it yields {len(mine)} samples, but len(sampler) is {said}"
+                        raise Wrong(f"{told((length, shuffle, epoch))}: {why}")
     wire.only()
     return drawn
 
@@ -119,6 +121,10 @@ def orders(answer, wire, seed: int) -> dict[str, list[int]]:
     after.set_epoch(5)
     drawn["epoch 5 after a restart"] = [int(i) for i in after]
     drawn["another seed"] = [int(i) for i in sampler(answer, 101, seed=seed + 7)]
+    it = sampler(answer, 101)
+    for epoch in (0, 1):
+        it.set_epoch(epoch)
+        drawn[f"epoch {epoch} with seed 0"] = [int(i) for i in it]
     for whose, state in states().items():
         if state != before[whose]:
             moved = f"{whose}'s global random numbers have moved"
@@ -139,6 +145,8 @@ def test_orders(answer: Path, seed: int) -> None:
         if drawn["another seed"] == first:
             seeds = f"seed {seed} and with seed {seed + 7}"
             raise Wrong(f"rank {rank} has the same order with {seeds}: does seed count?")
+        if drawn["epoch 0 with seed 0"] == drawn["epoch 1 with seed 0"]:
+            raise Wrong(f"rank {rank} has the same order in epochs 0 and 1 if the seed is 0")
         for when in ("again", "after a restart"):
             if drawn[f"epoch 5 {when}"] != drawn["epoch 5"]:
                 why = "only seed and epoch are to decide it"
@@ -166,25 +174,45 @@ def test_places(answer: Path, seed: int) -> None:
             expect(order, [*range(length)], f"{told(case)}: the order put together again")
         elif len(set(order)) < length:
             raise Wrong(f"{told(case)}: samples come again before all have come: {order[:20]}")
+    on_two = run(answer, draw, 2, False, seed)
+    for case in ranks[0]:
+        orders_of = [together(drawn, case)[: case[0]] for drawn in (ranks, on_two)]
+        if orders_of[0] != orders_of[1]:
+            why = "2 ranks have another order than 3; only seed and epoch count"
+            raise Wrong(f"{told(case)}: {why}")
+
+
+def far(answer, wire, seed: int) -> dict[Case, list[int]]:
+    """What this rank gets in many epochs, each from a sampler of its own, as after a restart."""
+    drawn = {}
+    for length, shuffle, epoch in product((5, 7, 10), (False, True), range(40)):
+        it = sampler(answer, length, shuffle=shuffle, seed=seed)
+        it.set_epoch(epoch)
+        drawn[length, shuffle, epoch] = [*it]
+    return drawn
 
 
 @pytest.mark.parametrize("n", [3, 4])
 def test_over_epochs(answer: Path, seed: int, n: int) -> None:
     """Each epoch repeats others, until all have had their turn, on {n} ranks"""
-    ranks = run(answer, draw, n, False, seed)
-    for length, shuffle in product(filter(None, lengths(seed)), (False, True)):
-        times = Counter()
-        before = None
-        for epoch in EPOCHS:
-            case = length, shuffle, epoch
-            now = Counter(chain(*(drawn[case] for drawn in ranks)))
-            times += now
-            twice = {i for i in now if now[i] > min(now.values())}
-            if how := unfair(times, length):
-                if twice == before:
-                    how = f"the same as in epoch {epoch - 1} are repeated: {few(twice)}"
-                raise Wrong(f"{told(case)}: in sum over epochs 0 to {epoch}: {how}")
-            before = twice
+    check_over_epochs(run(answer, draw, n, False, seed))
+    check_over_epochs(run(answer, far, n, seed))
+
+
+def check_over_epochs(ranks: list[dict[Case, list[int]]]) -> None:
+    sums: dict[tuple[int, bool], Counter] = {}
+    before = {}
+    for length, shuffle, epoch in filter(lambda case: case[0], ranks[0]):
+        case = length, shuffle, epoch
+        now = Counter(chain(*(drawn[case] for drawn in ranks)))
+        times = sums.setdefault((length, shuffle), Counter())
+        times += now
+        twice = {i for i in now if now[i] > min(now.values())}
+        if how := unfair(times, length):
+            if twice == before.get((length, shuffle)):
+                how = f"the same as in epoch {epoch - 1} are repeated: {few(twice)}"
+            raise Wrong(f"{told(case)}: in sum over epochs 0 to {epoch}: {how}")
+        before[length, shuffle] = twice
 
 
 @pytest.mark.parametrize("n", [3, 4])

@@ -35,25 +35,25 @@ MISTAKES = [
     ),
     (
         "every parameter gathered from every rank",
-        "            dist.broadcast(parameter.detach(), src=owner)\n",
-        "            came = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]\n"
-        "            dist.all_gather(came, parameter.detach())\n"
-        "            parameter.copy_(came[owner])\n",
+        "                dist.broadcast(parameter.detach(), src=owner)\n",
+        "                came = [torch.empty_like(parameter)"
+        " for _ in range(dist.get_world_size())]\n"
+        "                dist.all_gather(came, parameter.detach())\n"
+        "                parameter.copy_(came[owner])\n",
         "test_bytes",
         "calls all_gather; use broadcast",
     ),
     (
         "frozen parameters sent too",
-        '[p for p in group["params"] if p.requires_grad]',
-        'group["params"]',
+        ('[p for p in group["params"] if p.requires_grad]', "if parameter.grad is not None:"),
+        ('group["params"]', "if True:"),
         "test_bytes",
         "expected 868 B of broadcasts at most, got 1,948 B",
     ),
     (
         "each owner broadcasts on its own",
-        "            dist.broadcast(parameter.detach(), src=owner)\n",
-        "            if owner == dist.get_rank():\n"
-        "                dist.broadcast(parameter.detach(), src=owner)\n",
+        "if parameter.grad is not None:",
+        "if parameter.grad is not None and owner == dist.get_rank():",
         "test_bytes",
         "every rank makes the same calls in the same order",
     ),
@@ -119,9 +119,8 @@ MISTAKES = [
     ),
     (
         "nothing sent",
-        "        for parameter, owner in self.owner.items():\n"
-        "            dist.broadcast(parameter.detach(), src=owner)\n",
-        "",
+        "if parameter.grad is not None:",
+        "if False:",
         "test_weights",
         "after step 0, bias is what it was before on ranks [1]: its owner has to send it to all",
     ),
@@ -139,10 +138,9 @@ MISTAKES = [
         "nothing sharded, nothing sent",
         (
             '            params = [p for p in group["params"] if self.owner.get(p) == rank]\n',
-            "        for parameter, owner in self.owner.items():\n"
-            "            dist.broadcast(parameter.detach(), src=owner)\n",
+            "if parameter.grad is not None:",
         ),
-        ('            params = group["params"]\n', ""),
+        ('            params = group["params"]\n', "if False:"),
         "test_state",
         "this optimizer shards nothing: every rank holds 1,736 B, a whole copy",
     ),
@@ -252,10 +250,10 @@ MISTAKES = [
     ),
     (
         "received into new memory",
-        "            dist.broadcast(parameter.detach(), src=owner)\n",
-        "            came = parameter.detach().clone()\n"
-        "            dist.broadcast(came, src=owner)\n"
-        "            parameter.data = came\n",
+        "                dist.broadcast(parameter.detach(), src=owner)\n",
+        "                came = parameter.detach().clone()\n"
+        "                dist.broadcast(came, src=owner)\n"
+        "                parameter.data = came\n",
         "test_bytes",
         "lies in other memory now: update it in place",
     ),
@@ -281,11 +279,64 @@ MISTAKES = [
     ),
     (
         "broadcasts in the order of a set",
-        "        for parameter, owner in self.owner.items():\n"
-        "            dist.broadcast(parameter.detach(), src=owner)\n",
-        "        for parameter in set(self.owner):\n"
-        "            dist.broadcast(parameter.detach(), src=self.owner[parameter])\n",
+        ("for parameter, owner in self.owner.items():\n", "src=owner"),
+        ("for parameter in set(self.owner):\n", "src=self.owner[parameter]"),
         "test_weights",
         "every rank makes the same calls in the same order",
+    ),
+    (
+        "trained parameters without a gradient sent too",
+        "if parameter.grad is not None:",
+        "if True:",
+        "test_bytes",
+        "step 1: expected 700 B of broadcasts at most, got 868 B; in this step there is no "
+        "gradient of frozen, up",
+    ),
+    (
+        "sent and not waited for",
+        "dist.broadcast(parameter.detach(), src=owner)",
+        "dist.broadcast(parameter.detach(), src=owner, async_op=True)",
+        "test_bytes",
+        "step 0: step came back before what it sends had arrived: wait",
+    ),
+    (
+        "state made for all parameters, of which those of others are never stepped",
+        (
+            '[p for p in group["params"] if self.owner.get(p) == rank]',
+            "        self.local.step()\n",
+        ),
+        (
+            'group["params"]',
+            "        rank = dist.get_rank()\n"
+            "        hidden = {p: p.grad for p in self.owner if self.owner[p] != rank}\n"
+            "        for p in hidden:\n"
+            "            p.grad = None\n"
+            "        self.local.step()\n"
+            "        for p in hidden:\n"
+            "            p.grad = hidden[p]\n",
+        ),
+        "test_state",
+        "this optimizer shards nothing: every rank holds 868 B, a whole copy",
+    ),
+    (
+        "the rank's own optimizer kept in the class",
+        "self.local = optimizer_class(mine",
+        "type(self).local = optimizer_class(mine",
+        "test_weights",
+        "answer.py, line",
+    ),
+    (
+        "the sizes sorted in place",
+        "    owners = [0] * len(sizes)\n",
+        "    sizes.sort()\n    owners = [0] * len(sizes)\n",
+        "test_partition",
+        "partition has changed the list of sizes; it is the caller's",
+    ),
+    (
+        "owners that are no ints",
+        "    return owners\n",
+        "    return [float(owner) for owner in owners]\n",
+        "test_partition",
+        "expected 12 ranks from 0 to 1, got [0.0, ",
     ),
 ]

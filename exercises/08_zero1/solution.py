@@ -10,7 +10,8 @@ def partition(sizes: list[int], n: int) -> list[int]:
     """Deal whole parameters out to n ranks; return the owner of each.
 
     No rank gets more elements than an even share plus the largest parameter: sum(sizes) / n +
-    max(sizes). Every rank computes this alone and must come to the same answer.
+    max(sizes). Every rank computes this alone and must come to the same answer. `sizes` stays as
+    it is.
 
     partition([2, 9, 4, 6, 1], 2) may return [0, 0, 1, 1, 1]: 11 elements each.
     """
@@ -34,7 +35,8 @@ class ZeRO1(torch.optim.Optimizer):
     The weights are those of the plain optimizer, to the bit. Parameters are contiguous.
 
     With Adam, 8 P bytes of float32 state become 8 P / n on a rank, about. `step` sends at most P
-    elements, by dist.broadcast: no gradients, and no frozen parameters (requires_grad is False).
+    elements, by dist.broadcast: no gradients, no frozen parameters (requires_grad is False), and
+    none that has no gradient in this step.
     """
 
     def __init__(
@@ -72,7 +74,8 @@ class ZeRO1(torch.optim.Optimizer):
             mine |= group | {"params": mine["params"]}
         self.local.step()
         for parameter, owner in self.owner.items():
-            dist.broadcast(parameter.detach(), src=owner)
+            if parameter.grad is not None:
+                dist.broadcast(parameter.detach(), src=owner)
         # --- end
 
 

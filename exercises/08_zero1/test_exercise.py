@@ -1,5 +1,6 @@
 """Grader of 08: who owns what, weights to the bit, live bytes of state, bytes sent."""
 
+import contextlib
 import gc
 import inspect
 import itertools
@@ -7,14 +8,16 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.optim import SGD, Adagrad, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from course.grading import Wrong, expect, grade, same
-from course.wire import InOrder
+from course.wire import InOrder, NotedWait
 
 ZERO = ("torch.distributed.optim.ZeroRedundancyOptimizer.__init__",)
 SHAPES = {"bias": (5,), "embedding": (11, 6), "gain": (1,), "frozen": (30, 9), "up": (6, 7)}
@@ -98,6 +101,25 @@ def given(params: dict, how: str, few: bool) -> Iterator[torch.Tensor] | list[di
     return iter(params.values()) if few else in_groups(params, how)
 
 
+@contextlib.contextmanager
+def waits_noted() -> Iterator[dict[int, dist.Work]]:
+    """Within, the broadcasts that nobody has waited for yet."""
+    pending = {}
+    broadcast = dist.ProcessGroup.broadcast
+
+    def noted(*args: object, **kwargs: object) -> dist.Work:
+        work = broadcast(*args, **kwargs)
+        pending[id(work)] = work
+        return work
+
+    wait = NotedWait(lambda work: pending.pop(id(work), None))
+    with (
+        patch.object(dist.ProcessGroup, "broadcast", noted),
+        patch.object(dist.Work, "wait", wait),
+    ):
+        yield pending
+
+
 def on_ranks(answer, wire, seed: int, how: str, changed: tuple[str, ...], few: bool) -> list:
     """Each step's weights and calls."""
     optimizer_class, defaults, _ = HOW[how]
@@ -106,6 +128,8 @@ def on_ranks(answer, wire, seed: int, how: str, changed: tuple[str, ...], few: b
     log = []
 
     def seen(step: int) -> None:
+        if not all(work.is_completed() for work in pending.values()):
+            raise Wrong(f"step {step}: step came back before what it sends had arrived: wait")
         log.append(({name: p.detach().clone() for name, p in params.items()}, wire.calls()))
         wire.events.clear()
         for name, p in params.items():
@@ -113,8 +137,10 @@ def on_ranks(answer, wire, seed: int, how: str, changed: tuple[str, ...], few: b
                 raise Wrong(f"step {step}: {name} lies in other memory now: update it in place")
 
     optimizer = answer.ZeRO1(given(params, how, few), optimizer_class, **defaults)
+    _other = answer.ZeRO1([torch.nn.Parameter(torch.ones(3))], SGD, lr=1.0)  # which never steps
     wire.events = InOrder()
-    train(optimizer, params, seed, changed, seen)
+    with waits_noted() as pending:
+        train(optimizer, params, seed, changed, seen)
     return log
 
 
@@ -190,7 +216,12 @@ DEALT = [100, 1] * 6, [9] * 3 + [1] * 9, [*range(1, 13)], [7], [50, 3, 3, 2, 40,
 
 
 def deal(answer, wire, n: int, lists: list[list[int]]) -> list:
-    dealt = [answer.partition([*sizes], n) for sizes in lists]
+    dealt = []
+    for sizes in lists:
+        given = [*sizes]
+        dealt.append(answer.partition(given, n))
+        if given != sizes:
+            raise Wrong("partition has changed the list of sizes; it is the caller's")
     if dealt != [answer.partition([*sizes], n) for sizes in lists]:
         raise Wrong("partition, asked again, deals otherwise: ranks would not agree")
     return dealt
@@ -207,7 +238,7 @@ def test_partition(answer: Path, seed: int, n: int) -> None:
     for sizes, owners in zip(lists, dealt, strict=True):
         told = f"partition({sizes}, {n})"
         whole = isinstance(owners, list) and len(owners) == len(sizes)
-        if not (whole and all(owner in range(n) for owner in owners)):
+        if not (whole and all(type(owner) is int and owner in range(n) for owner in owners)):
             raise Wrong(f"{told}: expected {len(sizes)} ranks from 0 to {n - 1}, got {owners}")
         held = [sum(s for s, o in zip(sizes, owners, strict=True) if o == r) for r in range(n)]
         if max(held) > (bound := sum(sizes) / n + max(sizes)):
@@ -227,11 +258,18 @@ def test_bytes(answer: Path, seed: int, n: int) -> None:
             if ops - {"broadcast"}:
                 raise Wrong(f"{told}: calls {', '.join(sorted(ops))}; use broadcast")
             sent = sum(e.nbytes for e in calls)
-            if sent > P:
-                raise Wrong(f"{told}: expected {P:,} B of broadcasts at most, got {sent:,} B")
+            grads = gradients(seed, step)
+            due = sum(grad.nbytes for grad in grads.values() if grad is not None)
+            unused = [name for name, grad in grads.items() if grad is None]
+            if sent > due:
+                told += f": expected {due:,} B of broadcasts at most, got {sent:,} B"
+                raise Wrong(f"{told}; in this step there is no gradient of {', '.join(unused)}")
 
 
-@pytest.mark.parametrize(("n", "how"), [(2, "SGD"), (3, "AdamW"), (4, "AdamW"), (2, "Adagrad")])
+WEIGHED = [(2, "SGD"), (3, "AdamW"), (4, "AdamW"), (2, "Adagrad"), (1, "SGD")]
+
+
+@pytest.mark.parametrize(("n", "how"), WEIGHED)
 def test_weights(answer: Path, seed: int, n: int, how: str) -> None:
     """The plain optimizer's weights, to the bit: {how}, {n} ranks"""
     compare(grade(answer, on_ranks, n, seed, how, (), False, forbid=ZERO), seed, how)
@@ -242,10 +280,11 @@ def storages(tensors: list[torch.Tensor]) -> dict[int, int]:
     return {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors if t.dim())}
 
 
-def hold(answer, wire, seed: int) -> tuple[int, int]:
+def hold(answer, wire, seed: int, how: str) -> tuple[int, int]:
     """Bytes of tensors, weights and gradients apart: the most at the end of any optimizer's step,
     before its hooks can free something, and those at the end. (A copy kept as bytes or as a list of
     numbers is not seen: this finds mistakes, not deceit.)"""
+    optimizer_class, defaults, _ = HOW[how]
     params = parameters(seed)
     grads = gradients(seed, 0)
     alive = []
@@ -257,13 +296,13 @@ def hold(answer, wire, seed: int) -> tuple[int, int]:
         found = storages([t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)])
         return sum(nbytes for at, nbytes in found.items() if at not in given)
 
-    class Counted(AdamW):
+    class Counted(optimizer_class):
         @torch.no_grad()
         def step(self) -> None:
-            inspect.unwrap(AdamW.step)(self)  # without torch's wrapper, which calls the hooks
+            inspect.unwrap(optimizer_class.step)(self)  # without the wrapper that calls the hooks
             alive.append(live())
 
-    zero = answer.ZeRO1(in_groups(params, "AdamW"), Counted, **HOW["AdamW"][1])
+    zero = answer.ZeRO1(in_groups(params, how), Counted, **defaults)
     for _ in range(2):
         for name, p in params.items():
             p.grad = grads[name]
@@ -275,21 +314,27 @@ def hold(answer, wire, seed: int) -> tuple[int, int]:
     return max(alive), live()
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 1])
-def test_state(answer: Path, seed: int, n: int) -> None:
-    """Bytes of AdamW's state: one copy over {n} ranks, evenly"""
-    held = grade(answer, hold, n, seed, forbid=ZERO)
-    if n > 1 and min(end for _, end in held) >= 2 * P:
-        raise Wrong(f"this optimizer shards nothing: every rank holds {2 * P:,} B, a whole copy")
+# Adagrad makes its state before the first step.
+HELD = [(2, "AdamW"), (3, "AdamW"), (4, "AdamW"), (1, "AdamW"), (3, "Adagrad")]
+
+
+@pytest.mark.parametrize(("n", "how"), HELD)
+def test_state(answer: Path, seed: int, n: int, how: str) -> None:
+    """Bytes of {how}'s state: one copy over {n} ranks, evenly"""
+    held = grade(answer, hold, n, seed, how, forbid=ZERO)
+    each = {"AdamW": 2, "Adagrad": 1}[how]  # tensors as large as the weights
+    if n > 1 and min(end for _, end in held) >= each * P:
+        told = f"every rank holds {each * P:,} B, a whole copy"
+        raise Wrong(f"this optimizer shards nothing: {told}")
     for rank, (most, end) in enumerate(held):
-        bound = 2 * (P // n + LARGEST)
+        bound = each * (P // n + LARGEST)
         if most > end and most > bound:
             raise Wrong(f"rank {rank} holds {most:,} B of state in a step, {end:,} B after it: "
                         "state of others is made, then thrown away")  # fmt: skip
         if end > bound:
             told = f"rank {rank} holds {end:,} B of state; no more than {bound:,} B are due"
             raise Wrong(f"{told}. Is something dealt out that has no state, like the frozen?")
-    expect(sum(end for _, end in held), 2 * P, "bytes of state on all ranks together")
+    expect(sum(end for _, end in held), each * P, "bytes of state on all ranks together")
 
 
 @pytest.mark.parametrize("how", ["AdamW", "SGD"])

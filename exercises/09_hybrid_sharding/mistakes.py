@@ -173,4 +173,13 @@ MISTAKES = [
         "test_counted",
         ", buffers, and tied weights twice counted: expected (29376, 10416), got",
     ),
+    (
+        "blocks left whole after their backward",
+        "    return fully_shard(model, mesh=mesh)",
+        "    model = fully_shard(model, mesh=mesh)\n"
+        "    model.set_reshard_after_backward(False)\n"
+        "    return model",
+        "test_memory",
+        "bytes of parameters that are whole while block 1 works backward: expected",
+    ),
 ]

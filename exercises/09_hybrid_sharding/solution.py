@@ -22,7 +22,8 @@ def hybrid(model: nn.Module, per_node: int) -> nn.Module:
     Parameters are gathered only inside a node: one block at a time, freed after its forward and
     gathered again for its backward; all that lies outside the blocks once, as one message. So with
     U blocks: 2 U + 1 all-gathers, U + 1 reduce-scatters inside, U + 1 all-reduces across. Never
-    are more parameters whole than those of one block and those outside all blocks.
+    are more parameters whole, forward or backward, than those of one block and those outside of
+    all blocks.
     """
     # --- yours
     nodes = dist.get_world_size() // per_node
@@ -38,9 +39,10 @@ def predict(model: nn.Module, nodes: int, per_node: int) -> tuple[int, int]:
     """Bytes that each rank sends in one step of `hybrid(model, per_node)`, forward and backward:
     (inside its node, across nodes).
 
-    model: whole, not sharded yet; per_node divides the rows of every parameter. Parameters alone
-    travel: tied ones once, buffers not at all. Count as a ring does: of B bytes, a rank of n sends
-    (n - 1)/n in an all-gather or a reduce-scatter, twice that in an all-reduce.
+    model: whole, not sharded yet; per_node divides the rows of every parameter, and all want
+    gradients. Parameters alone travel: tied ones once, buffers not at all. Count as a ring does: of
+    B bytes, a rank of n sends (n - 1)/n in an all-gather or a reduce-scatter, twice that in an
+    all-reduce.
 
     100 B in blocks and 20 B outside, on 2 nodes of 2 ranks: (170, 60). Its two ranks together send
     120 B out of a node. Sharded over all 4, in one ring, each rank would send 255 B, and so would

@@ -30,8 +30,8 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Takes down, in the middle of every block, how many bytes of parameters are whole. Outside of
-    them are tied weights, and a buffer."""
+    """Takes down, in the middle of every block, forward and backward, how many bytes of parameters
+    are whole. Outside of them are tied weights, and a buffer."""
 
     def __init__(self, seed: int, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -46,6 +46,10 @@ class Model(nn.Module):
         self.whole: list[int] = []
         for block in self.blocks:
             block.down.register_forward_pre_hook(self.look)
+            block.down.register_forward_hook(self.look_backward)
+
+    def look_backward(self, module: nn.Module, given: object, y: torch.Tensor) -> None:
+        y.register_hook(self.look)
 
     def look(self, *_: object) -> None:
         self.whole.append(sum(p.nbytes for p in self.parameters() if not isinstance(p, DTensor)))
@@ -150,9 +154,11 @@ def test_memory(answer: Path, seed: int) -> None:
     """One block is whole at a time, 1 node of 2"""
     total, outside, blocks = sizes()
     for rank, (_, whole, *_) in enumerate(grade(answer, step, 2, seed, 2)):
-        for k, (bytes_whole, block) in enumerate(zip(whole, blocks, strict=True)):
+        turns = [*enumerate(blocks), *reversed([*enumerate(blocks)])]
+        for turn, ((k, block), bytes_whole) in enumerate(zip(turns, whole, strict=True)):
             if bytes_whole > outside + block:
-                told = f"rank {rank}: bytes of parameters that are whole while block {k} works"
+                works = f"block {k} works{' backward' * (turn >= len(blocks))}"
+                told = f"rank {rank}: bytes of parameters that are whole while {works}"
                 every = " (all there are)" if bytes_whole == total else ""
                 raise Wrong(f"{told}: expected {outside + block:,}, got {bytes_whole:,}{every}")
 
@@ -230,7 +236,7 @@ def ask(answer, wire, cases: list[tuple]) -> list:
 
 def test_predict(answer: Path) -> None:
     """Bytes predicted, for clusters that are not here, in float64 and bfloat16"""
-    shapes = [(8, 4), (128, 12), (1, 1)]
+    shapes = [(8, 4), (128, 12), (1, 1), (1, 6), (4, 1)]
     cases = list(itertools.product((torch.float64, torch.bfloat16), shapes))
     flat = [(dtype, *shape) for dtype, shape in cases]
     (answers,) = grade(answer, ask, 1, flat)

@@ -189,4 +189,35 @@ MISTAKES = [
         "test_parts",
         "b2 is the caller's tensor itself; make a copy",
     ),
+    (
+        "Enter sums nothing, and a hook does",
+        (
+            "        whole_BTD = grad_BTD.clone()\n"
+            "        dist.all_reduce(whole_BTD)\n"
+            "        return whole_BTD\n",
+            "class ParallelMLP(nn.Module):\n",
+            "        h_BTh = F.gelu(F.linear(Enter.apply(x_BTD), self.w1, self.b1))\n",
+        ),
+        (
+            "        return grad_BTD\n",
+            "def summed(grad: Tensor) -> Tensor:\n"
+            "    whole = grad.clone()\n"
+            "    dist.all_reduce(whole)\n"
+            "    return whole\n\n\n"
+            "class ParallelMLP(nn.Module):\n",
+            "        x_BTD = Enter.apply(x_BTD)\n"
+            "        if x_BTD.requires_grad:\n"
+            "            x_BTD.register_hook(summed)\n"
+            "        h_BTh = F.gelu(F.linear(x_BTD, self.w1, self.b1))\n",
+        ),
+        "test_enter_and_leave",
+        "rank 0: what Enter returns backward",
+    ),
+    (
+        "the caller's weights themselves where there is one rank",
+        "nn.Parameter(part.detach().clone())",
+        "nn.Parameter(part.detach().clone() if n > 1 else part.detach())",
+        "test_parts",
+        "H = 12, rank 0: w1 is the caller's tensor itself; make a copy",
+    ),
 ]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from course.grading import Wrong, expect, grade, same
@@ -92,7 +93,7 @@ def build(answer, wire, seed: int, sizes: list[int]) -> list[tuple]:
     return found
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2, 3, 1])
 def test_parts(answer: Path, seed: int, n: int) -> None:
     """A rank keeps its n-th of the weights and no more, on {n} ranks"""
     sizes = [12, 10, 2]
@@ -142,6 +143,34 @@ def test_values(answer: Path, seed: int, n: int) -> None:
         check_values(seed, n, H, got)
 
 
+def ramp(factor: int) -> torch.Tensor:
+    return factor * torch.arange(B * T * D, dtype=torch.float64).view(B, T, D)
+
+
+def alone(answer, wire) -> dict[str, tuple]:
+    """What Enter and Leave make of a tensor, and of a gradient, that differ between ranks."""
+    rank = dist.get_rank()
+    found = {}
+    for name in ("Enter", "Leave"):
+        x = ramp(rank + 1).requires_grad_()
+        y = getattr(answer, name).apply(x)
+        y.backward(ramp(rank + 10))
+        found[name] = y.detach(), x.grad
+    return found
+
+
+def test_enter_and_leave(answer: Path) -> None:
+    """Enter and Leave, each alone, on 3 ranks"""
+    for rank, found in enumerate(grade(answer, alone, 3, forbid=FORBIDDEN)):
+        due = {
+            "Enter": (ramp(rank + 1), ramp(10 + 11 + 12)),
+            "Leave": (ramp(1 + 2 + 3), ramp(rank + 10)),
+        }
+        for name, ways in due.items():
+            for way, expected, got in zip(("forward", "backward"), ways, found[name], strict=True):
+                same(got, expected, f"rank {rank}: what {name} returns {way}")
+
+
 def check_values(seed: int, n: int, H: int, got: list[tuple]) -> None:
     y, (*grads, x_grad) = oracle(seed, H)
     for rank, (y_got, *_) in enumerate(got):
@@ -149,6 +178,7 @@ def check_values(seed: int, n: int, H: int, got: list[tuple]) -> None:
         for told, wrong in mistaken(seed, H, n).items():
             refuse(y_got, wrong, y, f"{where}: {told}")
         same(y_got, y, f"{where}: y", ATOL)
+        same(y_got, got[0][0], f"{where}: y next to rank 0's, to the bit")
     for rank, (_, _, mine, _) in enumerate(got):
         for (name, dim), grad in zip(NAMES.items(), grads, strict=True):
             due = parts(grad, dim, n)[rank]

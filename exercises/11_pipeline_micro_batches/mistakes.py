@@ -298,4 +298,28 @@ MISTAKES = [
         "test_values",
         "the Work of a send is gone, and nobody has waited for it: its message may never arrive",
     ),
+    (
+        "one forward too many ahead where that costs nothing",
+        (
+            "    num_warmup = min(p - 1 - stage, m)\n",
+            '        if k >= stage:\n            order.append(("W", k - stage))\n',
+            "range(max(0, m - stage), m)",
+        ),
+        (
+            "    extra = int(0 < stage < p - 1 and m == p)\n"
+            "    num_warmup = min(p - 1 - stage + extra, m)\n",
+            '        if k >= stage - extra:\n            order.append(("W", k - stage + extra))\n',
+            "range(max(0, m - stage + extra), m)",
+        ),
+        "test_zero_bubble",
+        "3 stages, 3 micro-batches, rank 1: expected forwards and Bs as in 1F1B, "
+        "F0 F1 B0 F2 B1 B2, got F0 F1 F2 B0 B1 B2",
+    ),
+    (
+        "numbers of micro-batches that are no ints",
+        "    return order + ",
+        "    order = [(kind, str(k)) for kind, k in order]\n    return order + ",
+        "test_zero_bubble",
+        "expected the number of a micro-batch, got '0'",
+    ),
 ]

@@ -20,8 +20,9 @@ def zero_bubble(stage: int, p: int, m: int) -> list[Action]:
     alive, and its activations are held, from its F to its W.
 
     Forwards and Bs come as in 1F1B: p - 1 - stage forwards ahead (m if there are fewer), then one
-    of each in turn, then the Bs that are left. Ws come as late as they can while no stage holds
-    more than p micro-batches. Each takes one slot; every stage idles p - 1 slots if m >= p.
+    of each in turn, then the Bs that are left. Ws come so late that no B waits for one, and so
+    early that no stage holds more than p micro-batches: any places will do. Each takes one slot;
+    every stage idles p - 1 slots if m >= p.
 
     zero_bubble(0, 2, 3): F0 F1 B0 W0 F2 B1 W1 B2 W2, as ("F", 0), ("F", 1), ...;
     zero_bubble(1, 2, 3): F0 B0 F1 B1 W0 F2 B2 W1 W2.

@@ -58,6 +58,8 @@ def names(order: object, of: str, m: int) -> list[str]:
         raise Wrong(
             f'{of}: expected a list like [("F", 0), ("B", 0), ("W", 0)], got {order!r}'[:300]
         )
+    if strange := [k for _, k in order if type(k) is not int]:
+        raise Wrong(f"{of}: expected the number of a micro-batch, got {strange[0]!r}")
     told = [f"{kind}{k}" for kind, k in order]
     due = sorted(f"{kind}{k}" for kind, k in itertools.product("FBW", range(m)))
     if sorted(told) != due:
@@ -91,6 +93,20 @@ def check_order(orders: list[list[str]], m: int) -> None:
         at_once = all(one_pass(order, m) for order in orders)
         why = "; every W comes right after its B, though nobody waits for it" if at_once else ""
         raise Wrong(f"{told}: idle slots of each stage: expected {due}, got {idle}{why}{shown}")
+    for rank, order in enumerate(orders):
+        mine = [name for name in order if name[0] != "W"]
+        if mine != (ought := one_forward_one_backward(rank, p, m)):
+            come = f"expected forwards and Bs as in 1F1B, {' '.join(ought)}, got {' '.join(mine)}"
+            raise Wrong(f"{told}, rank {rank}: {come}{shown}")
+
+
+def one_forward_one_backward(stage: int, p: int, m: int) -> list[str]:
+    """Its forwards and Bs, in order."""
+    ahead = min(p - 1 - stage, m)
+    order = forwards(ahead)
+    for k in range(m):
+        order += [f"F{ahead + k}"] * (ahead + k < m) + [f"B{k}"]
+    return order
 
 
 def one_pass(order: list[str], m: int) -> bool:
@@ -298,7 +314,7 @@ def one_process(seed: int, p: int, m: int) -> tuple[torch.Tensor, list, dict[str
     return loss.detach(), gradients(loss), wrong
 
 
-@pytest.mark.parametrize(("n", "m"), [(2, M), (4, M), (3, 2), (4, 2), (1, M)])
+@pytest.mark.parametrize(("n", "m"), [(2, M), (4, M), (3, 2), (4, 2), (1, M), (3, 1)])
 def test_values(answer: Path, seed: int, n: int, m: int) -> None:
     """One process's gradients and loss, {n} stage(s), {m} micro-batches"""
     got = grade(answer, step, n, seed, m, forbid=FORBIDDEN)
@@ -310,6 +326,7 @@ def test_values(answer: Path, seed: int, n: int, m: int) -> None:
                     g is not None
                     and g.dtype == due.dtype
                     and torch.allclose(g, theirs[rank][index])
+                    and not torch.allclose(due, theirs[rank][index])
                 ):
                     raise Wrong(f"rank {rank}: this is the gradient of {mistake}")
             same(g, due, f"rank {rank}: gradient of the {('weight', 'bias')[index]}", ATOL)

@@ -70,7 +70,7 @@ MISTAKES = [
         "ImageFolder(str(folder))",
         "ImageFolder(\n"
         "        str(folder),\n"
-        '        is_valid_file=lambda name: name.endswith((".JPEG", ".jpg")),\n'
+        '        is_valid_file=lambda name: name.lower().endswith((".jpeg", ".jpg")),\n'
         "        allow_empty=True,\n"
         "    )",
         "test_file",
@@ -179,5 +179,22 @@ MISTAKES = [
         "    image = [CenterCrop",
         "test_loader",
         "the answer calls broadcast; nothing is to be sent here",
+    ),
+    (
+        "endings compared as they are written",
+        "ImageFolder(str(folder))",
+        "ImageFolder(\n"
+        "        str(folder),\n"
+        '        is_valid_file=lambda name: name.endswith((".JPEG", ".jpg", ".png")),\n'
+        "    )",
+        "test_file",
+        "samples: expected 11, got 8",
+    ),
+    (
+        "another order for each loader",
+        ("def loader(", "seed=seed,"),
+        ("opened = []\n\n\ndef loader(", "seed=opened.append(0) or seed + len(opened),"),
+        "test_shuffled",
+        "shuffled, seed 1: a second loader has other orders than the first",
     ),
 ]

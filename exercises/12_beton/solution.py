@@ -23,8 +23,8 @@ def write(folder: Path, path: Path) -> None:
     """Write all images below `folder` to `path`, a .beton file. Called on one rank alone.
 
     folder: a folder for each class, in it the class's images: .JPEG, .jpg, .png, in capitals or
-    not; grey, RGBA and CMYK ones, too; other files are no samples. A class's label is its place
-    among the sorted names.
+    not; grey, RGBA and CMYK ones, too. There are no other images; what is there besides, such as
+    text, is no sample. A class's label is its place among the sorted names.
     Samples are in order: by class, then by file name, both as Python sorts strings.
 
     Two fields, in this order: "image", RGB, raw pixels as PIL decodes and converts them, scaled by

@@ -20,8 +20,8 @@ SIZES = [5, 1]  # 6 samples on each of 2 ranks
 FILES = {  # width, height and PIL's mode; in order, though made in another
     "Zebra": {"10.png": (32, 32, "RGB"), "9.png": (33, 47, "RGB"), "B.JPEG": (128, 80, "RGB")},
     "apple": {"a.JPEG": (50, 33, "L"), "b.JPEG": (64, 32, "CMYK"), "c.png": (40, 33, "RGBA"),
-              "d.jpg": (45, 64, "RGB"), "e.PNG": (80, 128, "RGB")},
-    "n10": {"x.JPEG": (41, 52, "RGB"), "y.JPEG": (64, 64, "RGB")},
+              "d.JPG": (45, 64, "RGB"), "e.PNG": (80, 128, "RGB")},
+    "n10": {"x.jpg": (41, 52, "RGB"), "y.jpeg": (64, 64, "RGB")},
     "n2": {"only.png": (37, 37, "RGB")},
 }  # fmt: skip
 PICTURE = np.dtype("<u1, <u2, <u2, <u8")  # mode, width, height, start
@@ -225,11 +225,13 @@ def shuffle(answer, wire, path: Path, seeds: list[int]) -> dict[int, list]:
     """For each seed, the samples of two epochs: asked for, not read, for which FFCV would compile
     once more."""
     orders = {}
-    for seed in seeds:
+    for seed in [*seeds, seeds[0]]:
         loader = opened(answer, path, True, seed)
         expect(len(loader), len(SIZES), "shuffled: batches on this rank")
         order = loader.traversal_order
-        orders[seed] = [list(map(int, order.sample_order(epoch))) for epoch in range(2)]
+        now = [list(map(int, order.sample_order(epoch))) for epoch in range(2)]
+        if now != orders.setdefault(seed, now):
+            raise Wrong(f"shuffled, seed {seed}: a second loader has other orders than the first")
     wire.only()
     return orders
 
