@@ -1,10 +1,18 @@
 """The DDP lesson: a broken line fails the claims that guard it, and no others."""
 
+import copy
+from contextlib import nullcontext
+from unittest.mock import MagicMock, patch
+
 import pytest
 import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
 from torch import nn
+from torch.nn.functional import cross_entropy
 
-from course.playing import load, play
+from course.playing import Played, load, play
+from course.ranks import run
 from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
 
 LESSON = "parallelism/01_data_parallelism_ddp.py"
@@ -126,3 +134,168 @@ def test_masters_keep_what_bfloat16_cannot() -> None:
     for parameter, master, first in zip(model.parameters(), masters, start, strict=True):
         assert (master != first).double().mean() > 0.9
         assert torch.equal(parameter, master.bfloat16())
+
+
+def PLAIN(played: Played) -> None:
+    """It also says what 7 billion parameters take."""
+    assert "7 billion parameters: 112 GB on every rank" in played.output
+
+
+def sgd(model: nn.Module, batches: list[tuple]) -> list[float]:
+    """Train by the equations, v = 0.9 v + g and w = w - 0.1 v; return the losses."""
+    weights = list(model.parameters())
+    velocities = [torch.zeros_like(weight) for weight in weights]
+    losses = []
+    for image_BD, label_B in batches:
+        loss = cross_entropy(model(image_BD), label_B)
+        losses.append(loss.item())
+        gradients = torch.autograd.grad(loss, weights)
+        with torch.no_grad():
+            for weight, velocity, gradient in zip(weights, velocities, gradients, strict=True):
+                weight -= 0.1 * velocity.mul_(0.9).add_(gradient)
+    return losses
+
+
+class NoNetwork(nn.Linear):
+    """Looks like DDP, and sends nothing."""
+
+    def no_sync(self) -> nullcontext:
+        return nullcontext()
+
+
+def small_job() -> tuple[NoNetwork, NoNetwork, list[tuple]]:
+    """Two equal models, and three batches for them."""
+    torch.manual_seed(0)
+    model = NoNetwork(5, 3).double()
+    batches = [(torch.randn(8, 5).double(), torch.arange(8) % 3) for _ in range(3)]
+    return model, copy.deepcopy(model), batches
+
+
+def alike(ours: nn.Module, expected: nn.Module) -> bool:
+    pairs = zip(ours.parameters(), expected.parameters(), strict=True)
+    return all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in pairs)
+
+
+def test_training_is_sgd_with_momentum_on_each_batch_alone() -> None:
+    model, alone, batches = small_job()
+    assert load(LESSON).train(model, batches) == pytest.approx(sgd(alone, batches))
+    assert alike(model, alone)
+
+
+@pytest.mark.parametrize("use_no_sync", [True, False])
+def test_micro_batches_begin_without_the_gradients_of_the_step_before(use_no_sync: bool) -> None:
+    model, alone, batches = small_job()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    load(LESSON).accumulate(model, batches[0], 4, use_no_sync)
+    sgd(alone, batches[:1])
+    assert alike(model, alone)
+
+
+def test_mixed_precision_is_adam_on_the_gradients_of_this_batch() -> None:
+    lesson = load(LESSON)
+    lesson.average_gradients = lambda model: None
+    torch.manual_seed(0)
+    model = nn.Linear(64, 10).bfloat16()
+    masters = [parameter.detach().float() for parameter in model.parameters()]
+    expected = [master.clone() for master in masters]
+    adam, theirs = torch.optim.Adam(masters), torch.optim.Adam(expected)
+    for _ in range(2):
+        image_BD, label_B = torch.randn(8, 64), torch.arange(8)
+        loss = cross_entropy(model(image_BD.bfloat16()), label_B)
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        for master, gradient in zip(expected, gradients, strict=True):
+            master.grad = gradient.float()
+        theirs.step()
+        lesson.mixed_precision_step(model, masters, adam, (image_BD, label_B))
+        assert all(master.grad is None for master in masters)  # 16 bytes, not 20
+        assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert all(torch.equal(a, b) for a, b in zip(masters, expected, strict=True))
+
+
+def test_every_fifth_digit_is_kept_for_the_test() -> None:
+    lesson = load(LESSON)
+    with patch.object(lesson.dist, "broadcast_object_list"):
+        train_set, test_set = lesson.digits(torch.device("cpu"))
+    images, digits = map(torch.tensor, load_digits(return_X_y=True))
+    kept = torch.arange(1797) % 5 == 0
+    assert torch.equal(train_set.tensors[0], torch.arange(1437))
+    for data, which in ((train_set, ~kept), (test_set, kept)):
+        assert torch.allclose(data.tensors[1], images[which] / 8 - 0.6)
+        assert torch.equal(data.tensors[2], digits[which])
+
+
+def three_short_trainings() -> tuple:
+    """The curves' names, steps and distance; on how many samples accuracy was asked for."""
+    lesson = load(LESSON, ("EPOCHS = 10 ", "EPOCHS = 1 "))
+    asked = []
+    drawn = torch.Generator().manual_seed(0)
+
+    def samples(number: int) -> object:
+        image_ND = torch.rand(number, 64, generator=drawn, dtype=torch.float64)
+        return lesson.TensorDataset(torch.arange(number), image_ND, torch.arange(number) % 10)
+
+    def average(parameter: nn.Parameter) -> None:
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+    def wrap(model: nn.Module) -> nn.Module:
+        """What DDP does, which takes seconds to load."""
+        lesson.broadcast_weights(model)
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(average)
+        return model
+
+    lesson.digits = lambda device: (samples(1437), samples(360))
+    lesson.wrap = wrap
+    lesson.claim = lambda *_, **__: None
+    lesson.accuracy_on = lambda data, model: asked.append(len(data))
+    curves = lesson.train_three_times(torch.device("cpu"))
+    curves_CS = torch.tensor([*curves.values()], dtype=torch.float64)
+    apart = (curves_CS - curves_CS[-1]).abs().max().item()
+    return [*curves], curves_CS.shape[1], apart, asked
+
+
+def test_three_trainings_have_one_curve_and_are_judged_by_new_digits() -> None:
+    for names, steps, apart, asked in run(three_short_trainings, 2):
+        assert names == ["by hand", "DDP", "one process"]
+        assert steps == 15  # of 96 samples, 1,437 in all
+        assert apart < 1e-9
+        assert asked == [360, 360]
+
+
+def after_the_broadcast() -> list[float]:
+    lesson = load(LESSON)
+    model = nn.BatchNorm1d(1)
+    for tensor in model.state_dict().values():
+        tensor.fill_(lesson.RANK + 1)
+    lesson.broadcast_weights(model)
+    return [tensor.item() for tensor in model.state_dict().values()]
+
+
+def test_buffers_are_broadcast_as_the_weights_are() -> None:
+    assert run(after_the_broadcast, 2) == [[1] * 5] * 2
+
+
+def test_the_largest_difference_is_that_of_the_worst_parameter() -> None:
+    model, other, _ = small_job()
+    other.bias.data[1] -= 0.5
+    assert load(LESSON).largest_difference(model, other) == pytest.approx(0.5)
+
+
+def test_efficiency_compares_steps_with_such_that_send_nothing() -> None:
+    lesson = load(LESSON)
+    lesson.WORLD_SIZE = 4
+    ddp = MagicMock()
+
+    def median_ms(step: object) -> float:
+        ddp.reset_mock()
+        step()
+        return 30.0 if ddp.no_sync.called else 40.0
+
+    lesson.wrap = lambda model: ddp
+    lesson.median_ms = median_ms
+    with patch.object(torch.cuda, "is_bf16_supported", return_value=True):
+        lesson.measure_on_gpus(torch.device("meta"))
+    (row,) = lesson.ledger
+    assert (row["predicted"], row["measured"]) == pytest.approx((0.6 * 4, 4 * 30 / 40))

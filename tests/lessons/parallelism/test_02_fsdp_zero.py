@@ -1,5 +1,7 @@
 """ZeRO-1: the paper's table; each claim fails when the line that it guards is broken."""
 
+from unittest.mock import MagicMock, patch
+
 import pytest
 import torch
 from torch import nn
@@ -168,3 +170,50 @@ def test_stage_1_shards_the_optimizer_2_the_gradients_too_3_all(
         [weight, gradient / 4, optimizer / 4],
         [weight / 4, gradient / 4, optimizer / 4],
     ]
+
+
+def test_the_table_that_is_printed_is_the_papers(capsys: pytest.CaptureFixture) -> None:
+    load(LESSON).print_table(7.5)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows[1] == ["ranks", "DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
+    assert ["64", "120.00", "31.41", "16.64", "1.88"] in rows
+
+
+def three_small_steps() -> tuple[list[float], list[float]]:
+    """Masters and weights after steps that bfloat16 is too coarse for."""
+    weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    zero = load(LESSON).ZeRO1([weight], torch.optim.SGD, torch.float32, lr=1e-4)
+    for _ in range(3):
+        weight.grad = torch.ones_like(weight)
+        zero.step()
+    return zero.state_dict()["state"][0]["master"].tolist(), weight.tolist()
+
+
+def test_masters_add_up_what_their_weights_cannot_show() -> None:
+    for masters, weights in run(three_small_steps, 2):
+        assert masters == pytest.approx([1 - 3e-4] * 4, abs=1e-6)
+        assert weights == [1.0] * 4
+
+
+def elements_of_buckets() -> list[int]:
+    weights = [nn.Parameter(torch.zeros(6)) for _ in range(4)]
+    zero = load(LESSON).ZeRO1(weights, torch.optim.SGD, numel=12, lr=1.0)
+    return [len(bucket.full_N) for bucket in zero.buckets]
+
+
+def test_a_bucket_holds_about_as_many_elements_as_it_is_told() -> None:
+    assert run(elements_of_buckets, 2) == [[12, 12]] * 2
+
+
+def test_the_figure_shows_the_formula_and_what_was_measured() -> None:
+    lesson = load(LESSON)
+    lesson.WORLD_SIZE = 4
+    panels = [MagicMock() for _ in range(4)]
+    with patch("matplotlib.figure.Figure") as figure:
+        figure.return_value.subplots.return_value = panels
+        lesson.draw({(0, torch.bfloat16): 16.0, (1, torch.bfloat16): 7.0}, "memory.png")
+    heights = [panel.stackplot.call_args.args[1] for panel in panels]  # of 1, 2, 4, 8 ... ranks
+    assert [each[:, 2].sum().item() for each in heights] == pytest.approx([112, 49, 38.5, 28])
+    assert [each[:, 3].sum().item() for each in heights] == pytest.approx([112, 38.5, 26.25, 14])
+    points = [panel.plot.call_args.args[:2] for panel in panels[:2]]
+    assert points == [(2, 112), (2, 49)]

@@ -5,6 +5,8 @@ import functools
 import os
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -336,3 +338,79 @@ ON_GPUS = OnGpus(
         ("width: int = 8192", "width: int = 256"),
     ]
 )
+
+
+def test_an_epoch_is_the_1500_training_digits_and_none_of_the_new_ones() -> None:
+    cpu = torch.device("cpu")
+    drawn = list(here().batches(cpu, epochs=2))
+    assert [len(x_BI) for x_BI, _ in drawn] == [250] * 12
+    for of_all, batches in zip(here().digits(cpu), zip(*drawn, strict=True), strict=True):
+        assert torch.equal(torch.cat(batches), torch.cat([of_all[:1500]] * 2))
+
+
+def test_training_drops_the_gradients_of_the_step_before() -> None:
+    """A gradient of 1 in three steps with momentum 0.9 makes steps of 1, 1.9 and 2.71."""
+    lesson = load(LESSON)
+    lesson.batches = lambda device, epochs: [(None, None)] * epochs
+    model = nn.Linear(1, 1, bias=False).double()
+    before = model.weight.item()
+    lesson.train(lambda model, *_: model.weight.sum().backward(), model, None, epochs=3)
+    assert before - model.weight.item() == pytest.approx(0.05 * (1 + 1.9 + 2.71))
+
+
+def test_one_process_drives_two_devices() -> None:
+    lesson, cpu, driven = load(LESSON), torch.device("cpu"), []
+    lesson.OnDevices = lambda layers, devices: driven.append(devices)
+    lesson.train = lesson.claim = Mock()
+    lesson.weights_error = lambda *_: 0.0
+    lesson.check_one_process(cpu, None)
+    assert driven == [[cpu, cpu]]
+
+
+def test_a_pass_is_logged_each_way() -> None:
+    part, log = nn.Linear(2, 2), []
+    here().log_passes(part, log)
+    part(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    assert [call.operation for call in log] == ["F", "B"]
+
+
+def test_the_error_is_that_of_the_worst_parameter() -> None:
+    expected = nn.Linear(2, 2)
+    for parameter in expected.parameters():
+        nn.init.constant_(parameter, 4.0)
+    ours = copy.deepcopy(expected)
+    ours.bias.data[0] = 5.0
+    assert here().weights_error(ours, expected) == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("way", ["send", "receive"])
+def test_a_message_is_waited_for(way: str) -> None:
+    work = Mock()
+    started = patch.object(dist, "batch_isend_irecv", return_value=[work])
+    with patch.object(dist, "P2POp"), started:
+        getattr(here(), way)(torch.ones(2), 1)
+    work.wait.assert_called_once()
+
+
+class At(SimpleNamespace):
+    """A CUDA event at this ms."""
+
+    def elapsed_time(self, later: "At") -> float:
+        return later.ms - self.ms
+
+
+def test_a_gpu_idles_while_the_other_one_computes() -> None:
+    """F takes 1 ms and B 2, one GPU after the other: each idles 3 of 6 ms."""
+    two = 'torch.device("cuda", number) for number in (0, 1)'
+    lesson = load(LESSON, (two, 'torch.device(name) for name in ("cpu", "meta")'))
+    marks = []
+
+    def naive(x: torch.Tensor) -> torch.Tensor:
+        for gpu, moments in enumerate([(0, 1, 4, 6), (1, 2, 2, 4)]):
+            marks[gpu] += [At(ms=ms) for ms in moments]
+        return x
+
+    lesson.OnDevices = lambda layers, gpus: Mock(side_effect=naive, parts=gpus)
+    lesson.mark_passes = lambda part, gpu, of_gpu: marks.append(of_gpu)
+    with patch.object(torch.cuda, "synchronize"):
+        assert lesson.idle_of_two_gpus(1, width=4) == pytest.approx(1 / 2)

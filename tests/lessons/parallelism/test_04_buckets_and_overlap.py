@@ -1,6 +1,9 @@
 """The course's own DDP on every kind of module, and every claim against a broken line."""
 
+import copy
 from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import chain
 from unittest import mock
 
 import pytest
@@ -9,6 +12,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from course.playing import load, play
@@ -555,3 +559,122 @@ def test_gradients_that_are_no_views_are_a_second_copy() -> None:
     assert {MEMORY, ERROR} <= played.failed
     row = next(row for row in played.ledger if row["claim"] == MEMORY)
     assert row["measured"] == pytest.approx(2, abs=0.001)
+
+
+def mean_of_large_gradients() -> float:
+    model = nn.Linear(1, 1, bias=False, dtype=torch.float16)
+    ours = load(LESSON).BucketedDDP(model)
+    ours(torch.full((1, 1), 40_000.0).half()).sum().backward()
+    return model.weight.grad.item()
+
+
+def test_a_mean_that_float16_can_hold_does_not_overflow() -> None:
+    """Two gradients of 40,000 have a sum beyond float16's 65,504."""
+    assert run(mean_of_large_gradients, 2) == [40_000] * 2
+
+
+def syncs_around_no_sync() -> list[bool]:
+    ours, found = load(LESSON).BucketedDDP(nn.Linear(1, 1)), []
+    with ours.no_sync():
+        with ours.no_sync():
+            found.append(ours.reducer.sync)
+        found.append(ours.reducer.sync)
+    return [*found, ours.reducer.sync]
+
+
+def test_what_is_switched_off_twice_is_not_on_again_after_the_first() -> None:
+    assert run(syncs_around_no_sync, 1) == [[False, False, True]]
+
+
+# What oracle and lesson share
+
+
+class NoNetwork(nn.Linear):
+    """Looks like DDP, and sends nothing."""
+
+    def no_sync(self) -> nullcontext:
+        return nullcontext()
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_training_is_sgd_with_momentum_on_each_batch_alone(pieces: int) -> None:
+    lesson = load(LESSON)
+    torch.manual_seed(0)
+    model = NoNetwork(5, 3).double()
+    alone = copy.deepcopy(model)
+    batches = [(torch.randn(7, 5).double(), torch.arange(7) % 3) for _ in range(3)]
+    lesson.train(model, batches, lesson.Timeline(model), pieces)
+    sgd = torch.optim.SGD(alone.parameters(), 0.1, 0.9)
+    for image_BD, label_B in batches:
+        sgd.zero_grad()
+        cross_entropy(alone(image_BD), label_B).backward()
+        sgd.step()
+    assert lesson.largest_difference(model, alone) < 1e-12
+
+
+def test_the_largest_difference_is_that_of_the_worst_parameter() -> None:
+    model = nn.Linear(3, 2)
+    other = copy.deepcopy(model)
+    other.bias.data[1] -= 0.5
+    assert load(LESSON).largest_difference(model, other) == pytest.approx(0.5)
+
+
+def test_ranks_share_each_batch_and_the_last_300_digits_are_not_drawn() -> None:
+    lesson = load(LESSON)
+    lesson.WORLD_SIZE = 4
+    samples = torch.arange(1797), torch.arange(1797)
+    drawn = torch.cat([image_B for image_B, _ in lesson.batches_of(samples, 40, 0, 1)])
+    assert drawn.unique().tolist() == list(range(1497))
+    shares = [lesson.batches_of(samples, 1, rank, 4)[0][0].tolist() for rank in range(4)]
+    assert [len(mine) for mine in shares] == [24] * 4
+    assert sorted(chain.from_iterable(shares)) == list(range(96))
+
+
+def evaluated_on_new_digits() -> bool:
+    lesson = load(LESSON, ("STEPS = 100", "STEPS = 1"))
+    cpu, net, seen = torch.device("cpu"), lesson.net, []
+
+    def watched(device: torch.device, seed: int) -> nn.Module:
+        model = net(device, seed)
+        model.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+        return model
+
+    lesson.net = watched
+    lesson.claim = lesson.check_events = lambda *_, **__: None
+    lesson.check_others = lambda *_: {}
+    lesson.check_training(cpu)
+    return torch.equal(seen[-1], lesson.digits(cpu)[0][-300:])
+
+
+def test_accuracy_is_that_on_the_digits_that_are_not_drawn() -> None:
+    assert run(evaluated_on_new_digits, 1) == [True]
+
+
+def test_exposed_is_what_a_step_takes_longer_than_one_that_sends_nothing(
+    capsys: pytest.CaptureFixture,
+) -> None:
+    lesson = load(LESSON)
+    lesson.WORLD_SIZE = 2
+    own, sizes = mock.MagicMock(), []
+
+    def median_ms(step: Callable) -> float:
+        own.reset_mock()
+        step()
+        return 10.0 if own.no_sync.called else {25: 12.0, 1e6: 16.0}.get(sizes[-1], 14.0)
+
+    lesson.BucketedDDP = lambda model, bucket_mb: sizes.append(bucket_mb) or own
+    lesson.median_ms = median_ms
+    with mock.patch.object(torch.cuda, "is_bf16_supported", return_value=True):
+        lesson.measure_on_gpus(torch.device("meta"))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "buckets of 25 MB: 12.00 ms per step, 2.00 exposed" in said
+    assert lesson.ledger[0]["measured"] == 12 / 16
+
+
+def test_in_the_figure_an_all_reduce_begins_when_its_gradients_are_there() -> None:
+    events = [("gradient", 5000), ("all_reduce", 5000), ("gradient", 7000), ("all_reduce", 7000)]
+    with mock.patch("matplotlib.figure.Figure") as figure:
+        load(LESSON).draw({"own": events}, "events.png")
+    axes = figure.return_value.subplots.return_value
+    bars = [(call.args[1], call.args[3]) for call in axes.barh.call_args_list]
+    assert bars == [(5, 0), (5, 5), (7, 5), (7, 12)]  # how long, and from where, in kB

@@ -1,8 +1,12 @@
 """ZeRO-2 and ZeRO-3: each claim fails when the line that it guards is broken."""
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
-from course.playing import play
+from course.playing import load, play
+from course.ranks import run
 from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
 
 LESSON = "parallelism/05_zero2_and_zero3.py"
@@ -158,3 +162,64 @@ ON_GPUS = OnGpus(
 @pytest.mark.deep
 def test_it_holds_on_8_ranks_whose_shares_are_padded() -> None:
     play(LESSON, 8, deadline=200).expect(set())
+
+
+def reductions_under_way() -> tuple[int, int]:
+    """Of a pass through four units: the most at a time, and those left at the end."""
+    lesson = load(LESSON)
+    under_way = [0]
+
+    class Counted(lesson.Reduction):
+        def __init__(self, *given: object) -> None:
+            under_way.append(under_way[-1] + 1)
+            super().__init__(*given)
+
+        def land(self) -> None:
+            under_way.append(under_way[-1] - 1)
+            super().land()
+
+    lesson.Reduction = Counted
+    model = lesson.network(0, torch.device("cpu"))
+    lesson.MiniFSDP(model, units=model)
+    lesson.loss_of(model, torch.randn(2, lesson.D)).backward()
+    return max(under_way), under_way[-1]
+
+
+def test_at_most_one_reduce_scatter_is_under_way() -> None:
+    assert run(reductions_under_way, 2) == [(1, 0)] * 2
+
+
+def kept_whole() -> list[list[bool]]:
+    """Which of 12, 3 and 12 elements, and of a scalar, stay whole on every rank."""
+    lesson, found = load(LESSON), []
+    for replicate_below in (1, 12, 13):
+        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 4, bias=False))
+        model.scale = nn.Parameter(torch.tensor(1.0))
+        fsdp = lesson.MiniFSDP(model, replicate_below=replicate_below)
+        small = {p: shards.small for p, shards in fsdp.shards_of.items()}
+        found.append([small[p] for p in (*model[0].parameters(), model[1].weight, model.scale)])
+    return found
+
+
+def test_parameters_of_fewer_elements_and_scalars_stay_whole() -> None:
+    due = [[False, False, False, True], [False, True, False, True], [True] * 4]
+    assert run(kept_whole, 2) == [due] * 2
+
+
+def clipped() -> list[tuple[float, float]]:
+    """The norm of a gradient whose rows, 3 and 4, lie on two ranks, and what is left of mine."""
+    lesson, found = load(LESSON), []
+    for max_norm in (2.5, 100.0):
+        model = nn.Linear(1, 2, bias=False)
+        fsdp = lesson.MiniFSDP(model)
+        model.weight.grad = torch.tensor([[3.0 + dist.get_rank()]])
+        norm = lesson.clip_grad_norm_(fsdp, max_norm)
+        found.append((norm.item(), model.weight.grad.item()))
+    return found
+
+
+def test_clipping_shortens_a_long_gradient_and_leaves_a_short_one() -> None:
+    shortened, as_it_was = zip(*run(clipped, 2), strict=True)
+    assert [norm for norm, _ in shortened + as_it_was] == pytest.approx([5] * 4)
+    assert [mine for _, mine in shortened] == pytest.approx([1.5, 2])
+    assert [mine for _, mine in as_it_was] == [3, 4]

@@ -1,6 +1,7 @@
 """The tensor-parallel lesson's layers on sizes of every kind, every claim against a broken line."""
 
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -278,3 +279,16 @@ LINES = {
 
 
 BREAKS = Breaks(LINES)
+
+
+def test_a_split_block_should_take_a_share_the_rest_and_two_sums() -> None:
+    """On 4 ranks (10 - 2 x 0.5) / 4 + 2 x 0.5 + 2 x 0.75 ms."""
+    lesson = load(LESSON)
+    lesson.WORLD_SIZE = 4
+    ms = iter([10.0, 4.0, 0.5, 0.75])  # whole, split; a norm and a residual; an all-reduce
+    lesson.median_ms = lambda work: next(ms)
+    with patch.object(torch.cuda, "is_bf16_supported", return_value=True):
+        lesson.measure_on_gpus(torch.device("meta"))
+    (row,) = lesson.ledger
+    assert row["measured"] == pytest.approx(4 / 4.75)
+    assert row["slack"] == pytest.approx(1.5 / 4.75 / 2)

@@ -1,8 +1,10 @@
 """Schedules against their definitions, stages against one process, claims against broken lines."""
 
 import functools
+from fractions import Fraction
 from pathlib import Path
-from unittest.mock import patch
+from types import SimpleNamespace
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -253,3 +255,69 @@ def test_every_run_gets_a_panel(tmp_path: Path) -> None:
     titles = [call.args[1] for call in drawn.call_args_list]
     ways = "slots counted", "on GPUs"
     assert titles == [f"{name}, {way}" for way in ways for name in ("gpipe", "one_f_one_b")]
+
+
+def test_a_bar_is_as_long_as_its_pass_and_forward_is_blue() -> None:
+    axes = Mock()
+    lesson().draw_gantt(axes, "", [[("F", 0.0, 1.0), ("B", 4.0, 6.0)], [("F", 1.0, 2.0)]])
+    first, second = axes.broken_barh.call_args_list
+    assert first.args == ([(0.0, 1.0), (4.0, 2.0)], (-0.4, 0.8))
+    assert first.kwargs["facecolors"] == ["C0", "C2"]
+    assert second.args == ([(1.0, 1.0)], (0.6, 0.8))
+
+
+def test_a_backward_pass_sleeps_for_two_slots() -> None:
+    own, slept = load(LESSON), []
+    own.time = SimpleNamespace(sleep=slept.append, monotonic=lambda: sum(slept))
+    sleeper = own.Sleeper(None, None, 1)
+    with patch.object(own.Stage, "act"):
+        for direction in "FB":
+            sleeper.act((direction, 0), None, ())
+    assert slept == pytest.approx([0.03, 0.06])
+    assert [log[1:] for log in sleeper.log] == [(0, slept[0]), (slept[0], sum(slept))]
+
+
+def test_seconds_begin_with_the_first_action_of_any_stage() -> None:
+    own, case = load(LESSON), Mock()
+    own.gather_objects = lambda log: [[("F", 5.0, 6.0)], [("F", 6.0, 7.0)]]
+    with patch.object(own.dist, "barrier"):
+        logs = own.run_on_the_clock(own.gpipe, 1, case)
+    assert logs == [[("F", 0.0, 1.0)], [("F", 1.0, 2.0)]]
+
+
+def test_the_shortest_of_three_runs_is_compared_with_the_formula_of_its_schedule() -> None:
+    """It takes 2 seconds, in which its one stage works for 1.5."""
+    own, ran, claims = load(LESSON), [], []
+    own.WORLD_SIZE = 4
+    ends = iter([3.0, 2.0, 4.0] * 3)
+
+    def run_on_the_clock(order: object, m: int, case: None) -> list:
+        ran.append((order, m))
+        end = next(ends)
+        return [[("F", 0.0, 1.0), ("B", end - 0.5, end)]]
+
+    own.run_on_the_clock = run_on_the_clock
+    own.claim = lambda text, *numbers, **_: claims.append(numbers)
+    own.check_clock(None)
+    assert ran == [(own.gpipe, 1)] * 3 + [(own.gpipe, 8)] * 3 + [(own.one_f_one_b, 8)] * 3
+    assert claims == [(Fraction(3, 4), 0.25)] + [(Fraction(3, 11), 0.25)] * 2
+
+
+def test_an_exchange_is_over_when_all_its_messages_are() -> None:
+    works = [Mock(), Mock()]
+    with patch.object(lesson().dist, "batch_isend_irecv", return_value=works) as start:
+        lesson().Stage(None, None, 1).exchange(["send", "receive"])
+    start.assert_called_once_with(["send", "receive"])  # both together
+    assert [work.wait.call_count for work in works] == [1, 1]
+
+
+def test_real_stages_are_judged_by_the_formula_and_by_what_a_stage_may_hold() -> None:
+    """Stage 1 of 4 with 8 micro-batches: 3 held and one that arrives, of 8."""
+    own, claims = load(LESSON), []
+    own.WORLD_SIZE, own.RANK = 4, 1
+    own.step_on_gpu = lambda order, *_: (0.3, 4.0, []) if order is own.gpipe else (0.2, 2.0, [])
+    own.gather_objects = lambda value: [value]
+    own.claim = lambda text, *numbers, **_: claims.append(numbers[:2])
+    with patch.object(torch.cuda, "is_bf16_supported", return_value=True):
+        own.measure_on_gpus(torch.device("meta"))
+    assert claims == [(Fraction(3, 11), 0.3), (Fraction(3, 11), 0.2), (4 / 8, 0.5)]

@@ -206,3 +206,25 @@ def test_without_the_timeout_the_deadlock_is_real() -> None:
     played = play(LESSON, 2, patience, deadline=15)
     assert played.code.count("hung: ") == 2, played.code
     assert played.code.count(", in exchange") == 2, played.code
+
+
+# The run of parallelism/07's picture of 1F1B: three stages, five micro-batches
+GRID = """\
+F0 F1 F2  .  .  .  . B0 B0 F3 B1 B1 F4 B2 B2  . B3 B3  . B4 B4
+ . F0 F1  .  . B0 B0 F2 B1 B1 F3 B2 B2 F4 B3 B3  . B4 B4  .  .
+ .  . F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4  .  .  .  ."""
+
+
+def test_five_micro_batches_through_three_stages_take_these_slots() -> None:
+    found = lesson().simulate(lists_of("one_f_one_b", 3, 5))
+    for row, starts in zip(GRID.splitlines(), found, strict=True):
+        cells = row.split()
+        assert starts == {(c[0], int(c[1])): cells.index(c) for c in cells if c != "."}
+        assert all(cells.count(f"{d}{k}") == lesson().SLOTS[d] for d, k in starts)
+
+
+def test_sends_that_wait_for_their_receivers_are_checked_as_such() -> None:
+    one_f_one_b = lists_of("one_f_one_b", 4, 8)
+    lesson().check_schedule(one_f_one_b)
+    with pytest.raises(ValueError, match="stage 3 before F1 wait for ever"):
+        lesson().check_schedule(one_f_one_b, together=False)

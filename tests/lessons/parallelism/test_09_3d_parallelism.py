@@ -1,8 +1,10 @@
 """The 3D lesson: meshes of every shape, formulas against published numbers, broken lines."""
 
 import math
+from unittest.mock import Mock, patch
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from course.playing import Played, load, play
@@ -191,3 +193,64 @@ ON_GPUS = OnGpus(
         ("repeats: int = 20", "repeats: int = 1"),
     ]
 )
+
+
+def test_links_turn_gigabytes_into_seconds(capsys: pytest.CaptureFixture) -> None:
+    """8.72, 9.66 and 338.2 GB over 25 GB/s, or over 300 GB/s for the axis that has NVLink."""
+    lesson = load(LESSON)
+    lesson.print_published_run()
+    rows = [line.split()[-4:] for line in capsys.readouterr().out.splitlines()[-2:]]
+    assert rows == [["0.35", "0.03", "13.53", "13.91"], ["0.35", "0.39", "1.13", "1.86"]]
+
+
+def test_slower_links_leave_a_gpu_idle(capsys: pytest.CaptureFixture) -> None:
+    """341 FLOPs per byte, of which an H100 wants 989e12 / rate to be busy half of the time."""
+    load(LESSON).print_busy_shares()
+    said = " ".join(capsys.readouterr().out.split())
+    for row in (
+        "PCIe 5.0 x16 computes 2.1% of the time; half of it if 47,095 wide",
+        "400 Gb/s network computes 1.7% of the time; half of it if 59,340 wide",
+        "25 Gb/s Ethernet computes 0.1% of the time; half of it if 949,440 wide",
+    ):
+        assert row in said
+
+
+def test_each_step_has_text_of_its_own() -> None:
+    lesson, cpu = load(LESSON), torch.device("cpu")
+    batches = [lesson.batch_of(step, cpu) for step in (0, 1, 0)]
+    assert [tokens_BT.shape for tokens_BT in batches] == [(18, 33)] * 3
+    assert torch.equal(batches[0], batches[2])
+    assert not torch.equal(batches[0], batches[1])
+
+
+def messages_of_a_step() -> list[str]:
+    lesson, cpu = load(LESSON), torch.device("cpu")
+    mesh = lesson.device_mesh(cpu, (1, 2, 1))
+    stage = lesson.Stage(lesson.GPT(lesson.LAYERS, lesson.D, lesson.T, lesson.V).double(), mesh)
+    with lesson.CountedCommunication() as counted:
+        lesson.train_step(stage, mesh, lesson.batch_of(0, cpu))
+    return [call.operation for call in counted.log if call.operation in ("send", "recv")]
+
+
+def test_all_micro_batches_go_forward_before_any_goes_back() -> None:
+    there, back = ["send"] * 3, ["recv"] * 3
+    assert run(messages_of_a_step, 2) == [there + back, back + there]
+
+
+@pytest.mark.parametrize(("way", "given"), [("send", (1,)), ("receive_like", (-1,))])
+def test_a_message_is_waited_for(way: str, given: tuple) -> None:
+    work = Mock()
+    started = patch.object(dist, "batch_isend_irecv", return_value=[work])
+    with patch.object(dist, "P2POp"), patch.object(dist, "get_rank", return_value=1), started:
+        getattr(load(LESSON), way)(torch.ones(2), None, *given)
+    work.wait.assert_called_once()
+
+
+def test_the_busy_share_is_that_of_computing_and_the_larger_batch_is_over_the_smaller() -> None:
+    lesson = load(LESSON)
+    lesson.WORLD_SIZE = 2
+    ms = iter([2.0, 3.0, 8.0, 8.0])  # computing and gathering, with one batch and with four
+    lesson.median_ms = lambda work: next(ms)
+    with patch.object(torch.cuda, "is_bf16_supported", return_value=True):
+        lesson.check_busy_share_on_gpus(torch.device("meta"))
+    assert lesson.ledger[0]["measured"] == pytest.approx(0.5 / 0.4)

@@ -1,8 +1,9 @@
 """Intervals, diagnosis and predictions are right, and breaks are seen."""
 
 from dataclasses import replace
-from itertools import chain, pairwise
-from unittest.mock import Mock, patch
+from itertools import accumulate, chain, pairwise
+from types import SimpleNamespace
+from unittest.mock import MagicMock, Mock, patch
 
 import pytest
 import torch
@@ -532,3 +533,138 @@ def test_the_last_gradients_all_reduce_cannot_hide() -> None:
     hidden = 36 * (lesson.LAYERS - 1) / lesson.LAYERS
     assert lesson.LAYERS == 12
     assert lesson.predicted_fixed("no overlap", case) == pytest.approx(96 - hidden)
+
+
+# The jobs, without a clock
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "ms"),
+    [
+        ("healthy", 0, (3, 17)),
+        ("healthy", 1, (17, 3)),  # in opposite turns: over all layers both have the same to do
+        ("straggler", 0, (3, 17)),
+        ("straggler", 1, (34, 6)),
+        ("small batch", 0, (0.75, 4.25)),
+    ],
+)
+def test_what_a_layer_computes(name: str, rank: int, ms: tuple) -> None:
+    own = load(LESSON)
+    own.WORLD_SIZE, own.RANK = 2, rank
+    job = ({"healthy": own.HEALTHY} | own.BOTTLENECKS)[name]
+    layers = own.make_model(replace(job, alone=True), 10.0, torch.device("cpu"))
+    assert [layer.ms for layer in layers] == pytest.approx([*ms] * 6)
+
+
+@pytest.mark.parametrize(
+    ("change", "due"),
+    [
+        ({}, [0, 3, 17, 34, 6]),
+        ({"loader": 6.0}, [60, 3, 17, 34, 6]),
+        ({"syncs": True}, [0, 3, "barrier", 17, "barrier", 34, "barrier", 6, "barrier"]),
+        ({"overlap": False}, [0, 3, 17, 34, 6, "48000 elements", "48000 elements"]),
+    ],
+)
+def test_a_step_of_two_layers(change: dict, due: list) -> None:
+    """The ms that it sleeps, and what else it does, in order: loader, forward, backward."""
+    own, done = load(LESSON, ("LAYERS, TENSORS = 12, 8", "LAYERS, TENSORS = 2, 8")), []
+    own.time = SimpleNamespace(sleep=lambda seconds: done.append(round(1e3 * seconds, 6)))
+    own.start_all_reduce = lambda flat: done.append(f"{flat.numel()} elements") or Mock()
+    job, cpu = replace(own.HEALTHY, **change), torch.device("cpu")
+    layers = own.make_model(replace(job, alone=True), 10.0, cpu)
+    ddp = MagicMock(side_effect=layers, module=layers)  # what DDP itself sends is left out
+    with patch.object(own.dist, "barrier", lambda: done.append("barrier")):
+        own.one_step(ddp, job, 10.0, cpu, None)
+    assert done == due
+    assert ddp.no_sync.called == (not job.overlap)
+
+
+def one_message() -> tuple:
+    """What 38,400 bytes come to, and the ms that the wire takes for them alone."""
+    own, slept = load(LESSON), []
+    own.time = SimpleNamespace(sleep=lambda s: slept.append((round(1e3 * s, 6), own.wire.locked())))
+    mean = own.start_all_reduce(torch.full((9600,), float(own.RANK))).wait()
+    return mean[0].item(), slept
+
+
+def test_an_all_reduce_averages_and_the_wire_carries_one_message_at_a_time() -> None:
+    assert run_ranks(one_message, 2) == [(0.5, [(3 + 1, True)])] * 2
+
+
+def test_a_layers_forward_is_the_slowest_ranks_all_reduce_over_1_7() -> None:
+    own = load(LESSON)
+    own.WORLD_SIZE = 2
+    seconds = [9, 9, 9, 0.001, 0.034, 0.034, 0.034, 0.5]  # three warm up; the median decides
+    moments = iter(accumulate(chain.from_iterable((0, each) for each in seconds)))
+    own.time = SimpleNamespace(perf_counter=lambda: next(moments))
+    own.start_all_reduce = Mock()
+    own.gather_objects = lambda ms: [ms, 1.5 * ms]
+    with patch.object(own.dist, "barrier"):
+        assert own.choose_forward(torch.device("cpu")) == pytest.approx(51 / 1.7)
+
+
+def test_a_case_has_all_ranks_splits_and_the_least_that_is_hidden() -> None:
+    own = load(LESSON)
+    shown = [dict.fromkeys(own.KINDS, 2.0), dict.fromkeys(own.KINDS, 1.0)]
+    gathered = iter([[[10.0], [10.0]], [(shown[0], 0.9, {}), (shown[1], 0.2, {})]])
+    own.record = lambda *_: ([event("step", 0, 10)], [10.0])
+    own.gather_objects = lambda value: next(gathered)
+    own.bytes_of_messages = lambda *_: [100, 300]
+    case = own.run(own.HEALTHY, 1.0, torch.device("cpu"))
+    assert (case.splits, case.hidden) == (shown, 0.2)
+    assert (case.message, case.nbytes, case.calls) == (200, 400, 2)
+
+
+def test_shares_are_means_over_ranks_of_the_longest_step() -> None:
+    splits = [BUSY | {"loader": 3.0}, BUSY | {"compute": 150.0, "loader": 9.0}]
+    case = replace(HEALTHY, splits=splits)
+    assert (case.total, case.share("loader"), case.spread()) == pytest.approx((200, 6 / 200, 30))
+
+
+def test_a_small_batch_is_recorded_with_twice_the_batch_too() -> None:
+    own, found = load(LESSON), {}
+    own.WORLD_SIZE = 2
+    own.command_line = lambda flags: SimpleNamespace(figure=None)
+    own.launch = own.check_diagnosis = own.check_predictions = own.check_one_gpu = Mock()
+    own.setup = lambda: torch.device("cpu")
+    own.choose_forward = lambda device: 4.0
+    own.run = lambda job, *_: replace(HEALTHY, splits=[BUSY | {"compute": 20 + 160 * job.batch}])
+    own.check_traces = lambda cases, elements: found.update(cases)
+    own.finish = Mock()
+    own.main()
+    assert list(found) == ["healthy", *own.BOTTLENECKS]
+    assert found["small batch"].splits[0]["compute"] == 60
+    assert found["small batch"].doubled == pytest.approx(100)
+
+
+def test_the_figure_stacks_the_kinds_and_marks_the_predicted_step() -> None:
+    with patch("matplotlib.figure.Figure") as figure:
+        loop.draw({name: CASES[name] for name in ("healthy", "slow loader")}, "steps.png")
+    axes = figure.return_value.subplots.return_value
+    bars = {call.kwargs["label"]: call for call in axes.barh.call_args_list}
+    names, widths = bars["loader"].args
+    assert names == ["slow loader", "healthy"]
+    assert widths == pytest.approx([108, 0])
+    assert bars["loader"].kwargs["left"] == pytest.approx([195, 195])  # compute, all-reduce
+    marks, slow = axes.plot.call_args.args[:2]
+    assert (marks, slow) == (pytest.approx([197]), ["slow loader"])
+    assert axes.axvline.call_args.args == (pytest.approx(197),)
+
+
+def test_the_jobs_on_one_gpu_compute_twice_as_long_as_the_optimizer_needs() -> None:
+    own, ran = load(LESSON), []
+    own.choose_alone = lambda device: own.Job(alone=True, needed=36.0)
+    own.run = lambda job, forward, device: ran.append((job, forward)) or HEALTHY
+    own.check_diagnosis = own.check_predictions = Mock()
+    own.check_one_gpu(torch.device("cuda"))
+    assert [forward * 3 * own.LAYERS for _, forward in ran] == [72] * 4
+    jobs = [(job.small_kernels, job.pinned, job.fused) for job, _ in ran]
+    assert jobs == [*PLANTED.values()]
+
+
+def test_a_small_kernel_takes_a_third_of_its_launch() -> None:
+    own, launches = load(LESSON), []
+    own.launch_small_kernels = lambda kernels, ms: launches.append(kernels)
+    own.time = SimpleNamespace(perf_counter=lambda: 6e-6 * sum(launches))
+    with patch.object(torch.cuda, "synchronize"):
+        assert own.small_kernel_ms() == pytest.approx(0.002)

@@ -3,6 +3,7 @@
 import json
 import re
 from collections import Counter
+from itertools import combinations
 
 import pytest
 from hypothesis import given
@@ -77,7 +78,8 @@ def test_a_planted_error_lies_between_its_bounds_with_its_sign(waits: list, erro
         rounds.append([(left - wait_0, left), (left - wait_1 + error, left + error)])
     at_least, at_most = merging.clock_error(rounds, rank=1)
     assert at_least <= error <= at_most
-    assert at_most - at_least <= min(a + b for a, b in waits) or len(waits) > 1
+    assert at_least == error - min(wait_1 for _, wait_1 in waits)  # the shortest wait decides
+    assert at_most == error + min(wait_0 for wait_0, _ in waits)
     assert merging.gap(rounds) <= abs(error)
 
 
@@ -98,6 +100,25 @@ def test_what_a_drift_may_be_by_hand() -> None:
     at_least, at_most = merging.clock_drift(rounds, rank=1)
     # lower bounds -4 and -1, upper bounds 0 and 0: (-1 - 0) / (199 - 100), (0 - -4) / (200 - 96)
     assert (at_least, at_most) == pytest.approx((-1 / 99, 4 / 104))
+
+
+def test_the_pair_of_barriers_that_tells_most_decides() -> None:
+    """In the second barrier and in the last both ranks wait long."""
+    rounds = [[(99, 100), (98, 100)], [(150, 200), (120, 200)]]
+    rounds += [[(299, 300), (297, 300)], [(350, 400), (320, 400)]]
+    bounds = [merging.clock_drift([*pair], rank=1) for pair in combinations(rounds, 2)]
+    lower, upper = merging.clock_drift(rounds, rank=1)
+    assert lower == max(at_least for at_least, _ in bounds) > bounds[-1][0]
+    assert upper == min(at_most for _, at_most in bounds) < bounds[-1][1]
+
+
+def test_a_clock_that_gains_shows_later_times_and_longer_spans() -> None:
+    """It gains 0.1 us in each us that it shows: 9 ms by a right clock are 10 ms by it."""
+    mine = {"traceEvents": [event("first", 1, 2), event("later", 10, 19)]}
+    _, gained = merging.gaining([{}, mine])
+    first, later = gained["traceEvents"]
+    found = (first["ts"], later["ts"], later["dur"])
+    assert found == pytest.approx((1e3, 11e3, 10e3))
 
 
 SPANS, REST = (

@@ -3,10 +3,13 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from importlib.util import find_spec
 from pathlib import Path
-from unittest.mock import MagicMock
+from types import SimpleNamespace
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -133,10 +136,14 @@ def test_shares_are_those_of_the_steps() -> None:
     transfers = [event for event in gpu_trace(0)["traceEvents"] if "AllReduce" in event["name"]]
     assert len(transfers) == 4  # barriers are all-reduces, too
     assert lesson.share_of_torch(gpu_trace(0)["traceEvents"]) == pytest.approx(0.25)
+    names = {"step": 100, "gloo:all_reduce": 30, "c10d::allreduce_": 1}
+    span = {"ph": "X", "cat": "user_annotation"}  # on a CPU, where there are no kernels
+    on_cpu = [span | {"name": name, "dur": dur} for name, dur in names.items()]
+    assert lesson.share_of_torch(on_cpu) == pytest.approx(0.3)
 
 
 def test_gradients_are_averaged_over_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks that have the same batch take the step of one process."""
+    """Two ranks that have the same batches take the steps of one process."""
     lesson = load(LESSON)
     lesson.nvtx = MagicMock()  # the first call of NVTX in a process decides who listens
     lesson.WORLD_SIZE, lesson.LATE = 2, 0
@@ -144,12 +151,66 @@ def test_gradients_are_averaged_over_the_ranks(monkeypatch: pytest.MonkeyPatch) 
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Linear(4, 3))
     alone = deepcopy(model)
-    x_BD = torch.randn(6, 5)
-    lesson.one_step(model, x_BD, 0)
-    alone(x_BD).square().mean().backward()
-    torch.optim.SGD(alone.parameters(), lr=0.01).step()
+    sgd = torch.optim.SGD(alone.parameters(), lr=0.01)
+    for number, x_BD in enumerate(torch.randn(2, 6, 5)):
+        loss = alone(x_BD).square().mean()
+        assert lesson.one_step(model, x_BD, number) == pytest.approx(loss.item(), abs=1e-6)
+        loss.backward()
+        sgd.step()
+        sgd.zero_grad()
     for ours, expected in zip(model.parameters(), alone.parameters(), strict=True):
         assert torch.allclose(ours, expected, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize(("rank", "late"), [(0, 0), (2, 0.04)])
+def test_one_rank_s_loader_is_late(rank: int, late: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    lesson, slept = load(LESSON), []
+    lesson.nvtx, lesson.time = MagicMock(), SimpleNamespace(sleep=slept.append)
+    lesson.RANK, lesson.SLOW = rank, 2
+    monkeypatch.setattr(lesson.dist, "all_reduce", lambda bucket_N: None)
+    lesson.one_step(torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.ones(1, 2), 0)
+    assert slept == [late]
+
+
+def test_a_range_ends_when_the_device_is_done() -> None:
+    lesson, order = load(LESSON), []
+
+    @contextmanager
+    def annotate(*_: object, **__: object) -> Iterator[None]:
+        order.append("begins")
+        yield
+        order.append("ends")
+
+    lesson.nvtx = SimpleNamespace(annotate=annotate)
+    with (
+        patch.object(torch.cuda, "synchronize", lambda: order.append("done")),
+        lesson.phase("forward", torch.device("cuda")),
+    ):
+        order.append("launched")
+    assert order == ["begins", "launched", "done", "ends"]
+
+
+def test_the_rank_that_waits_least_has_the_smallest_share() -> None:
+    lesson = load(LESSON)
+    lesson.WORLD_SIZE, lesson.SLOW = 3, 2
+    lesson.share_of_nvtx, lesson.share_of_torch = len, len
+    lesson.gather_objects = lambda mine: [mine, (0.5, 0.48), (0.1, 0.12)]
+    lesson.check_shares(["123456"] * 3, "12345")
+    share, least = lesson.ledger
+    assert (share["predicted"], share["measured"]) == (5, 6)  # by torch, by NVTX
+    assert (least["predicted"], least["measured"]) == (2, 2)
+
+
+def test_the_cost_is_that_of_all_ranges_of_a_step() -> None:
+    """2,000 unheard ranges in 2 ms, eight of them in a step of 10 ms."""
+    lesson = load(LESSON)
+    assert len(lesson.plan(0, 180)) == lesson.RANGES == 8
+    lesson.heard = lambda listener: []
+    steps = [lesson.Range("step", 0, None, 0, start, start + 10_000_000) for start in (0, 5)]
+    alone = patch.object(lesson.subprocess, "run", return_value=SimpleNamespace(stdout=b"0.002"))
+    with alone, patch.object(lesson.timeit, "repeat", return_value=[1.0]):
+        lesson.check_cost(None, steps)
+    assert lesson.ledger[0]["measured"] == pytest.approx(0.08)
 
 
 SHARE, LEAST = (

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import psutil
 import pytest
@@ -199,6 +199,45 @@ def test_three_looks_alike_and_nobody_who_wants_a_core(monkeypatch: pytest.Monke
     assert not lesson.hangs([still] * 3, [asleep, busy])
     assert not lesson.hangs([still] * 2, [asleep, asleep])
     assert not lesson.hangs([still, moved, still], [asleep, asleep])
+
+
+def test_nobody_waits_in_a_call_that_is_over() -> None:
+    over, now = call("gloo:all_reduce", retired=True), call("gloo:broadcast", 2)
+    verdict = lesson.who_waits_for_whom(looks([over, now], [over, now], [over]))
+    assert verdict.ranks == [2]
+    assert verdict.why.endswith("rank 0: broadcast of Float[4], #2 in group 0")
+
+
+def test_a_job_is_looked_at_until_somebody_is_waited_for_or_all_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(lesson.decided.__globals__, "hangs", lambda history, _: len(history) > 1)
+    waits, running = call("gloo:all_reduce"), lesson.Look()
+    finished = lesson.Look(state="finished")
+    raised = lesson.Look(state="raised", stack=[("train.py", 1, "train")])
+    assert lesson.decided([[], looks([waits], [waits], [])], [])
+    assert not lesson.decided([looks([waits], [waits], [])], [])  # it may still move
+    assert not lesson.decided([[], looks([waits], [waits], [waits])], [])
+    assert not lesson.decided([[], [running, finished]], [])
+    assert lesson.decided([[], [finished, finished]], [])
+    assert lesson.decided([[], [running, raised]], [])
+
+
+def test_what_became_of_the_ranks_is_counted() -> None:
+    states = ["running", "dead", "raised", "running"]
+    seen = SimpleNamespace(looks=[lesson.Look(state=state) for state in states])
+    assert lesson.symptom(seen) == "2 wait, 1 raise, 1 dead"
+
+
+@pytest.mark.parametrize(("end", "code"), [("exit 3", 3), ("kill -9 $$", -9)])
+def test_how_a_child_ended_is_told_and_it_stays_to_be_asked_again(end: str, code: int) -> None:
+    with subprocess.Popen(["sh", "-c", f"read line; {end}"], stdin=subprocess.PIPE) as child:
+        process = psutil.Process(child.pid)
+        assert lesson.exitcode_of(process) is None
+        child.stdin.write(b"\n")
+        child.stdin.close()
+        lesson.wait_until(lambda: lesson.exitcode_of(process) is not None)
+        assert [lesson.exitcode_of(process) for _ in range(2)] == [code] * 2
 
 
 # Claims. Sections that a break does not touch are left out.

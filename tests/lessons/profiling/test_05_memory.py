@@ -1,12 +1,17 @@
 """Memory is predicted to the byte: each claim FAILs when its line is broken."""
 
 import json
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from course.playing import Lazily, load
 from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
@@ -337,7 +342,7 @@ def test_two_fresh_processes_ask_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 4, 64])
-def test_a_foretold_peak_shrinks_with_what_it_is_cured_of(n: int) -> None:
+def test_a_predicted_peak_shrinks_with_what_it_is_cured_of(n: int) -> None:
     job = lesson.Job(L=32, D=4096, B=8, T=2048, V=50_304, heads=32, context=2048)
     plain = lesson.foretell(job, lesson.Plan(), n)[1].total()
     for plan in (lesson.Plan(recompute=True), lesson.Plan(offload=True), lesson.Plan(pieces=8)):
@@ -351,3 +356,113 @@ def test_a_foretold_peak_shrinks_with_what_it_is_cured_of(n: int) -> None:
 def test_what_saves_nothing_comes_last_and_what_is_free_first() -> None:
     rows = {"useless": (0, 0.0), "dear": (10, 1.0), "free": (1, 0.0), "freer": (2, 0.0)}
     assert lesson.order(rows) == ["freer", "free", "dear", "useless"]
+
+
+def test_each_cure_is_what_its_name_says() -> None:
+    Plan = lesson.Plan
+    due = {
+        "4 micro-batches": Plan(pieces=4),
+        "recompute": Plan(recompute=True),
+        "autocast": Plan(autocast=True),
+        "set_to_none=False": Plan(zeros=True),
+        "bucket views": Plan(views=True),
+        "shard": Plan(shard=True),
+        "offload": Plan(offload=True),
+    }
+    assert lesson.CURES["many tokens"] == due
+    few = lesson.CURES["few tokens"]
+    assert few == {name: due[name] for name in few}
+    assert {name: job.B * job.T for name, job in lesson.JOBS.items()} == {
+        "many tokens": 512,
+        "few tokens": 64,
+    }
+
+
+def test_states_are_sharded_over_n_ranks_and_else_on_each() -> None:
+    job = lesson.JOBS["few tokens"]
+    for plan, n, parameters, moments in (
+        (lesson.Plan(), 8, 4, 8),
+        (lesson.Plan(shard=True), 4, 1, 2),
+        (lesson.Plan(shard=True), 8, 0.5, 1),
+    ):
+        at_peak = lesson.foretell(job, plan, n)[1]
+        assert at_peak["parameters"] / job.P == pytest.approx(parameters)
+        assert at_peak["moments"] / job.P == pytest.approx(moments)
+
+
+def test_a_price_in_seconds_of_an_h100() -> None:
+    """67 TFLOP/s in float32, 450 GB/s over NVLink, 63 GB/s over PCIe; less is no gain."""
+    Price, plain = lesson.Price, lesson.Price(67e12, 450e9)
+    assert lesson.seconds(plain, plain) == 0
+    assert lesson.seconds(Price(2 * 67e12, 450e9), plain) == pytest.approx(1)
+    assert lesson.seconds(Price(0, 3 * 450e9), plain) == pytest.approx(2)
+    assert lesson.seconds(Price(67e12, 0, 63e9), plain) == pytest.approx(1)
+
+
+def test_a_saving_below_two_percent_of_the_states_is_none() -> None:
+    job = lesson.JOBS["few tokens"]
+    states = 16 * job.P
+    saved = [lesson.whole(share * states, job) / states for share in (-0.5, 0.019, 0.021)]
+    assert saved == pytest.approx([0, 0, 0.021])
+
+
+def gradients_of_a_step(**plan: object) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = lesson.GPT(L=1, D=8, T=6, V=16, heads=2)
+    model.no_sync = nullcontext
+    x_BT = torch.randint(16, (4, 7), generator=torch.Generator().manual_seed(1))
+    lesson.step(model, Mock(state={}), x_BT, lesson.Plan(**plan), lesson.NoRecord())
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("plan", [{"pieces": 4}, {"offload": True}])
+def test_a_cure_leaves_the_gradients_as_they_were(plan: dict) -> None:
+    for ours, expected in zip(gradients_of_a_step(**plan), gradients_of_a_step(), strict=True):
+        assert torch.allclose(ours, expected, rtol=0, atol=1e-6)
+
+
+def test_the_loss_is_that_of_the_next_byte() -> None:
+    def says_the_next(x_BT: torch.Tensor) -> torch.Tensor:
+        return 100.0 * F.one_hot(x_BT + 1, 8)
+
+    assert lesson.mean_loss(says_the_next, torch.tensor([[1, 2, 3, 4]])) < 1e-6
+
+
+def test_what_a_block_asks_for_is_what_the_table_says() -> None:
+    D, heads = lesson.OOM_JOB.D, lesson.OOM_JOB.heads
+    block = lesson.Block(D, heads)
+    x_BTD, wide_BTE = torch.zeros(2, 32, D), torch.zeros(2, 32, 4 * D, requires_grad=True)
+    q_BHTK = torch.zeros(2, heads, 32, D // heads, requires_grad=True)
+    calls = {
+        "self.up(": lambda: block.up(x_BTD),
+        "F.gelu(": lambda: F.gelu(wide_BTE),
+        "self.qkv(": lambda: block.qkv(x_BTD),
+        "F.scaled": lambda: F.scaled_dot_product_attention(*[q_BHTK] * 3, is_causal=True),
+        "self.norm": lambda: block.norm1(x_BTD),
+        "": lambda: block.out(x_BTD),
+    }
+    assert {start: bytes_per_token(call) for start, call in calls.items()} == {
+        start: set(sizes) for start, sizes in lesson.ASKS.items()
+    }
+
+
+def bytes_per_token(call: Callable) -> set[float]:
+    """What the storages take that it makes, of 64 tokens."""
+    with lesson.Timeline() as line:
+        call()
+    return {more / 64 for _, _, more in line.events if more > 0}
+
+
+def test_a_snapshot_s_living_blocks_are_added_up_by_line() -> None:
+    file = Path(lesson.__file__)
+    source = file.read_text().splitlines()
+    number = next(i for i, line in enumerate(source, 1) if "F.gelu(self.up(" in line)
+    here = [{"filename": "elsewhere.py", "line": 1}, {"filename": str(file), "line": number}]
+    blocks = [
+        {"state": "active_allocated", "size": 10, "frames": here},
+        {"state": "inactive", "size": 99, "frames": here},
+        {"state": "active_allocated", "size": 5},
+        {"state": "active_allocated", "size": 7, "frames": here[1:]},
+    ]
+    found = lesson.bytes_by_line({"segments": [{"blocks": blocks[:2]}, {"blocks": blocks[2:]}]})
+    assert found == {source[number - 1].strip(): 17, "(elsewhere)": 5}

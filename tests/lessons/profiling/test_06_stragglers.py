@@ -3,6 +3,7 @@
 import re
 from itertools import chain
 from math import comb
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -71,6 +72,10 @@ def test_a_slow_rank_is_dealt_less() -> None:
     """A rank that takes 1.5 times as long gets two thirds of what the others get."""
     shares = lesson.deal(list(range(44)), [256] * 44, [1.0, 1.0, 1.0, 1 / 1.5])
     assert [len(mine) for mine in shares] == [12, 12, 12, 8]
+
+
+def test_the_longest_sequence_is_dealt_first() -> None:
+    assert lesson.deal([0, 1, 2, 3, 4], [1, 1, 1, 1, 4], [1.0, 1.0]) == [[4], [0, 1, 2, 3]]
 
 
 def test_ranks_in_spells_are_as_fast_as_each_other_and_the_promise_needs_independent_steps() -> (
@@ -304,3 +309,47 @@ def PLAIN(played: Played) -> None:
         "garbage collection",
         "collected together",
     ]
+
+
+def test_every_rule_on_one_late_step_and_on_a_rank_that_is_slower_by_3_percent() -> None:
+    own_SR = torch.ones(40, 4)
+    own_SR[7, 0] = 50.0
+    own_SR[:, 3] = 1.03
+    hiccup, aging = [True, False, False, False], [False, False, False, True]
+    nobody = [False] * 4
+    due = {
+        "one late step": [hiccup, nobody],
+        "mean of 20 steps": [hiccup, nobody],
+        "sign test, no margin": [aging, aging],
+        "sign test, 10% margin": [nobody, nobody],
+    }
+    assert {rule: judge(own_SR).tolist() for rule, judge in lesson.RULES.items()} == due
+
+
+def test_a_sequence_counts_for_each_of_its_tokens() -> None:
+    job = SimpleNamespace(lengths=[3, 1, 2])
+    feature_ND = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).double()
+    weight_D = torch.ones(5).double().requires_grad_()
+    by_token = feature_ND[[0, 0, 0, 2, 2]]  # of the first and the last
+    (0.5 * (by_token @ weight_D - 1).square().sum()).backward()
+    found_D = lesson.loss_gradient(job, [0, 2], weight_D.detach(), feature_ND)
+    assert torch.allclose(found_D, weight_D.grad)
+
+
+def test_a_job_s_seconds_are_the_slowest_rank_s_at_their_best(
+    capsys: pytest.CaptureFixture,
+) -> None:
+    """Of steps that are alike the quickest; a step in which somebody collects is another one."""
+    results = lesson.Results(torch.device("cpu"))
+    one, other = [[0], [1]], [[1], [0]]
+    own_SR = torch.tensor([[5.0, 1.0], [2.0, 4.0], [1.0, 7.0], [9.0, 9.0]])
+    paused_SR = torch.tensor([[0.0, 0.0], [0.0, 0.0], [0.0, 0.0], [0.0, 5.0]])
+    for name, factor in {"healthy": 1, "slow rank": 2}.items():
+        results.jobs[name] = SimpleNamespace(shares=[one, one, other, one])
+        results.times[name] = lesson.Times(factor * own_SR, own_SR, own_SR, paused_SR)
+    assert results.seconds("healthy") == (4 + 4 + 7 + 9) / 4
+    assert results.cost("slow rank") == 2
+    results.diagnosis = {"healthy": "so", "slow rank": "so"}
+    results.show()  # lost, in all and per token (none: the tokens are the times) and without pauses
+    rows = [line.split()[-6:-1] for line in capsys.readouterr().out.splitlines()]
+    assert ["6000.00", "1.00", "24%", "0%", "34%"] in rows

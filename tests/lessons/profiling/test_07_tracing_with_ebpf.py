@@ -389,3 +389,97 @@ def test_what_gloo_throws_passes_the_probes() -> None:
     """
     traced, _ = attempt(a_peer_leaves, 2, deadline=250)
     assert "onnection" in traced.value, traced
+
+
+def test_a_type_of_nccl_is_as_wide_as_torchs() -> None:
+    names = "int8 uint8 int32 uint32 int64 uint64 float16 float32 float64 bfloat16"
+    names += " float8_e4m3fn float8_e5m2"  # in the order of ncclDataType_t
+    assert [getattr(torch, name).itemsize for name in names.split()] == tracing.WIDTHS
+
+
+@pytest.mark.parametrize(
+    ("release", "probe", "amount"),
+    [
+        ("5.15.0-91-generic", "kretprobe:tcp_sendmsg", "sum(retval)"),
+        ("6.2.0", "kretprobe:tcp_sendmsg", "sum(retval)"),
+        ("6.3.1", "tracepoint:sock:sock_send_length", "sum(args->ret)"),
+    ],
+)
+def test_older_kernels_are_asked_elsewhere(
+    release: str, probe: str, amount: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(release=release))
+    sent, again = tracing.kernel_probes()
+    assert sent.startswith(f"{probe} /@traced[pid] && ")
+    assert f"@tcp[pid] = {amount}; @sends[pid] = count();" in sent
+    assert again.startswith("tracepoint:tcp:tcp_retransmit_skb {")
+
+
+def test_a_call_s_price_is_that_of_one_call() -> None:
+    own, calls = load(LESSON), []
+    own.time = SimpleNamespace(thread_time=lambda: 3e-6 * len(calls))
+    assert own.median_seconds(lambda: calls.append(1)) == pytest.approx(3e-6)
+    assert len(calls) == 20 * own.HITS
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_job_trains_and_one_rank_of_it_is_slow(rank: int) -> None:
+    own, slept = load(LESSON), []
+    own.RANK, own.time = rank, SimpleNamespace(sleep=slept.append)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    alone = torch.nn.Linear(3, 2)
+    alone.load_state_dict(model.state_dict())
+    batch_BD = torch.randn(5, 3)
+    with patch.object(dist, "all_reduce") as reduced, patch.object(dist, "broadcast") as told:
+        own.train(model, batch_BD, torch.device("cpu"), steps=3, pause=0.25)
+    sgd = torch.optim.SGD(alone.parameters(), lr=1e-3)
+    for _ in range(3):
+        sgd.zero_grad()
+        alone(batch_BD).square().mean().backward()
+        sgd.step()
+    assert torch.allclose(model.weight, alone.weight, rtol=0, atol=1e-7)
+    assert slept == [0.25] * 3 * (rank == 1)
+    assert (reduced.call_count, told.call_count) == (3, 3)
+
+
+def counted(name: str = "", change: int = 0) -> set[str]:
+    """What FAILs of what bpftrace counts of a right job on 4 ranks, one map of it changed."""
+    own = load(LESSON)
+    own.WORLD_SIZE = 4
+    me, stranger = str(os.getpid()), "77"
+    call = own.Call("all_reduce", 1000, 4000, (0, 1, 2, 3), None)
+    log = [call] * 3 + [call._replace(operation="broadcast", nbytes=4)] * 2
+    reduced, told = [{"count": 1}, {"count": 2}], [{"count": 2}]  # bars of histograms
+    maps = {
+        "@calls": {(me, "all_reduce"): 3, (me, "broadcast"): 2, ("8", "all_reduce"): 3},
+        "@sizes": {(me, "all_reduce", "1000", "7"): 3, (me, "broadcast", "4", "0"): 2},
+        "@us": {(me, "all_reduce"): reduced, (me, "broadcast"): told},
+        "@machine": {("all_reduce",): 3 + 3 + own.OTHERS},
+        "@tcp": {(me,): 3 * 4000 * 3 // 2},  # 2 (n - 1) / n
+        "@again": {("4000",): 1, ("22",): 5},
+    }
+    if name == "@us":
+        reduced[0]["count"] += change
+    elif name == "stranger":
+        maps["@calls"][stranger, "all_reduce"] = change
+    elif name:
+        key = next(iter(maps[name]))
+        maps[name][key] += change
+    found = own.Evidence([int(me), 8], log, 1.0, maps, own.Prices(0, 0), 4000, 1, int(stranger))
+    own.check_collectives(found)
+    own.check_another_job(found, torch.device("cpu"))
+    own.check_the_kernel(found, torch.device("cpu"))
+    return {row["claim"] for row in own.ledger if row["verdict"] == "FAIL"}
+
+
+def test_what_is_counted_is_judged_rightly() -> None:
+    reduced = "all_reduce"
+    assert counted() == set()
+    assert counted("@calls", -1) == {CALLS.format(reduced)}
+    assert counted("@sizes", 1) == {BYTES.format(reduced), OF_SIZE.format(reduced)}
+    assert counted("@us", 1) == {TIMES.format(reduced)}
+    assert counted("@machine", -1) == {EVERYBODY}
+    assert counted("stranger", 7) == {OTHERS, EVERYBODY}
+    assert counted("@tcp", 400) == {TCP}
+    assert counted("@again", 1) == {AGAIN}

@@ -5,6 +5,7 @@ import math
 import random
 import re
 from collections import Counter
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -542,3 +543,47 @@ def test_as_in_try_larger_gradients_want_other_places() -> None:
     rows = dict(re.findall(r"^ {5}(\w.*?) {2,}.*  (0, \d)$", played.output, re.M))
     assert rows["TP inside, DP outside"] == "0, 2"
     assert rows["DP inside, TP outside"] == "0, 1"
+
+
+# Types, roots, sizes, and the figure's bars
+
+
+def test_a_type_of_nccl_is_as_wide_as_torchs() -> None:
+    names = "int8 uint8 int32 uint32 int64 uint64 float16 float32 float64 bfloat16"
+    names += " float8_e4m3fn float8_e5m2"  # in the order of ncclDataType_t
+    assert [getattr(torch, name).itemsize for name in names.split()] == lesson.WIDTHS
+
+
+def test_a_reduce_ends_with_its_root_and_a_broadcast_begins_with_it() -> None:
+    inside = {0: 5, 1: 3, 2: 4}  # place in the communicator: rank in the job
+    calls = [lesson.Logged(name, 0, 10, 9, 1, "c") for name in ("Reduce", "Broadcast", "AllReduce")]
+    found = [lesson.operation_of(call, 5, inside) for call in calls]
+    assert [(one.nbytes, one.ranks) for one in found] == [
+        (20, (4, 5, 3)),
+        (20, (3, 4, 5)),
+        (20, (5, 3, 4)),
+    ]
+
+
+def test_sizes_are_rounded_up_to_what_halves_of_chunks_divide() -> None:
+    own = of_size(3)
+    assert [own.rounded_up(elements) for elements in (1, 6, 7, 256)] == [6, 6, 12, 258]
+
+
+def test_what_crosses_in_order_in_turn_and_at_best_is_drawn_and_printed(
+    capsys: pytest.CaptureFixture,
+) -> None:
+    own, axes = of_size(4), Mock(spines=MagicMock())
+    M_RR = torch.zeros(4, 4, dtype=torch.int64)
+    M_RR[0, 3] = M_RR[3, 0] = 3000  # two ranks that should share a node
+    M_RR[0, 1] = 1000
+    own.draw_bars(axes, {"torn": M_RR})
+    bars = {call.kwargs["label"]: call.args[1] for call in axes.barh.call_args_list}
+    assert bars == {"in order": 6.0, "in turn": 7.0, "best": 1.0}
+    own.print_placements({"torn": M_RR})
+    assert ["torn", "6", "7", "1", "0,", "3"] in [
+        line.split() for line in capsys.readouterr().out.splitlines()
+    ]
+    own.write_cells(axes, M_RR, 3000)
+    cells = {call.args for call in axes.text.call_args_list}
+    assert cells >= {(1, 0, "1"), (3, 0, "3"), (0, 3, "3")}  # column, row, kB
