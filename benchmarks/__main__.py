@@ -1,9 +1,9 @@
 """Every speed ratio this course states, ours beside the library's, measured now: `make bench`.
 
 A file benchmarks/NAME.py brings `ratios(repeats)`, a list of dicts: name, setting, ours and peer
-(seconds, one per repeat, measured alternately), and aim, what ours / peer should be at most. It may
-bring `figure(path, repeats)`. Nothing is judged: a shared machine is no referee. Writes bench.json
-and figures to build/bench, or with --keep to results/bench, or with --into to any folder.
+(seconds, one per repeat, measured alternately), and aim, what ours / peer should be at most.
+Nothing is judged: a shared machine is no referee. Writes bench.json and bench.png to build/bench,
+or with --keep to results/bench, or with --into to any folder.
 """
 
 import argparse
@@ -68,7 +68,6 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="write to results/bench")
     parser.add_argument("--into", type=Path, metavar="FOLDER", help="write there")
     parser.add_argument("--repeats", type=int, default=10, help="measurements of each (10)")
-    parser.add_argument("--no-figures", action="store_true", help="measure the ratios only")
     parser.add_argument("--only", choices=NAMES, help="this one alone; keep the others' results")
     options = parser.parse_args()
     folder = options.into or ROOT / ("results/bench" if options.keep else "build/bench")
@@ -84,13 +83,11 @@ def main() -> None:
         for result in bench.ratios(options.repeats):
             rows.append(row_of(result))
             print(show(rows[-1]), flush=True)
-        if hasattr(bench, "figure") and not options.no_figures:
-            bench.figure(str(folder / f"{name}.png"), min(5, options.repeats))
     if options.only:
         rows = merged(rows, folder / "bench.json")
     (folder / "bench.json").write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
     draw(rows, str(folder / "bench.png"))
-    print(f"\nbench.json and figures: {folder}")
+    print(f"\nbench.json and bench.png: {folder}")
 
 
 if __name__ == "__main__":

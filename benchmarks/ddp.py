@@ -20,7 +20,6 @@ from course.ranks import run
 
 WIDTH, DEPTH, BATCH, ROUNDS = 512, 80, 8, 5
 MIB = 2**20 / 1e6  # DistributedDataParallel's MB are MiB
-SIZES = (1, 2, 5, 10, 25, 50, 100)  # MB a bucket, for the figure
 SETTING = f"2 gloo ranks, {DEPTH} x Linear({WIDTH}, {WIDTH}), batch {BATCH}, bucket 25 MiB"
 
 
@@ -29,22 +28,19 @@ def net() -> nn.Sequential:
     return nn.Sequential(*(layer for pair in pairs for layer in pair))
 
 
-def step_times(repeats: int, bucket_mb: float, default: bool) -> dict[str, list[float]]:
-    """Seconds a step, by way and repeat, on this rank. `default`: also DDP as it comes."""
+def step_times(repeats: int) -> dict[str, list[float]]:
+    """Seconds a step, by way and repeat, on this rank."""
     by_hand = load("parallelism/01_data_parallelism_ddp.py")
     buckets = load("parallelism/04_buckets_and_overlap.py")
-    mib = bucket_mb / MIB
     ways = {
         "by hand": net(),
-        "own": buckets.BucketedDDP(net(), bucket_mb),
-        "torch": DistributedDataParallel(net(), bucket_cap_mb=mib),
+        "own": buckets.BucketedDDP(net(), 25 * MIB),
+        "torch": DistributedDataParallel(net()),
         "torch, views": DistributedDataParallel(
-            net(), bucket_cap_mb=mib, gradient_as_bucket_view=True
+            net(), bucket_cap_mb=25, gradient_as_bucket_view=True
         ),
     }
     by_hand.broadcast_weights(ways["by hand"])
-    if default:
-        ways["torch"] = DistributedDataParallel(net())
     sgd = {way: torch.optim.SGD(model.parameters(), lr=1e-3) for way, model in ways.items()}
     x_BD, shuffle = torch.randn(BATCH, WIDTH), random.Random(0).shuffle
 
@@ -72,14 +68,14 @@ def step_times(repeats: int, bucket_mb: float, default: bool) -> dict[str, list[
     return times
 
 
-def measure(repeats: int, bucket_mb: float, default: bool = False) -> dict[str, list[float]]:
-    ranks = run(step_times, 2, repeats, bucket_mb, default, deadline=60 + 20 * repeats)
+def measure(repeats: int) -> dict[str, list[float]]:
+    ranks = run(step_times, 2, repeats, deadline=60 + 20 * repeats)
     return {way: [max(t) for t in zip(*(r[way] for r in ranks), strict=True)] for way in ranks[0]}
 
 
 def ratios(repeats: int) -> list[dict]:
     """Our step time against the peers', with the ratio aimed at."""
-    times = measure(repeats, 25 * MIB, default=True)
+    times = measure(repeats)
     aims = {
         "torch": ("own DDP / DistributedDataParallel, default", 0.95),
         "torch, views": ("own DDP / DistributedDataParallel, gradient_as_bucket_view", 1.10),
@@ -89,26 +85,3 @@ def ratios(repeats: int) -> list[dict]:
         {"name": name, "ours": times["own"], "peer": times[peer], "aim": aim, "setting": SETTING}
         for peer, (name, aim) in aims.items()
     ]
-
-
-def figure(path: str, repeats: int = 5) -> None:
-    """Draw the median step time of every way against the size of a bucket."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    runs = [measure(repeats, size) for size in SIZES]
-    picture, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    labels = ("(a) by hand", "(b) own DDP", "(c) DDP", "(c) DDP, gradient_as_bucket_view")
-    for label, way, marker in zip(labels, runs[0], "so^v", strict=True):
-        middle = [1e3 * statistics.median(times[way]) for times in runs]
-        low, high = ([1e3 * pick(times[way]) for times in runs] for pick in (min, max))
-        axes.fill_between(SIZES, low, high, alpha=0.15)
-        axes.plot(SIZES, middle, marker + "-", label=label)
-    axes.set(xscale="log", xlabel="bucket, MB", ylabel="step, ms (median; band: all repeats)")
-    axes.set_xticks(SIZES, SIZES)
-    axes.set_ylim(bottom=0)
-    axes.set_title(f"2 gloo ranks, {DEPTH * (WIDTH + 1) * WIDTH / 1e6:.0f}M parameters")
-    axes.legend()
-    picture.savefig(path, dpi=120)

@@ -736,8 +736,8 @@ def busiest(algorithm: Callable, n: int) -> float:
 
 # %% [markdown]
 # The picture that `--figure` saves: an arrow from sender to receiver for each message. A color is a
-# chunk, black is more than one; solid arrows are added, dotted ones copied. The trees are drawn in
-# pieces of one chunk, so that their pipelines show.
+# chunk; black is more than one, and the number says how many. Solid arrows are added, dotted ones
+# copied. The trees are drawn in pieces of one chunk, so that their pipelines show.
 
 
 # %%
@@ -745,7 +745,10 @@ def draw(path: str) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(16, 8), layout="constrained")
-    figure.suptitle("A color is a chunk, black is several; solid is added, dotted is copied")
+    figure.suptitle(
+        f"Each arrow is a message. A color is one of {WORLD_SIZE} chunks; a black arrow carries as "
+        "many as its number says. Solid: added; dotted: copied"
+    )
     for axes, (name, algorithm) in zip(figure.subplots(2, 3).flat, ALL_REDUCE.items(), strict=True):
         schedule = algorithm(WORLD_SIZE, WORLD_SIZE, piece=1)
         for step, moves in enumerate(schedule):
@@ -760,10 +763,15 @@ def draw(path: str) -> None:
 
 def draw_message(axes: object, step: int, move: Move) -> None:
     """Draw one arrow, from (step, source) to (step + 1, target)."""
-    color = f"C{move.start % 10}" if move.stop - move.start == 1 else "black"
+    chunks = move.stop - move.start
+    color = f"C{move.start % 10}" if chunks == 1 else "black"
     style = {"arrowstyle": "->", "color": color, "linestyle": "-" if move.add else ":"}
     style |= {"linewidth": 1.5, "shrinkA": 2, "shrinkB": 2}
     axes.annotate("", (step + 1, move.target), (step, move.source), arrowprops=style)
+    if chunks > 1:
+        y = 0.8 * move.source + 0.2 * move.target
+        box = {"color": "white", "pad": 0.5}
+        axes.text(step + 0.2, y, chunks, ha="center", va="center", fontsize=9, bbox=box)
 
 
 # %% [markdown]

@@ -474,17 +474,28 @@ def slowest_seconds(work: Callable, device: torch.device, calls: int) -> float:
 def draw(path: str, predicted: dict[str, Curve], curves: dict[str, Curve]) -> None:
     """Save times against bytes; lines are predicted, dots measured."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
     figure = Figure(figsize=(9, 6), layout="constrained")
     axes = figure.subplots()
-    for number, name in enumerate(predicted):
-        sizes = list(predicted[name])
-        axes.loglog(sizes, list(predicted[name].values()), color=f"C{number}")
-        seconds = [curves[name][size] for size in sizes]
-        axes.loglog(sizes, seconds, "o", color=f"C{number}", label=name)
-    axes.set(title=f"All-reduce over a simulated link, {WORLD_SIZE} ranks; lines are predicted")
-    axes.set(xlabel="bytes", ylabel="seconds")
-    axes.legend()
+    for number, (name, curve) in enumerate(predicted.items()):
+        seconds = [curves[name][size] for size in curve]
+        axes.loglog(list(curve), list(curve.values()), color=f"C{number}")
+        axes.loglog(list(curve), seconds, "o", color=f"C{number}", label=name)
+    place = 0.0
+    for line in sorted(axes.lines[1::2], key=lambda line: line.get_ydata()[-1]):
+        place = max(line.get_ydata()[-1], 1.07 * place)  # names must not cover each other
+        style = {"xycoords": ("axes fraction", "data"), "va": "center", "color": line.get_color()}
+        axes.annotate(f" {line.get_label()}", (1, place), **style)
+    axes.set_title(
+        f"All-reduce of {WORLD_SIZE} ranks over a simulated link, in which a message is a sleep:\n"
+        "two constants predict (lines) all that is measured (dots)"
+    )
+    sizes = list(predicted["ring"])
+    axes.set_xticks(sizes, [f"{size / 1e3:,.0f} kB" for size in sizes])
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+    axes.yaxis.set_major_formatter(lambda seconds, _: f"{1e3 * seconds:g} ms")
+    axes.minorticks_off()
     figure.savefig(path, dpi=120)
 
 

@@ -588,18 +588,34 @@ def show_400_MB(b: Bench, slowest: float) -> None:
 
 
 def draw(rows: list[dict], slowest: float, path: str) -> None:
+    """busbw against size, and what share of the slowest link's bandwidth the all-reduce has."""
     from matplotlib.figure import Figure
 
-    figure = Figure((9, 5), layout="constrained")
+    figure = Figure((9, 5.5), layout="constrained")
     axes = figure.subplots()
-    for name, op in OPS.items():
+    words = [(slowest, "slowest link, alone", "k")]
+    for number, (name, op) in enumerate(OPS.items()):
         place = "in place" if op.in_place else "out of place"
         curve = {row["size"]: row[place]["busbw"] for row in rows if row["op"] == name}
-        label = name if op.in_place else f"{name} (out of place)"
-        axes.loglog(list(curve), list(curve.values()), marker="o", label=label)
-    axes.axhline(slowest, color="k", linestyle=":", label="slowest link, alone")
+        width = 3 if name == "all_reduce" else 1
+        axes.loglog(list(curve), list(curve.values()), f"C{number}o-", linewidth=width)
+        words.append((curve[max(curve)], name, f"C{number}"))
+        if name == "all_reduce":
+            shares = [f"{100 * busbw / slowest:.2g}%" for busbw in curve.values()]
+    axes.axhline(slowest, color="k", linestyle=":")
+    place = math.inf
+    for busbw, text, color in sorted(words, reverse=True):
+        place = min(busbw, place / 1.3)  # no text on another
+        side = {"xycoords": ("axes fraction", "data"), "va": "center", "color": color}
+        axes.annotate(f" {text}", (1, place), **side)
+    sizes = sorted(curve)
+    title = f"all_reduce: {shares[0]} of the slowest link's bandwidth with {sizes[0]:,} bytes"
+    axes.set_title(f"{title}, {shares[-1]} with {sizes[-1]:,}", fontsize=11)
+    ticks = sizes[:: -(-len(sizes) // 5)]
+    axes.set_xticks(ticks, [f"{size:,}" for size in ticks])
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
     axes.set(xlabel=f"bytes of {rows[0]['type']}, {WORLD_SIZE} ranks", ylabel="busbw, GB/s")
-    axes.legend(ncols=2)
     figure.savefig(path, dpi=120)
 
 

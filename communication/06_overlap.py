@@ -695,7 +695,7 @@ def check_shares(name: str, hidden: dict[str, float]) -> None:
 
 # %% [markdown]
 # What is printed of a pass is a timeline: a letter per bucket, or per layer, and a dot where
-# nothing happens. `--figure PATH` draws the same.
+# nothing happens. `--figure PATH` draws the same, and in red what is exposed.
 
 
 # %%
@@ -711,17 +711,32 @@ def timeline(rank: int, timed: Timed, width: int = 78) -> str:
 
 
 def draw(path: str, seen: list[dict[str, Measured]]) -> None:
+    """A row of compute, in blue, and one of communication: green behind compute, red exposed."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 5), layout="tight")
+    figure = Figure(figsize=(11, 5.5), layout="constrained")
     for axes, name in zip(figure.subplots(2), PASSES, strict=True):
+        bare = []
         for rank in range(2):
-            for span in sorted(seen[rank][name].overlapped.log, reverse=True):
+            log = seen[rank][name].overlapped.log
+            bare.append(f"{1e3 * exposed(log):.0f}")
+            for span in sorted(log, reverse=True):  # compute first
                 row = f"rank {rank}, {span.activity}"
-                axes.barh(row, span.end - span.start, left=span.start, color=f"C{span.part % 10}")
+                color = "#9ecae1" if span.activity == "compute" else "#ef3b2c"
+                width = 1e3 * (span.end - span.start)
+                axes.barh(row, width, left=1e3 * span.start, color=color, edgecolor="white")
+                behind = computing(log) if span.activity == "communication" else []
+                for other in behind:
+                    start = max(span.start, other.start)
+                    both = min(span.end, other.end) - start
+                    if both > 0:
+                        axes.barh(row, 1e3 * both, left=1e3 * start, color="#a1d99b")
+                middle = 1e3 * span.start + width / 2
+                axes.text(middle, row, str(span.part), ha="center", va="center", fontsize=7)
         axes.invert_yaxis()
-        parts = "bucket" if name == "backward" else "layer"
-        axes.set(title=f"{name}, a colour per {parts}", xlabel="s")
+        parts = "buckets" if name == "backward" else "layers"
+        red = f"{' and '.join(bare)} ms of communication are exposed (red)"
+        axes.set(title=f"{name}, {parts} numbered: {red}", xlabel="ms")
     figure.savefig(path, dpi=120)
 
 

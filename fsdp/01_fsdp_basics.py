@@ -713,8 +713,8 @@ def time_steps(model: nn.Module, x_BT: torch.Tensor, repeats: int = 5) -> tuple[
 #    and time, never of results. So make it by measuring, and change it whenever that helps.
 #
 # The loss falls from 5.8 to about 2.8 nats per byte: the mean of the last ten is below the bytes'
-# entropy of 3.1, and far above one bit. With `--figure PATH` the lesson draws the loss, and how
-# much is whole at each operation of a step:
+# entropy of 3.1, and far above one bit. With `--figure PATH` the lesson draws how much of the model
+# is whole at each operation of a step:
 # ![whole when](../results/lessons/fsdp_01_fsdp_basics.png)
 #
 # **Try.** Without the inner `fully_shard` everything is one unit. Training ends at the same
@@ -733,23 +733,24 @@ def time_steps(model: nn.Module, x_BT: torch.Tensor, repeats: int = 5) -> tuple[
 
 
 # %%
-def draw(timelines: dict[str, list[int]], losses: list[float], path: str) -> None:
-    import matplotlib
+def draw(timelines: dict[str, list[int]], path: str) -> None:
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    figure = Figure((9, 4), layout="constrained")
+    axes = figure.subplots()
     P = max(timelines["model"])
+    words = {"model": (102, "one unit"), "blocks": (39, "a unit per block")}  # y, text
+    words |= {"linears": (2, "a unit per linear layer")}
     for units, timeline in timelines.items():
         percent = [100 * whole / P for whole in timeline]
         progress = [operation / len(timeline) for operation in range(len(timeline))]
-        left.step(progress, percent, label=f"units: {units}")
-    left.set(xlabel="operations of one step, from first to last", ylabel="% of P held whole")
-    left.set_title("What is whole when (forward, then backward)")
-    left.legend()
-    right.plot(losses)
-    right.set(xlabel="step", ylabel="loss, nats per byte", title=f"Training on {WORLD_SIZE} ranks")
+        (line,) = axes.step(progress, percent)
+        y, name = words[units]
+        text = f"{name}: at most {max(percent):.0f}%"
+        axes.text(0.58, y, text, ha="center", color=line.get_color())
+    axes.set(ylabel="% of the parameters held whole", ylim=(-3, 112), xticks=[])
+    axes.set_xlabel("operations of one step: forward, then backward")
+    axes.set_title("The smaller the units, the less of the model is whole at any time")
     figure.savefig(path, dpi=150)
 
 
@@ -759,7 +760,7 @@ def main() -> None:
             "--data": {"metavar": "PATH", "help": "text to train on (Python's own sources)"},
             "--steps": {"type": int, "default": 25, "help": "training steps (25)"},
             "--width": {"type": int, "default": 2048, "help": "model width on GPUs (2048)"},
-            "--figure": {"metavar": "PATH", "help": "save memory during a step, and the loss"},
+            "--figure": {"metavar": "PATH", "help": "draw what is whole during a step"},
         }
     )
     launch()
@@ -771,10 +772,10 @@ def main() -> None:
     timelines = check_units(mesh)
     check_when_freed(mesh)
     check_training(mesh)
-    losses = train(mesh, options)
+    train(mesh, options)
     check_on_gpus(mesh, options.width)
     if options.figure and RANK == 0:
-        draw(timelines, losses, options.figure)
+        draw(timelines, options.figure)
     finish()
 
 

@@ -625,22 +625,34 @@ def draw(path: str) -> None:
     """Left: each link's rate, a ladder. Right: rooflines, with what stands on H100's."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 5), layout="constrained")
+    figure = Figure(figsize=(13, 5.5), layout="constrained")
     ladder, roof = figure.subplots(1, 2)
     names = sorted(LINKS, key=lambda name: LINKS[name].one_way)
-    ladder.barh(names, [LINKS[name].one_way for name in names], color="C0")
-    ladder.set(xscale="log", xlabel="GB/s, one way")
+    kinds = {"NVLink": ("#74c476", "per GPU"), "PCIe": ("#9ecae1", "per slot")}
+    kinds |= {"InfiniBand": ("#fdae6b", "per port"), "NVLink-C2C": ("0.75", "from GPU to CPU")}
+    for y, name in enumerate(names):
+        link = LINKS[name]
+        color, per = kinds.get(name.split()[0], ("#fdd0a2", "per port"))  # Ethernet
+        ladder.barh(name, link.one_way, color=color)
+        links = f", {link.links} links" if link.links > 1 else ""
+        ladder.text(1.05 * link.one_way, y, f"{link.published:g} {per}{links}", va="center")
+    ladder.set(xscale="log", xlabel="GB/s, one way", xlim=(1, 50_000))
+    factor = LINKS[names[-1]].one_way / LINKS[names[0]].one_way
+    ladder.set_title(f"From {names[0]} to {names[-1]}: a factor of {factor:.0f}")
     intensities = [2 ** (k / 8) / 16 for k in range(136)]
     for gpu in GPUS:
         heights = [attainable(intensity, gpu) for intensity in intensities]
         roof.loglog(intensities, heights, label=f"{gpu}, ridge {ridge(gpu):.0f}")
     add = counted_intensity(torch.add, (8192, 8192), (8192, 8192))
-    marks = {"adding": add, "1 token": layer(1), "319 tokens": layer(319)}
+    marks = {"adding": add, "layer, 1 token": layer(1), "layer, 319 tokens": layer(319)}
     for name, intensity in marks.items():
         height = attainable(intensity, "H100")
         roof.plot(intensity, height, "ko", markersize=5)
-        roof.annotate(name, (intensity, height), (6, -12), textcoords="offset points")
-    roof.set(xlabel="FLOPs per byte", ylabel="TFLOP/s attainable, dense bf16")
+        roof.annotate(name, (intensity, height), (22, -14), textcoords="offset points")
+    roof.set(xlabel="FLOPs per byte; dots: on an H100", ylabel="TFLOP/s attainable, dense bf16")
+    roof.set_title("Left of the ridge memory limits, right of it arithmetic")
+    for axis in (ladder.xaxis, roof.xaxis, roof.yaxis):
+        axis.set_major_formatter("{x:g}")
     roof.legend(frameon=False)
     figure.savefig(path, dpi=150)
 

@@ -638,7 +638,7 @@ def check_memory_copy(curve: Curve, wrong: int) -> None:
 # --numa-binding=node`), or half of them copy across the socket link.
 #
 # Published, to compare with: 8 H200s, 396 GB/s of 450 between two GPUs, 784 of 900 both ways added
-# up, 55 of 63 from pinned memory. `--figure` draws every curve.
+# up, 55 of 63 from pinned memory. `--figure` draws every curve, where there is a GPU.
 #
 # **Try.** The copy of one byte leaves 255 of 256 bytes wrong: the claim about bytes fails, whatever
 # the clock says. A benchmark that does not look at its result measures anything. With the vector
@@ -660,8 +660,10 @@ def draw(curves: dict[str, Curve], path: str) -> None:
     for name, curve in curves.items():
         rates = [n / seconds / 1e9 for n, seconds in curve.items()]
         axes.loglog(list(curve), rates, "o-", markersize=4, label=name)
+    axes.set_title("A small copy costs the call, a large one what its link carries")
     axes.set(xlabel="bytes copied", ylabel="GB/s, one way")
     axes.set_xticks(SIZES[::2], ["64 B", "1 KiB", "16 KiB", "256 KiB", "4 MiB", "64 MiB"])
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
     axes.legend(frameon=False, loc="lower right")
     figure.savefig(path, dpi=150)
@@ -694,7 +696,9 @@ def main() -> None:
         blocked("NVLink: each pair / the links that join it", needs="2 GPUs, seen by one rank")
     else:
         judge_pairs(on_rank_0(copies_between_gpus, host))
-    if options.figure and RANK == 0:
+    if options.figure and gpus == 0:
+        print0(f"{'':13}no figure: without a GPU there is one curve only")
+    elif options.figure and RANK == 0:
         draw(curves, options.figure)
     finish()
 

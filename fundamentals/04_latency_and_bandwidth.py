@@ -520,21 +520,29 @@ def draw(curves: dict[str, Curve], path: str) -> None:
 
     figure = Figure(figsize=(9, 6), layout="constrained")
     axes = figure.subplots()
+    words = []  # (GB/s, text, color), to stand to the right
     for name, rate in CEILINGS.items():
         axes.axhline(rate, color="0.5", linewidth=0.8, linestyle="--")
-        place = {"transform": axes.get_yaxis_transform(), "va": "bottom", "color": "0.4"}
-        axes.text(0.01, rate, f"{name}: {rate:g} GB/s", fontsize=9, **place)
+        words.append((rate, f"{name}: {rate:g}", "0.4"))
     for k, (name, curve) in enumerate(curves.items()):
         found = fit(curve)
         style = {"color": f"C{k}", "markeredgecolor": f"C{k}"}
-        axes.loglog(list(curve), [n / t / 1e9 for n, t in curve.items()], "o", label=name, **style)
+        axes.loglog(list(curve), [n / t / 1e9 for n, t in curve.items()], "o", **style)
         n = np.geomspace(min(curve), max(curve))
-        axes.loglog(n, n / (found.alpha + n / found.beta) / 1e9, linewidth=1, **style)
+        fitted = n / (found.alpha + n / found.beta) / 1e9
+        axes.loglog(n, fitted, linewidth=1, **style)
         axes.plot(found.half, found.beta / 2e9, "D", markersize=10, markerfacecolor="none", **style)
+        words.append((fitted[-1], name, f"C{k}"))
+    place = 0.0
+    for rate, text, color in sorted(words):
+        place = max(rate, 1.5 * place)  # no text on another
+        side = {"xycoords": ("axes fraction", "data"), "va": "center", "color": color}
+        axes.annotate(f" {text}", (1, place), **side)
+    axes.set_title("Left of the diamond, half of the best bandwidth, a message is mostly latency")
     axes.set(xlabel="bytes in a message", ylabel="GB/s, one way")
     axes.set_xticks(SIZES[::2], ["64 B", "1 KiB", "16 KiB", "256 KiB", "4 MiB"])
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
-    axes.legend(frameon=False, loc="lower right")
     figure.savefig(path, dpi=150)
 
 

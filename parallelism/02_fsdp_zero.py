@@ -840,18 +840,25 @@ def draw(held: dict[tuple[int, torch.dtype], float], path: str) -> None:
     from matplotlib.figure import Figure
 
     ns = [1, 2, 4, 8, 16, 32, 64]
-    figure = Figure((12, 3.5), layout="constrained")
+    figure = Figure((12, 4), layout="constrained")
     panels = figure.subplots(1, 4, sharey=True)
+    sharded = ("nothing is sharded", "the optimizer's state", "and gradients", "and weights")
     for stage, axes in enumerate(panels):
         heights = torch.tensor([bytes_held(stage, n) for n in ns]).T * 7
-        axes.stackplot(range(len(ns)), heights, labels=["weights", "gradients", "optimizer"])
-        if stage < 2 and WORLD_SIZE in ns:
-            measured = 7 * held[stage, torch.bfloat16]
-            axes.plot(ns.index(WORLD_SIZE), measured, "ko", label="measured, scaled to 7B")
+        axes.stackplot(range(len(ns)), heights, colors=("#9ecae1", "#fdae6b", "#a1d99b"))
         axes.axhline(80, color="k", linestyle=":")
-        axes.set(title=f"stage {stage}", xlabel="ranks", xticks=range(len(ns)), xticklabels=ns)
-    panels[0].set(ylabel="GB per rank: bfloat16, Adam, 7B")
-    panels[1].legend()
+        if stage < 2 and WORLD_SIZE in ns:
+            x = ns.index(WORLD_SIZE)
+            measured = 7 * held[stage, torch.bfloat16]
+            axes.plot(x, measured, "ko")
+            axes.annotate(" measured,\n scaled to 7B", (x, measured), va="bottom")
+        axes.set(title=f"stage {stage}: {sharded[stage]}", xlabel="ranks")
+        axes.set(xticks=range(len(ns)), xticklabels=ns)
+    for part, middle in (("weights", 7), ("gradients", 21), ("optimizer's state", 54)):
+        panels[0].text(3, middle, part, ha="center", va="center")
+    panels[3].text(6, 81, "80 GB: one H100", ha="right", va="bottom")
+    panels[0].set(ylabel="GB per rank: bfloat16, Adam", ylim=(0, 130))
+    figure.suptitle("7 billion parameters need 112 GB on every rank, unless the ranks share them")
     figure.savefig(path, dpi=150)
 
 

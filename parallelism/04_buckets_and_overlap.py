@@ -893,18 +893,38 @@ def median_ms(work: Callable, repeats: int = 20) -> float:
 
 # %%
 def draw(rows: dict[str, list[tuple[str, int]]], path: str) -> None:
-    """Each way's events of one step from left to right, with their size in kB."""
+    """Two lines for each way: its gradients as they come, and its all-reduces as they can leave."""
     from matplotlib.figure import Figure
 
-    figure = Figure((9, 4), layout="constrained")
+    figure = Figure((10, 5), layout="constrained")
     axes = figure.subplots()
     for y, events in enumerate(rows.values()):
-        for x, (kind, nbytes) in enumerate(events):
-            axes.plot(x, -y, "C0o" if kind == "gradient" else "C3>", markersize=9)
-            axes.annotate(f"{nbytes / 1e3:.0f}", (x, -y - 0.3), ha="center", size=8)
-    axes.set(title="One step: gradients (o) and all-reduces (>), kB", xticks=[])
-    axes.set_ylim(0.6 - len(rows), 0.4)
-    axes.set_yticks([-y for y in range(len(rows))], rows)
+        whole = sum(nbytes for kind, nbytes in events if kind == "gradient")
+        made = sent = early = 0  # bytes so far
+        for kind, nbytes in events:
+            if kind == "gradient":
+                start = made
+                made += nbytes
+                color = "#9ecae1"
+            else:  # one all-reduce after another
+                start = max(made, sent)
+                sent = start + nbytes
+                early += nbytes if made < whole else 0
+                color = "#a1d99b" if made < whole else "#fc9272"
+            line = y - 0.2 if kind == "gradient" else y + 0.15
+            axes.barh(line, nbytes / 1e3, 0.33, start / 1e3, color=color, edgecolor="white")
+            if nbytes > whole / 20:
+                where = (start + nbytes / 2) / 1e3, line
+                axes.text(*where, f"{nbytes / 1e3:.0f}", ha="center", va="center", fontsize=9)
+        text = f"all-reduces: {early / whole:.0%} leave early"
+        axes.text(sent / 1e3 + 5, y + 0.15, text, va="center")
+    axes.axvline(whole / 1e3, color="k", linewidth=0.7, linestyle=":")
+    axes.text(whole / 1e3 + 5, -0.2, "gradients; dotted: the last one is there", va="center")
+    axes.set_title("What leaves before the last gradient (green) can hide behind backward")
+    axes.set_xlabel("kB: the order is measured, and a block is as long as it has bytes")
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set(xlim=(0, 3 * whole / 1e3))
+    axes.invert_yaxis()
     figure.savefig(path, dpi=120)
 
 

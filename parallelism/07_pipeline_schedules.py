@@ -442,7 +442,7 @@ def check_clock(case: Case) -> dict[str, list[list]]:
 
 
 # %% [markdown]
-# `--figure` draws each schedule twice: above as its slots were counted, below as the clock saw it.
+# `--figure` draws each schedule twice: above in theory, by its slots, below as the clock saw it.
 # On GPUs it draws what section 5 has measured.
 
 
@@ -462,23 +462,31 @@ def draw(path: str, rows: dict[str, dict[str, list[list]]]) -> None:
     """Draw a row of panels for each way to look, {way: {schedule: log of every stage}}."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(15, 2.5 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(15, 0.8 + 2.5 * len(rows)), layout="constrained")
     columns = max(map(len, rows.values()))
     panels = figure.subplots(len(rows), columns, sharey=True, squeeze=False)
     for row, (way, runs) in zip(panels, rows.items(), strict=True):
         for axes, (name, logs) in zip(row, runs.items(), strict=True):
             draw_gantt(axes, f"{name}, {way}", logs)
+    figure.suptitle("1F1B begins backward earlier than GPipe, and its bubble (gray) is as large")
+    figure.supxlabel("seconds; forward blue, backward green", fontsize="medium")
     figure.savefig(path)
 
 
 def draw_gantt(axes: object, title: str, logs: list[list]) -> None:
-    """One row per stage; forward blue, backward green."""
+    """One row per stage; forward blue, backward green, and gray where the stage waits."""
+    last = max(log[-1][2] for log in logs)
+    axes.barh(range(len(logs)), last, color="0.88")
     for stage, log in enumerate(logs):
         bars = [(start, end - start) for _, start, end in log]
         colors = ["C0" if direction == "F" else "C2" for direction, _, _ in log]
         axes.broken_barh(bars, (stage - 0.4, 0.8), facecolors=colors, edgecolor="white")
-    axes.set(title=title, xlabel="seconds; forward blue, backward green", ylabel="stage")
-    axes.set(ylim=(len(logs), -1), yticks=range(len(logs)))
+    gaps = [(start - end, end) for (_, _, end), (_, start, _) in pairwise(logs[0])]
+    width, begin = max(gaps)
+    axes.text(begin + width / 2, 0, "bubble", ha="center", va="center")
+    if "BF" in "".join(direction for direction, _, _ in logs[0]):  # what 1F1B does before that
+        axes.text(0, -0.45, "warm-up", va="bottom")
+    axes.set(title=title, ylabel="stage", ylim=(len(logs) - 0.4, -1.1), yticks=range(len(logs)))
 
 
 # %% [markdown]
@@ -608,7 +616,7 @@ def main() -> None:
     rows = {}
     if WORLD_SIZE > 1 and device.type == "cpu":
         clocked = check_clock(case)
-        rows = {"slots counted": as_bars(slots), "on the clock": clocked}
+        rows = {"theory": as_bars(slots), "on the clock": clocked}
     on_gpus = measure_on_gpus(device)
     if on_gpus:
         rows = {"on GPUs": on_gpus}

@@ -793,28 +793,49 @@ def check_one_gpu(device: torch.device) -> None:
 
 # %% [markdown]
 # `--figure` draws where each job's step goes; a black mark is the predicted step without the
-# bottleneck, the dotted line the healthy one.
+# bottleneck, the dotted line the healthy one. The small batch has four steps, which take as many
+# samples as a healthy one; the straggler's rank has a bar of its own.
 
 
 # %%
 def draw(cases: dict[str, Case], path: str) -> None:
+    """A bar per job: the ms that it takes for the samples of one healthy step, kind by kind."""
     from matplotlib.figure import Figure
 
-    figure = Figure((10, 4), layout="constrained")
+    bars = []  # (label, job, splits), the lowest first
+    for name, case in reversed(cases.items()):
+        if name == "straggler":
+            bars.append(("straggler: its own rank", name, case.splits[-1:]))
+            bars.append(("straggler: the others", name, case.splits[:-1]))
+        else:
+            label = f"{name}, 4 steps" if name == "small batch" else name
+            bars.append((label, name, case.splits))
+    labels = [label for label, *_ in bars]
+    longest = max(per_healthy_batch(name, case) for name, case in cases.items())
+    figure = Figure((10, 4.5), layout="constrained")
     axes = figure.subplots()
-    colors = dict(zip(KINDS, ("C2", "C4", "C3", "C1", "0.8"), strict=True))
-    names = list(cases)[::-1]
-    left = [0.0] * len(cases)
-    for kind, color in colors.items():
-        widths = [cases[name].share(kind) * cases[name].total for name in names]
-        axes.barh(names, widths, left=left, color=color, label=kind)
+    left = [0.0] * len(bars)
+    colors = ("#9ecae1", "#bcbddc", "#fc9272", "#fdae6b", "0.8")
+    for kind, color in zip(KINDS, colors, strict=True):
+        widths = []
+        for _, name, splits in bars:
+            steps = per_healthy_batch(name, cases[name]) / cases[name].total
+            widths.append(steps * statistics.mean(ms[kind] for ms in splits))
+        drawn = axes.barh(labels, widths, left=left, color=color, label=kind)
+        if kind != "compute":
+            words = [kind if width > longest / 10 else "" for width in widths]
+            axes.bar_label(drawn, words, label_type="center")
         left = [a + b for a, b in zip(left, widths, strict=True)]
-    slow = names[:-1]  # all but the healthy job
-    marks = [predicted_fixed(name, cases[name]) for name in slow]
-    axes.plot(marks, slow, "k|", markersize=22, label="predicted, fixed")
-    axes.axvline(cases["healthy"].total, color="k", linewidth=0.7, linestyle=":")
-    axes.set_xlabel(f"ms per step, mean over {WORLD_SIZE} ranks; dotted: the healthy step")
-    figure.legend(loc="outside right upper")
+    healthy = cases["healthy"].total
+    marks = [predicted_fixed(name, cases[name]) for _, name, _ in bars[:-1]]
+    axes.plot(marks, labels[:-1], "k|", markersize=20)
+    axes.axvline(healthy, color="k", linewidth=0.7, linestyle=":")
+    for label in labels:
+        axes.text(longest / 60, label, "compute", va="center")
+    text = "black: the step predicted without the bottleneck"
+    axes.text(1.02 * healthy, labels[-1], text, va="center")
+    axes.set_title("What is not compute names the bottleneck, and says what its cure will give")
+    axes.set_xlabel(f"ms, on {WORLD_SIZE} ranks; gray: idle; dotted: the healthy step")
     figure.savefig(path, dpi=150)
 
 

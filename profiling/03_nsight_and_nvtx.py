@@ -402,41 +402,36 @@ def launch_and_wait(listener: ctypes.CDLL, device: torch.device) -> dict[str, Ra
 
 # %%
 def draw(ranges: list[list[Range]], path: str) -> None:
-    """Two steps of every rank, a row per rank, and what to look for."""
+    """One step of every rank, a row per rank; where a block is narrow, its name stands upright."""
     from matplotlib.figure import Figure
 
-    figure = Figure((11, 1.9 + 0.5 * WORLD_SIZE), layout="constrained")
+    colors = {"loader": "#fdae6b", "forward": "#9ecae1", "backward": "#bcbddc"}
+    colors |= {"all_reduce": "#fc9272", "optimizer": "#a1d99b"}
+    figure = Figure((11, 1.2 + 0.8 * WORLD_SIZE), layout="constrained")
     axes = figure.subplots()
-    shown = [mine[RANGES : 3 * RANGES] for mine in ranges]  # the first starts torch's profiler
-    first = min(mine[0].start for mine in shown)
-    for rank, mine in enumerate(shown):
-        for one in mine:
-            color = f"#{one.color:06x}"
-            height = 0.8 if one.depth == 0 else 0.55
-            axes.barh(rank, one.ns / 1e6, height, (one.start - first) / 1e6, color=color)
-    for name, color in COLORS.items():
-        axes.barh(0, 0, color=f"#{color:06x}", label=name)
-    point_at(axes, shown, SLOW, "loader", first, "late: only its loader is long")
-    point_at(axes, shown, SLOW, "all_reduce", first, "comes last, waits for nobody")
+    longest = [max(mine[step * RANGES].ns for mine in ranges) for step in range(STEPS)]
+    quiet = longest.index(min(longest)) * RANGES  # where nothing else made the machine wait
+    shown = [mine[quiet : quiet + RANGES] for mine in ranges]
+    begin = min(step.start for step, *_ in shown)
+    whole = max(step.end for step, *_ in shown) - begin
+    for rank, (_, *phases) in enumerate(shown):
+        for one in phases:
+            left = (one.start - begin) / 1e6
+            ms = one.ns / 1e6
+            axes.barh(rank, ms, 0.8, left, color=colors[one.name], edgecolor="white")
+            style = {"ha": "center", "va": "center", "fontsize": 8}
+            if one.ns > 0.1 * whole:
+                axes.text(left + ms / 2, rank, f"{one.name} {ms:.0f} ms", **style)
+            elif one.ns > 0.015 * whole:
+                axes.text(left + ms / 2, rank, one.name, rotation=90, **style)
     if WORLD_SIZE > 1:
-        text = "red, and nothing computes beside it: exposed; here mostly waiting for the last rank"
-        point_at(axes, shown, 0, "all_reduce", first, text)
+        waiting = [next(one for one in mine if one.name == "all_reduce").ns / 1e6 for mine in shown]
+        late = f"Rank {SLOW} comes late: its first all_reduce takes {waiting[SLOW]:.0f} ms"
+        axes.set_title(f"{late}; rank 0, which waits for it, is in there for {waiting[0]:.0f} ms")
     axes.set_yticks(range(WORLD_SIZE), [f"rank {rank}" for rank in range(WORLD_SIZE)])
-    axes.set_ylim(WORLD_SIZE + 0.4, -1.4)
-    axes.set_xlabel("ms; two steps; grey: the step, and what no range names")
-    figure.legend(loc="outside upper center", ncols=len(COLORS))
+    axes.invert_yaxis()
+    axes.set_xlabel("ms since the step began; white: what no range names")
     figure.savefig(path, dpi=150)
-
-
-def point_at(
-    axes: object, shown: list[list[Range]], rank: int, name: str, first: int, text: str
-) -> None:
-    """Point at the rank's first range of this name: from above rank 0, or from below the others."""
-    target = next(one for one in shown[rank] if one.name == name)
-    begin = (target.start - first) / 1e6
-    tip = (begin + target.ns / 2e6, rank - 0.3 if rank == 0 else rank + 0.3)
-    place = (begin, rank - 0.85 if rank == 0 else rank + 0.95)
-    axes.annotate(text, tip, place, arrowprops={"arrowstyle": "->"}, fontsize=9)
 
 
 # %% [markdown]

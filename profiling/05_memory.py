@@ -1164,7 +1164,7 @@ def megabytes(history: list, category: str) -> list[float]:
 def draw(lines: dict, path: str) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure((13, 5.5), layout="constrained")
+    figure = Figure((13, 6), layout="constrained")
     all_axes = figure.subplots(2, 5, sharey="row")
     for row, (name, cures) in zip(all_axes, DRAWN.items(), strict=True):
         plain = lines[name].peak().total() / 1e6
@@ -1177,11 +1177,28 @@ def draw(lines: dict, path: str) -> None:
             axes.stackplot(range(len(history)), *heights, colors=COLORS.values(), labels=COLORS)
             axes.axhline(plain, color="k", linewidth=0.7, linestyle=":")
             axes.set_title(f"{name}: {cure or 'plain'}", fontsize=9)
-            axes.set_xticks([])
+            mark_phases(axes, [moment for moment, _ in history[1:]])
         row[0].set_ylabel("MB on rank 0")
-    figure.supxlabel("one step, event by event; dotted: the plain plan's peak", fontsize=9)
-    figure.legend(*all_axes[0][0].get_legend_handles_labels(), loc="outside right upper")
+    axes = all_axes[0][0]
+    figure.suptitle("With many tokens activations fill the memory, with few the parameters' state")
+    words = "one step, event by event: F forward, B backward, O optimizer"
+    figure.supxlabel(f"{words}; dotted: the plain plan's peak", fontsize=9)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside right upper")
     figure.savefig(path, dpi=120)
+
+
+def mark_phases(axes: object, moments: list[str]) -> None:
+    """Write below the axis where forward, backward and optimizer run, with a line between them."""
+    begin = 0
+    places = {}
+    for moment, events in itertools.groupby(moments):
+        end = begin + len(list(events))
+        places[(begin + end) / 2] = moment[0].upper()
+        axes.axvline(end, color="k", linewidth=0.3)
+        begin = end
+    axes.set_xticks(list(places), places.values(), fontsize=8)
+    axes.tick_params(axis="x", length=0)
 
 
 # %% [markdown]

@@ -750,28 +750,27 @@ def check_freeze() -> None:
 
 
 # %% [markdown]
-# `--figure` draws each rank's own times in four jobs; a ring marks each step in which it is late.
+# `--figure` draws each rank's own times in four jobs: a row per rank, a column per step, the darker
+# the later.
 
 
 # %%
 def draw(results: Results, path: str) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure((10, 6), layout="constrained")
+    figure = Figure((10, 3 + WORLD_SIZE), layout="constrained")
     names = ("healthy", "slow rank", "uneven lengths", "garbage collection")
-    for axes, name in zip(figure.subplots(2, 2, sharex=True).flat, names, strict=True):
+    panels = figure.subplots(len(names), 1, sharex=True)
+    for axes, name in zip(panels, names, strict=True):
         own_SR = results.times[name].own_SR[:60]
-        late_SR = late(own_SR, MARGIN)
-        for rank in range(WORLD_SIZE):
-            ms_S = 1e3 * own_SR[:, rank]
-            axes.plot(ms_S, ".-", linewidth=0.6, markersize=4, label=f"rank {rank}")
-            steps = late_SR[:, rank].nonzero().flatten()
-            axes.plot(steps, ms_S[steps], "o", color="k", fillstyle="none", markersize=7)
-        said = f"diagnosis: {results.diagnosis[name]}"
-        axes.set_title(f"{name}: {lost(own_SR):.0%} lost\n{said}", fontsize=10)
-        axes.set_ylim(0, 1.1e3 * own_SR.max())
-        axes.set(xlabel="step", ylabel="own time, ms")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper")
+        ratio_SR = own_SR / own_SR.median(dim=1, keepdim=True).values
+        image = axes.imshow(ratio_SR.T.numpy(), cmap="Reds", vmin=1, vmax=2, aspect="auto")
+        said = f"{name}: {lost(own_SR):.0%} of the time lost; diagnosis: {results.diagnosis[name]}"
+        axes.set_title(said, loc="left", fontsize=10)
+        axes.set(ylabel="rank", yticks=range(0, WORLD_SIZE, -(-WORLD_SIZE // 8)))
+    panels[-1].set_xlabel("step")
+    figure.colorbar(image, ax=panels, label="own time / the step's median", extend="max")
+    figure.suptitle("A slow rank is a line; other causes strike another rank in each step")
     figure.savefig(path, dpi=150)
 
 
