@@ -174,4 +174,11 @@ MISTAKES = [
         "test_cost",
         "pings of sizes that were not asked for: [0]",
     ),
+    (
+        "beta rounded to 0.01 GB/s",
+        "return float(alpha), float(1 / inverse / 1e9)",
+        "return float(alpha), round(float(1 / inverse / 1e9), 2)",
+        "test_all_together",
+        "alpha 300 us, beta 0.0117 GB/s (within 5%), got",
+    ),
 ]

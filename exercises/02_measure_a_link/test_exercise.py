@@ -143,7 +143,13 @@ def test_noise(answer: Path, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "alpha", "beta"), [("NVLink 4", 2e-6, 450), ("PCIe 5.0", 4e-6, 63), ("TCP", 3e-5, 1.8)]
+    ("name", "alpha", "beta"),
+    [
+        ("NVLink 4", 2e-6, 450),
+        ("PCIe 5.0", 4e-6, 63),
+        ("TCP", 3e-5, 1.8),
+        ("Ethernet of 100 Mbit/s", 3e-4, 0.0117),
+    ],
 )
 def test_all_together(answer: Path, seed: int, name: str, alpha: float, beta: float) -> None:
     """All difficulties together, on a link like {name}"""

@@ -208,4 +208,11 @@ MISTAKES = [
         "test_other_groups",
         "rank 0, step 0, micro-batches: 1: bytes all-reduced: expected 256, got 512",
     ),
+    (
+        "the graph retained after backward",
+        "(loss * len(x) / samples).backward()",
+        "(loss * len(x) / samples).backward(retain_graph=True)",
+        "test_activations",
+        "as a micro-batch goes forward, tensors kept for others' backward: expected [0, 0",
+    ),
 ]

@@ -2,6 +2,7 @@
 
 from itertools import chain
 from pathlib import Path
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -221,3 +222,34 @@ def test_other_groups(answer: Path, seed: int, k: int) -> None:
     compare(results, SIZES[:1] * 2, k, seed)
     for rank, (events, _, _) in enumerate(results):
         check_bytes(events, rank)
+
+
+class Held:
+    """A tensor that autograd keeps for backward."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def held_before(answer, wire, seed: int) -> list[int]:
+    """How many tensors are kept for other micro-batches' backward as each goes forward."""
+    model = DistributedDataParallel(net(seed))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept = WeakSet()
+    found = []
+
+    def keep(tensor: torch.Tensor) -> Held:
+        kept.add(held := Held(tensor))
+        return held
+
+    model.module.register_forward_pre_hook(lambda *_: found.append(len(kept)))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda held: held.tensor):
+        answer.train_epoch(model, sgd, loss_fn, data(dist.get_rank(), SIZES[0], seed), 3)
+    return found
+
+
+def test_activations(answer: Path, seed: int) -> None:
+    """Activations of one micro-batch at a time"""
+    for rank, found in enumerate(grade(answer, held_before, 2, seed)):
+        told = f"rank {rank}: as a micro-batch goes forward, tensors kept for others' backward"
+        expect(found, [0] * len(SIZES[0]), told)

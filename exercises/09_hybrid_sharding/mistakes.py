@@ -182,4 +182,11 @@ MISTAKES = [
         "test_memory",
         "bytes of parameters that are whole while block 1 works backward: expected",
     ),
+    (
+        "what two blocks share counted twice",
+        "sum(p.nbytes for p in model.blocks.parameters())",
+        "sum(p.nbytes for block in model.blocks for p in block.parameters())",
+        "test_tied_blocks",
+        "two blocks share a bias: bytes sent (inside, across): expected",
+    ),
 ]

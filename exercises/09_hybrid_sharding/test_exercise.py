@@ -230,6 +230,17 @@ def check_predicted(
     expect(got, due, told)
 
 
+def tied_blocks() -> Model:
+    """Two of its blocks share a parameter."""
+    model = Model(0)
+    model.blocks[1].down.bias = model.blocks[0].down.bias
+    return model
+
+
+def ask_of_tied_blocks(answer, wire) -> tuple:
+    return answer.predict(tied_blocks(), 2, 2)
+
+
 def ask(answer, wire, cases: list[tuple]) -> list:
     return [answer.predict(Model(0, dtype), *shape) for dtype, *shape in cases]
 
@@ -245,3 +256,12 @@ def test_predict(answer: Path) -> None:
         due = ring(total, sum(blocks), nodes, per_node)
         told = f"{str(dtype)[6:]}, {nodes} node(s) of {per_node}: bytes sent (inside, across)"
         check_predicted(got, due, dtype, nodes, per_node, told)
+
+
+def test_tied_blocks(answer: Path) -> None:
+    """A parameter of two blocks travels once"""
+    (got,) = grade(answer, ask_of_tied_blocks, 1)
+    model = tied_blocks()
+    total, blocks = (sum(p.nbytes for p in m.parameters()) for m in (model, model.blocks))
+    due = ring(total, blocks, 2, 2)
+    expect(got, due, "two blocks share a bias: bytes sent (inside, across)")

@@ -277,7 +277,7 @@ def test_one_file_s_ratios_take_the_places_of_the_old(tmp_path: Path) -> None:
 
 
 SMALL = {  # every row is measured all the same
-    "ddp": {"WIDTH": 64, "DEPTH": 2, "ROUNDS": 1, "SIZES": (1, 2)},
+    "ddp": {"WIDTH": 64, "DEPTH": 2, "ROUNDS": 1},
     "ffcv": {"ROUNDS": 1, "load": lambda path: load(path, ("\nN = 242 ", "\nN = 32 "))},
     "model_parallel": {"WIDTH": 64, "TOKENS": 8, "LAYERS": 2, "MICROS": 2, "ROWS": 4},
     "ring": {"CASES": ((40_000, "tree", 2, 0.7), (40_000, "ring", 2, 1.1))},
@@ -302,9 +302,6 @@ def test_a_benchmark_measures_its_rows(
         assert len(row["ours"]) == len(row["peer"])
         best = min(row["ours"]) / min(row["peer"])  # the others may have waited for a core
         assert 0.01 < best < 100, f"times in the same unit: {row}"
-    if hasattr(bench, "figure"):
-        bench.figure(str(tmp_path / "figure.png"), 1)
-        assert (tmp_path / "figure.png").stat().st_size > 1000
 
 
 @pytest.mark.deep

@@ -413,3 +413,24 @@ def test_only_rank_0_holds_what_is_to_come_back() -> None:
     (values, wrong), (of_rank_1, _) = run(bytes_at_both_ends, 2)
     assert (values, of_rank_1) == (256, 1)
     assert wrong == dict.fromkeys(("memory copy", *WIRED, "gloo"), 0)
+
+
+def test_the_bell_rings_when_the_bytes_are_in_the_shared_memory(monkeypatch) -> None:
+    """And what is there is taken out after it has rung."""
+    own = load(LESSON)
+    shared = memoryview(bytearray(8))
+    heard = []
+    monkeypatch.setattr(own.socket, "send_fds", lambda *_: None)
+    own.mmap = SimpleNamespace(mmap=lambda *_: shared)
+    own.RANK = 0
+
+    def through_socket(*_: object) -> tuple:
+        return lambda n: heard.append(bytes(shared[:4])), lambda n: shared.__setitem__(0, 7)
+
+    own.through_socket = through_socket
+    into = memoryview(bytearray(8))
+    send, receive = own.through_memory(None, memoryview(b"new here"), into)
+    send(4)
+    assert heard == [b"new "]
+    receive(4)
+    assert bytes(into[:4]) == b"\x07ew "
