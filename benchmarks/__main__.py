@@ -1,4 +1,4 @@
-"""Every speed ratio this course states, ours beside the library's, measured now: `make bench`.
+"""Every speed ratio this course states, ours next to the library's, measured now: `make bench`.
 
 A file benchmarks/NAME.py brings `ratios(repeats)`, a list of dicts: name, setting, ours and peer
 (seconds, one per repeat, measured alternately), and aim, what ours / peer should be at most.

@@ -1,4 +1,4 @@
-"""Before you trust a new cluster: what each rank delivers, beside the datasheet and its peers.
+"""Before you trust a new cluster: what each rank delivers, next to the datasheet and its peers.
 
     torchrun --standalone --nproc-per-node=8 benchmarks/cluster.py --json monday.json
     torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 \\
@@ -503,7 +503,7 @@ def about(device: torch.device) -> dict:
 
 
 def draw(rows: list[Row], path: str) -> None:
-    """Each rank's best as a dot, beside the median of all ranks; red where it was warned of."""
+    """Each rank's best as a dot, next to the median of all ranks; red where it was warned of."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -559,7 +559,7 @@ def options_of(argv: list[str] | None = None) -> argparse.Namespace:
     as_it_is = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_it_is)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured")
-    parser.add_argument("--figure", metavar="FILE", help="draw every rank beside its peers")
+    parser.add_argument("--figure", metavar="FILE", help="draw every rank next to its peers")
     parser.add_argument("--folder", type=Path, help="where checkpoints will lie")
     parser.add_argument(
         "--compare", nargs=2, type=Path, metavar=("OLD", "NEW"), help="two such files"

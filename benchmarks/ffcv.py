@@ -1,4 +1,4 @@
-"""What `make bench` says of FFCV: an epoch through its loader beside one through the DataLoader."""
+"""What `make bench` says of FFCV: an epoch by its loader next to one by the DataLoader."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""What `make bench` says of tensor and pipeline parallelism: a step by hand beside torch's."""
+"""What `make bench` says of tensor and pipeline parallelism: a step by hand next to torch's."""
 
 import time
 from collections.abc import Callable

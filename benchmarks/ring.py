@@ -1,4 +1,4 @@
-"""What `make bench` says of all-reduce on send and receive, beside the library's own."""
+"""What `make bench` says of all-reduce on send and receive, next to the library's own."""
 
 import time
 from collections.abc import Callable

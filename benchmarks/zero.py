@@ -1,4 +1,4 @@
-"""What `make bench` says of ZeRO: a step by hand beside a step of torch's, on the same GPT.
+"""What `make bench` says of ZeRO: a step by hand next to a step of torch's, on the same GPT.
 
 The two halves of an all-reduce, which ZeRO-1 by hand is made of, are NCCL's cheapest. On gloo each
 of them copies through a buffer of its own: `reduce_scatter_tensor` costs more than DDP's whole

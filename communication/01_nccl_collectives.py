@@ -244,9 +244,9 @@ def two_halves_make_a_whole(device: torch.device) -> None:
 # data parallelism possible.
 #
 # Benchmarks report two speeds. **algbw** = S / time is what the caller sees. **busbw** = algbw x
-# `must` is what the busiest link carried, so it can be held beside a datasheet. One exception: with
-# **NVLS** the NVSwitch itself adds up, a GPU sends S only once, and busbw may exceed the link: 480
-# GB/s are published for 8 H100, whose links carry 450. How collectives are built, and how NCCL
+# `must` is what the busiest link carried, so it can be compared with a datasheet. One exception:
+# with **NVLS** the NVSwitch itself adds up, a GPU sends S only once, and busbw may exceed the link:
+# 480 GB/s are published for 8 H100, whose links carry 450. How collectives are built, and how NCCL
 # chooses, is the subject of communication/03_ring_and_tree.py and communication/04_alpha_beta.py.
 #
 # What a backend really moves may be more. gloo's all-reduce is a ring and meets the bound. Its
@@ -295,7 +295,7 @@ def bytes_on_the_wire(device: torch.device) -> None:
 
 # %%
 def who_waits_for_whom(device: torch.device) -> None:
-    store = dist.distributed_c10d._get_default_store()  # by TCP, beside the collectives
+    store = dist.distributed_c10d._get_default_store()  # by TCP, next to the collectives
     time.sleep(0.1 if RANK == WORLD_SIZE - 1 else 0)
     store.add("arrived", 1)
     dist.barrier()
@@ -324,7 +324,7 @@ def who_waits_for_whom(device: torch.device) -> None:
 # rank skips a call ("my batch was empty"), its next one is taken for the one it skipped:
 #
 #     step                0           1           2
-#     ranks 0 to 2    call 1      call 2      call 3   <- waits in vain
+#     ranks 0 to 2    call 1      call 2      call 3   <- waits forever
 #     rank 3          skips       call 1      call 2
 #
 # If the shapes agree there is no error. Every rank gets a sum over *different steps*, training goes
@@ -357,7 +357,7 @@ def one_rank_skips(device: torch.device) -> None:
         errors.append(total - (100 * step * WORLD_SIZE + sum(range(WORLD_SIZE))))
     claim("largest error of these sums: the next step's 100", 100, max(errors))
     ended = sum(gather_objects(error != ""))
-    claim("ranks that waited in vain, ended by the timeout", WORLD_SIZE - 1, ended)
+    claim("ranks that waited for nobody, ended by the timeout", WORLD_SIZE - 1, ended)
 
 
 # %% [markdown]
@@ -684,7 +684,7 @@ def median_ms(work: Callable, repeats: int = 20) -> float:
 #
 # 1. Ten, on every rank: 1 + 2 + 3 + 4. Divided by n, that is data parallelism's mean gradient.
 # 2. 1.5 S on four ranks, 2(n-1)/n in general. That is less than 2 S for any n: a thousand ranks pay
-#    hardly more bytes each than four do. What grows with n is the number of steps, hence latency.
+#    hardly more bytes each than four do. What grows with n is the number of steps: latency.
 # 3. It must move 0.75 S; gloo's moves 1.5 S, for it runs a whole all-reduce and keeps one chunk. So
 #    measured on gloo, ZeRO and FSDP move more bytes than on NCCL, where it is 0.75 S.
 # 4. Two: both sums after the skip are wrong by 100, the skipper's next step, and nobody is told.

@@ -365,7 +365,7 @@ ALL_REDUCE: dict[str, Callable] = {
 # ## 7. Read the schedules
 #
 # This prints what you have just read: for a buffer of n chunks, who sends which chunk to whom in
-# each step. A plus marks a chunk that the receiver adds. Hold the ring's lines beside the picture
+# each step. A plus marks a chunk that the receiver adds. Hold the ring's lines next to the picture
 # in section 2. `--figure` draws the same as arrows.
 
 # %%

@@ -437,7 +437,7 @@ def link_seconds(b: Bench, x: Tensor, slowed: int = -1, sleep: float = 0.0) -> l
             start = time.perf_counter()
             for _ in range(b.calls):
                 if sender == slowed and sender == RANK:
-                    b.synchronize()  # sleep after the last message, not beside it
+                    b.synchronize()  # sleep after the last message, not next to it
                     time.sleep(sleep)
                 send_alone(x, sender, receiver)
             b.synchronize()

@@ -342,7 +342,7 @@ def measure(step: BackwardPass | ForwardPass) -> Measured:
 # %% [markdown]
 # ## 5. How it is measured
 #
-# **The clock.** Ranks begin together, after a barrier, and on GPUs the device is synchronised on
+# **The clock.** Ranks begin together, after a barrier, and on GPUs the device is synchronized on
 # both sides: `wait()` on NCCL makes a stream wait, not the host.
 
 
@@ -413,11 +413,11 @@ class LateWork:
     def __init__(self, collective: Callable, tensors: tuple[torch.Tensor, ...]) -> None:
         self.collective = collective
         self.output = tensors[0]
-        self.travelling = [tensor.clone() for tensor in tensors]
+        self.traveling = [tensor.clone() for tensor in tensors]
 
     def wait(self) -> None:
-        self.collective(*self.travelling)
-        self.output.copy_(self.travelling[0])
+        self.collective(*self.traveling)
+        self.output.copy_(self.traveling[0])
 
 
 def batch(rank: int, rows: int, width: int) -> torch.Tensor:
@@ -753,7 +753,7 @@ def draw(path: str, seen: list[dict[str, Measured]]) -> None:
 # Three things keep two streams from overlapping as they should:
 #
 # - **Multiprocessors.** NCCL's kernel occupies some of them (`NCCL_MAX_CTAS` bounds how many), and
-#   it reads and writes memory. Matrix products that run beside it take longer, which no priority
+#   it reads and writes memory. Matrix products that run next to it take longer, which no priority
 #   cures. The figure `slower` below is by how much.
 # - **Priority.** A large product keeps every multiprocessor busy, so NCCL's kernel may queue behind
 #   its blocks. On a stream of high priority it goes first when a block *ends*. Priority does not

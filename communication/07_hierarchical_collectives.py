@@ -282,7 +282,7 @@ def two_nodes(mbit: float) -> list[int]:
 # %% [markdown]
 # **Ranks in their nodes.** This process forks a launcher. The launcher makes the nodes, steps into
 # one after the other, and forks ranks there, as torchrun does on real nodes. Each process asks the
-# kernel to be killed when its parent ends, so nothing is left behind, whoever is killed by whatever
+# kernel to be killed when its parent ends, so nothing is left behind, whichever is killed, by any
 # signal. The ranks of a node share its address, that of the interface named by GLOO_SOCKET_IFNAME;
 # the kernel knows that what goes to its own address need not leave. Orders and answers take pipes,
 # so that nothing but the collective is on the cable while it is watched.
@@ -597,9 +597,9 @@ def timed_on_real_nodes(work: Callable[[], None], device: torch.device) -> tuple
 #    (The ledger's figures are both directions together, headers included: 6.4 for 3.)
 # 2. 1.5 S. torch's all_reduce on gloo is this ring, in the order of the ranks.
 # 3. S. Less is impossible for two nodes: each needs the other's sum, and that has S bytes.
-# 4. 1.5 and 3 times, just as the bytes. The time inside the nodes is small beside 20 Mbit/s. With
-#    `--mbit` raised it is not, and the claim fails: the hierarchy saves only what the slow link
-#    costs.
+# 4. 1.5 and 3 times, just as the bytes. The time inside the nodes is small, compared with 20
+#    Mbit/s. With `--mbit` raised it is not, and the claim fails: the hierarchy saves only what the
+#    slow link costs.
 #
 # **When it pays.** With n = N L ranks, a good ring sends 2(n-1)/n S over each link, the hierarchy
 # 2(N-1)/N S. For two nodes of 8 that is 1.88 S against 1 S, but for 64 nodes 2.00 against 1.97: the

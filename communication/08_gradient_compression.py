@@ -24,7 +24,7 @@ step of data-parallel training send and still learn, and what does that buy on w
 Not run on several GPUs. For the slow cable that rank 0 makes it needs Linux, iproute2, and root or
 user namespaces.
 
-**Try.** In `hook` leave out the line of the error feedback: which claims fail? In `quantise` round
+**Try.** In `hook` leave out the line of the error feedback: which claims fail? In `quantize` round
 to the nearest (`torch.round(x / step)`): training goes as well as before, so what fails?
 
 **Before.** communication/07_hierarchical_collectives.py: the slow cable; what DDP is
@@ -125,7 +125,7 @@ def cast_to(dtype: torch.dtype) -> Compressor:
 #          rank 0        rank 1        rank 2
 #          00 01 02      10 11 12      20 21 22       chunk c of rank r: "rc", one byte per element
 #          00 10 20      01 11 21      02 12 22       all-to-all: rank c has everybody's chunk c
-#           sum 0         sum 1         sum 2         added up in float32, and quantised again
+#           sum 0         sum 1         sum 2         added up in float32, and quantized again
 #          s0 s1 s2      s0 s1 s2      s0 s1 s2       all-gather
 #
 # Each half sends (n-1)/n bytes per element, together half of float16's for any n. The price is a
@@ -134,14 +134,14 @@ def cast_to(dtype: torch.dtype) -> Compressor:
 
 
 # %%
-def quantise(x: torch.Tensor) -> torch.Tensor:
+def quantize(x: torch.Tensor) -> torch.Tensor:
     """Return a message of int8: the step in four bytes, then x in multiples of it."""
     step = x.abs().max().clamp(min=1e-30) / 127
     multiples = torch.floor(x / step + torch.rand_like(x)).clamp(-127, 127)
     return torch.cat([step[None].view(torch.int8), multiples.to(torch.int8)])
 
 
-def dequantise(message: torch.Tensor) -> torch.Tensor:
+def dequantize(message: torch.Tensor) -> torch.Tensor:
     step = message[:4].clone().view(torch.float32)  # a copy: four bytes may lie anywhere
     return message[4:] * step
 
@@ -154,19 +154,19 @@ def gather(x: torch.Tensor) -> torch.Tensor:
 
 
 def eight_bits_by_all_gather(x: torch.Tensor) -> Sent:
-    message = quantise(x)
-    everyone = torch.stack([dequantise(one) for one in gather(message)])
-    return dequantise(message), everyone.mean(0)
+    message = quantize(x)
+    everyone = torch.stack([dequantize(one) for one in gather(message)])
+    return dequantize(message), everyone.mean(0)
 
 
 def eight_bits(x: torch.Tensor) -> Sent:
     padded = pad(x, (0, -len(x) % WORLD_SIZE))  # all chunks must have the same size
-    outgoing = torch.stack([quantise(chunk) for chunk in padded.chunk(WORLD_SIZE)])
+    outgoing = torch.stack([quantize(chunk) for chunk in padded.chunk(WORLD_SIZE)])
     incoming = torch.empty_like(outgoing)
     dist.all_to_all_single(incoming, outgoing)
-    mine = torch.stack([dequantise(one) for one in incoming]).mean(0)
-    means = torch.cat([dequantise(one) for one in gather(quantise(mine))])
-    sent = torch.cat([dequantise(one) for one in outgoing])
+    mine = torch.stack([dequantize(one) for one in incoming]).mean(0)
+    means = torch.cat([dequantize(one) for one in gather(quantize(mine))])
+    sent = torch.cat([dequantize(one) for one in outgoing])
     return sent[: len(x)], means[: len(x)]
 
 
@@ -452,11 +452,11 @@ def train(device: torch.device, steps: int, few: int, on_cable: bool = False) ->
                 right = run.model(image_ND[new]).argmax(1) == label_N[new]
                 run.curve.append(right.sum().item() / len(places[::5]))
     for run in runs.values():
-        summarise(run, device)
+        summarize(run, device)
     return runs
 
 
-def summarise(run: Run, device: torch.device) -> None:
+def summarize(run: Run, device: torch.device) -> None:
     """Set per step: the bytes that go over a ring's edge and over a cut, the fastest seconds."""
     counted = min(H, len(run.seconds))  # steps
     curve = torch.tensor(run.curve, device=device)
@@ -567,9 +567,9 @@ def over_the_cable(call: Call) -> float:
 # %% [markdown]
 # **What is claimed**: the bytes handed in per step, by formula, and what the kernel counts of 8
 # bits and of float16; that all ranks keep the same weights; which share of the gradients is lost,
-# beside the mean of all gradients, gathered in float32; that rounding is right on average, from 400
-# roundings of one tensor (the nearest multiple is off by up to half a step, a random one averages
-# to less than 1/8 of it, five standard deviations); and what has been learnt.
+# compared with the mean of all gradients, gathered in float32; that rounding is right on average,
+# from 400 roundings of one tensor (the nearest multiple is off by up to half a step, a random one
+# averages to less than 1/8 of it, five standard deviations); and what has been learned.
 
 
 # %%
@@ -608,7 +608,7 @@ def share_lost(run: Run) -> float:
 def check_rounding(device: torch.device) -> None:
     x = torch.linspace(-1, 1, 1000, device=device)
     step = 1 / 127
-    roundings = [dequantise(quantise(x)) for _ in range(400)]
+    roundings = [dequantize(quantize(x)) for _ in range(400)]
     largest = max((one - x).abs().max().item() for one in roundings)
     claim("8 bits: largest error, in steps, below", 1, largest / step, "<=", atol=1e-3)
     bias = (sum(roundings) / len(roundings) - x).abs().max().item()
@@ -778,7 +778,7 @@ def be_rank(rank: int, world_size: int, meeting: socket.socket) -> None:
 # %% [markdown]
 # A step across the cable should take as long as on the fast link, and as long as its bytes need on
 # the cable besides; and the kernel should count those bytes there, and 7% of headers. What a method
-# has learnt after equal *time* is read from the curves above: after as many steps as it can make.
+# has learned after equal *time* is read from the curves above: after as many steps as it can make.
 # (On a machine with GPUs the fast step is a GPU's, and the slow one a CPU's. The wire takes so long
 # that it does not matter.)
 
@@ -842,7 +842,7 @@ def train_across(link: list[Connection], why_not: str, runs: dict[str, Run]) -> 
 
 
 # %% [markdown]
-# What is claimed of it: the bytes, the seconds, and what has been learnt in equal time.
+# What is claimed of it: the bytes, the seconds, and what has been learned in equal time.
 
 
 # %%
@@ -966,16 +966,16 @@ def median_ms(work: Callable, repeats: int = 20) -> float:
 #    way; with 8 ranks they cost what 32 do, and with 64 four times that. The ratio is n/4, since an
 #    all-gather of B bytes per rank sends (n-1) B, and an all-reduce 2(n-1)/n B, never 2 B.
 # 2. Half, for any number of ranks. (With two ranks, both ways cost that.) The second rounding shows
-#    in nothing that was learnt. But look at the cable: of an all-to-all, half of all pairs of ranks
+#    in nothing that was learned. But look at the cable: half of an all-to-all's pairs of ranks
 #    cross it, which is n/4 times the bytes of x in each direction, where a ring crosses it once. So
 #    over several nodes it is done twice, inside the nodes first and then across them, as ZeRO++
 #    does: that is the hierarchy of the lesson before.
 # 3. Nine tenths. After 60 steps the accuracy is about 60%, where all others reach 90%.
 # 4. None but for rounding: what has not arrived is kept. With 680 bytes per step in place of
-#    340,008 the accuracy is float32's, or nearly so.
+#    340,008 the accuracy is nearly float32's.
 # 5. Twice. The cable is the limit, so the time goes with the bytes: 0.2 s for float32, half of it
 #    for bfloat16, and 10 to 20 ms for PowerSGD 1, most of which is latency and compute. In the time
-#    in which float32 makes 5 steps, top-k has learnt nearly all it will.
+#    in which float32 makes 5 steps, top-k has learned nearly all it will.
 #
 # On the fast link PowerSGD only costs time: compare the columns of ms. Compression is a remedy for
 # a slow link, and a burden on a fast one. Whether a step gains depends on the bytes per second of
@@ -988,8 +988,8 @@ def median_ms(work: Callable, repeats: int = 20) -> float:
 #
 # On real systems: at a thousand ranks top-k's messages name a thousand different sets of places, so
 # what is gathered grows with n; that is why it is rare. PowerSGD is a hook in DDP; DeepSpeed's
-# ZeRO++ gathers weights in 8 bits and sums gradients in 4; DiLoCo trains across data centres. All
-# but plain casting change a little what is learnt: compare final losses, and not only the seconds
+# ZeRO++ gathers weights in 8 bits and sums gradients in 4; DiLoCo trains across data centers. All
+# but plain casting change a little what is learned: compare final losses, and not only the seconds
 # per step.
 
 

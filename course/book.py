@@ -86,7 +86,7 @@ class Exercise:
         """
         found = []
         for name, old, new, check, says in listed(self.folder / "mistakes.py"):
-            if old is None:  # another approach: a whole file beside mistakes.py
+            if old is None:  # another approach: a whole file next to mistakes.py
                 source = (self.folder / new).read_text(encoding="utf-8")
             else:
                 source = self.solution.read_text(encoding="utf-8")

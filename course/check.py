@@ -187,8 +187,8 @@ def check_many(some: list[Exercise], options: argparse.Namespace) -> int:
 def show_line(told: dict) -> None:
     """An exercise in one line, and in a second why it was not accepted."""
     pending()
-    colours = {"accepted": "green", "failed": "red", "error": "red", "blocked": "yellow"}
-    status = paint(f"{told['status']:8}", colours.get(told["status"], "dim"))
+    colors = {"accepted": "green", "failed": "red", "error": "red", "blocked": "yellow"}
+    status = paint(f"{told['status']:8}", colors.get(told["status"], "dim"))
     print(f"{tick(told['status'] == 'accepted')} {told['exercise']:26}{status}", end="")
     print("" if told["status"] == "absent" else f"{told['seconds']:7.1f} s", flush=True)
     why = told["failed"] or told["status"] == "error"

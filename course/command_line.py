@@ -44,7 +44,7 @@ def run(argv: list[str] | None = None) -> int:
             f"`course` works inside a clone of the course, and {ROOT} is none.\n"
             "Clone the repository, and in it: pip install -e ."
         )
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started us may ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what started us may ignore it
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what we have started ends with us
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # a terminal that knows no ticks

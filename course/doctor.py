@@ -185,19 +185,19 @@ def findings() -> list[Finding]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show all findings, then run the lesson if torch is there. 1 if something must be mended."""
+    """Show all findings, then run the lesson if torch is there. 1 if something must be repaired."""
     print("Is everything here?\n")
     rows = findings()
     for row in rows:
         print(row, flush=True)
     bad = [row.label for row in rows if row.state == "bad"]
     if {"Python", "torch"} & set(bad):
-        print(f"\nTo be mended first: {', '.join(bad)}")
+        print(f"\nTo be repaired first: {', '.join(bad)}")
         return 1
     print(f"\nWhat can it do? {LESSON}\n", flush=True)
     lesson = subprocess.run([sys.executable, ROOT / LESSON])
     if bad:
-        print(f"\nTo be mended: {', '.join(bad)}")
+        print(f"\nTo be repaired: {', '.join(bad)}")
     return 1 if bad else lesson.returncode
 
 

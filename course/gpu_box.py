@@ -1,6 +1,6 @@
 """Everything, on a machine with GPUs: `make gpu`.
 
-The doctor, each GPU beside the others, every lesson on 1, 2, 4 and 8 GPUs as far as there are so
+The doctor, each GPU next to the others, every lesson on 1, 2, 4 and 8 GPUs as far as there are so
 many, the benchmarks, and a page of what passed: into results/MACHINE/. A lesson that fails or hangs
 is named, what it printed is kept, and the others run. What has passed is not run again: an
 interrupted run goes on.
@@ -213,7 +213,7 @@ def ask_doctor(folder: Path, deadline: float) -> list[str]:
 
 
 def compare_gpus(folder: Path, deadline: float) -> list[str]:
-    """Show and keep what each GPU delivers beside the others; return what failed."""
+    """Show and keep what each GPU delivers next to the others; return what failed."""
     kept = folder / "cluster.json"
     told = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else None
     if told and told["about"]["torch"] == torch.__version__:
@@ -280,7 +280,7 @@ def main() -> None:
 
 
 def write_page(box: Box) -> None:
-    """The folder's README.md, beside every other machine; then the tables that name machines."""
+    """The folder's README.md, next to every other machine; then the tables that name machines."""
     others = [machine for machine in machines() if machine.folder != box.folder]
     (box.folder / "README.md").write_text(page(Machine(box.folder), others), encoding="utf-8")
     if not box.pretended:

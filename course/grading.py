@@ -7,7 +7,7 @@
         return y, wire.sent()
 
     def test_values(answer):                     # in the grader; `answer` is a path
-        '''The neighbour's tensor arrives'''     # the title that the learner sees
+        '''The neighbor's tensor arrives'''     # the title that the learner sees
         for rank, (y, sent) in enumerate(grade(answer, steps, 3)):
             same(y, torch.full((5,), float((rank - 1) % 3)), f"rank {rank}: what came")
             expect(sent, 20, f"rank {rank}: bytes sent")

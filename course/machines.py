@@ -117,7 +117,7 @@ def page(machine: Machine, others: list[Machine]) -> str:
     """README.md of a machine's folder, from what else is in it, and in the folders of others."""
     parts = [
         f"# {machine.name}",
-        "Made by `make gpu` from the ledgers beside it: every lesson with one GPU per rank.",
+        "Made by `make gpu` from the ledgers next to it: every lesson with one GPU per rank.",
         *(["**Pretended GPUs: nothing here was measured on one.**"] if machine.pretended else []),
         versions(machine),
         "## What passed",
@@ -178,7 +178,7 @@ def failures(machine: Machine) -> list[str]:
 
 
 def compared(machine: Machine, others: list[Machine]) -> str:
-    """Claims that need GPUs or a clock, on most ranks; what other machines measured beside them."""
+    """Claims that need GPUs or a clock, on most ranks; and what other machines measured."""
     names = "".join(f" {other.name} |" for other in others)
     rows = [f"| Lesson | Claim | Predicted | Measured |{names}"]
     rows.append("|---|---|--:|--:|" + "--:|" * len(others))

@@ -3,7 +3,7 @@
     flat = flatten({"loss": torch.ones(3)}, ["grader"])  # on the rank: built-in types alone
     value = rebuild(flat, ["grader"])                    # in the grader: an equal value
 
-A pickle may name any function of any module, and whoever loads it calls them. So a rank's word is
+A pickle may name any function of any module, and loading it calls them. So a rank's word is
 pickled from None, numbers, strings, bytes, lists and dicts, which need no name at all, and
 `read` refuses every name. Tensors travel as their bytes; all else is turned away by its type.
 """

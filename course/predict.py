@@ -207,7 +207,7 @@ def compare(lesson: Lesson, answers: dict[str, str], ledger: list[dict]) -> None
             print(f"\n   {paint('Why', 'bold')}")
             say(seen[number], 3)
     if any(judged):
-        print(f"\nBy your own judgement you were right in {judged.count('y')} of {len(judged)}.")
+        print(f"\nBy your own judgment you were right in {judged.count('y')} of {len(judged)}.")
     blocked = [row for row in ledger if row["verdict"] == "BLOCKED"]
     if blocked:
         print("\nThis machine cannot say:")

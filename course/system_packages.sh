@@ -20,5 +20,5 @@ elif command -v apt-get >/dev/null && { [ -z "$sudo" ] || sudo -n true 2>/dev/nu
 else
   echo "*** These system packages are missing and may not be installed from here:$missing"
 fi
-echo "*** Whoever has the right to can:   sudo apt install$missing"
+echo "*** With the right to install, run:   sudo apt install$missing"
 echo "*** Going on without them: FFCV will not build, and what needs it says BLOCKED."

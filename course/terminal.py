@@ -11,15 +11,15 @@ import sys
 import textwrap
 from pathlib import Path
 
-COLOURS = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow": 33}
+COLORS = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow": 33}
 WIDTH = 99  # of a line that is wrapped
 
 
-def paint(text: str, colour: str) -> str:
-    """The text in colour, if a terminal shows it and NO_COLOR is not set."""
+def paint(text: str, color: str) -> str:
+    """The text in color, if a terminal shows it and NO_COLOR is not set."""
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
         return text
-    return f"\x1b[{COLOURS[colour]}m{text}\x1b[0m"
+    return f"\x1b[{COLORS[color]}m{text}\x1b[0m"
 
 
 def tick(done: bool, blocked: bool = False) -> str:

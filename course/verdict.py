@@ -89,7 +89,7 @@ def grade(
 
 
 def start_judge(exercise: Exercise, answer: Path, seed: int | None, errors: IO) -> subprocess.Popen:
-    """Start the grader; -P, lest a file of the current folder passes for a library."""
+    """Start the grader; with -P no file of the current folder passes for a library."""
     argv = [sys.executable, "-P", "-m", "course.judge", exercise.folder, answer]
     if seed is not None:
         argv.append(f"--seed={seed}")

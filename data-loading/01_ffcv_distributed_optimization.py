@@ -23,7 +23,7 @@ of it does FFCV save, and does every sample still come once per epoch?
 Not run on several GPUs. One node. FFCV needs the Debian packages of packages.txt, then `pip install
 -e '.[ffcv]'`. `--data FOLDER` takes your own images, one folder per class.
 
-**Try.** In `crops_by_ffcv` normalise by MEAN and STD without the factor 255: which claim fails?
+**Try.** In `crops_by_ffcv` normalize by MEAN and STD without the factor 255: which claim fails?
 In `rank_loader` ask for `OrderOption.SEQUENTIAL`: which one now?
 
 **Before.** parallelism/01_data_parallelism_ddp.py: how ranks share a dataset.
@@ -125,7 +125,7 @@ class Photos(Dataset):
 
 
 def crops_by_torchvision() -> Callable:
-    """Return what makes of an image a normalised random crop (3, 224, 224) in float32."""
+    """Return what makes of an image a normalized random crop (3, 224, 224) in float32."""
     crop = transforms.RandomResizedCrop(224)
     return transforms.Compose([crop, transforms.ToTensor(), transforms.Normalize(MEAN, STD)])
 
@@ -142,25 +142,25 @@ def torchvision_loader(folder: Path, rounds: int) -> DataLoader:
 #
 # FFCV changes three things. All images are written into **one file** beforehand, as JPEGs or as raw
 # pixels. Its workers are **threads** that run code compiled by numba, without the GIL. And they
-# decode, crop and normalise each image **into its place** in a batch that was allocated before, so
+# decode, crop and normalize each image **into its place** in a batch that was allocated before, so
 # there is nothing to collate and nothing crosses from process to process:
 #
 #     DataLoader    process 1: read decode augment collate ──shared memory──┐
 #                   process 2: read decode augment collate ──shared memory──┴──> batch ──> GPU
 #
-#     FFCV          thread 1: decode + crop + normalise ──┐
-#                   thread 2: decode + crop + normalise ──┴──> a slot of the batch ──> GPU
+#     FFCV          thread 1: decode + crop + normalize ──┐
+#                   thread 2: decode + crop + normalize ──┴──> a slot of the batch ──> GPU
 #
-# `NormalizeImage` sees bytes, from 0 to 255, where torchvision's `Normalize` sees floats up to 1:
-# hence the factor 255. Compiling takes some seconds per pipeline, before the first batch.
+# `NormalizeImage` sees bytes, from 0 to 255, where torchvision's `Normalize` sees floats up to 1.
+# So there is the factor 255. Compiling takes some seconds per pipeline, before the first batch.
 
 
 # %%
 def crops_by_ffcv() -> list:
-    """Return the pipeline that makes of an image a normalised crop (3, 224, 224) in float32."""
+    """Return the pipeline that makes of an image a normalized crop (3, 224, 224) in float32."""
     crop = decoders.RandomResizedCropRGBImageDecoder((224, 224))
-    normalise = NormalizeImage(255 * MEAN, 255 * STD, np.float32)
-    return [crop, normalise, ToTensor(), ToTorchImage()]
+    normalize = NormalizeImage(255 * MEAN, 255 * STD, np.float32)
+    return [crop, normalize, ToTensor(), ToTorchImage()]
 
 
 def ffcv_loader(path: Path, image_pipeline: list, batch_size: int, **options: object) -> "Loader":
@@ -399,7 +399,7 @@ def check_loaders(place: Path) -> dict[str, float]:
     claim("processes that FFCV started", 0, processes["jpg"] + processes["raw"], question=2)
     means = measured["means"]
     for name in ("jpg", "raw"):
-        text = f"mean of normalised crops, {name} - DataLoader's"
+        text = f"mean of normalized crops, {name} - DataLoader's"
         far = (means[name] - means["DataLoader"]).abs().max()  # of the three colors
         claim(text, 0, far, atol=0.2)
     core = {}
@@ -465,7 +465,7 @@ def from_rank_0(value: object) -> object:
 # %% [markdown]
 # ## 7. On GPUs: pinned memory
 #
-# The copy to a GPU runs beside the training step only from **pinned** memory, which the kernel
+# The copy to a GPU runs next to the training step only from **pinned** memory, which the kernel
 # never moves; from pageable memory the driver first copies to a pinned buffer of its own.
 
 

@@ -194,7 +194,7 @@ def open_beton(path: Path, batch_size: int, order: str = "RANDOM", **options: ob
 #     buffer      0   1   2   3   4   0   1   2  ...      batch 5 overwrites batch 0
 #
 # That saves an allocation per batch, and it is a trap: keep a batch and you keep its memory, not
-# its values. Whoever needs it later clones it, or copies it to a GPU, which is a clone.
+# its values. If you need it later, clone it, or copy it to a GPU, which is a clone.
 
 
 # %%

@@ -626,7 +626,7 @@ def check_that_nothing_looks_ahead(model: nn.Module, mesh: DeviceMesh) -> None:
 #
 # The same choices for a model that is worth sharding: 0.94 billion parameters at the default width,
 # computed in bfloat16, with shards, sums and Adam in float32. Peak memory is the allocator's. The
-# clock is CUDA events. **MFU** (model FLOPs utilisation) counts 6 FLOPs per parameter and token for
+# clock is CUDA events. **MFU** (model FLOPs utilization) counts 6 FLOPs per parameter and token for
 # all but the embeddings, which are looked up, plus 12 L D T per token for attention, over what the
 # GPU's datasheet promises for dense bfloat16 (05, section 4: other conventions).
 

@@ -217,7 +217,7 @@ def check_clipping(deepspeed: ModuleType, device: torch.device) -> None:
 # learned.
 #
 # Stages 1 and 2 lay all tensors end to end in one flat buffer and cut that into n parts; gradients
-# are reduced in **buckets** of neighbouring tensors. Stage 3 flattens and cuts every tensor by
+# are reduced in **buckets** of neighboring tensors. Stage 3 flattens and cuts every tensor by
 # itself, and gathers tensors as the modules need them. So each has keys of its own. Their values
 # here suit this small model, so that it has several buckets and frees what it has gathered; they
 # would cripple a large one. The files in fsdp/deepspeed_configs have DeepSpeed's defaults.

@@ -239,7 +239,7 @@ def check_elements(steps: dict[int, "Step"]) -> None:
 #
 # `grad_accum_dtype` deserves a word. ZeRO's 16 bytes hold gradients in bfloat16, and DeepSpeed's
 # default adds micro-batches up in the dtype of the model, too. With bfloat16's 8 significant bits,
-# many small gradients vanish beside a large sum. Megatron-LM therefore insists on float32
+# many small gradients vanish next to a large sum. Megatron-LM therefore insists on float32
 # gradients: 18 bytes per parameter, or 6 + 12/n with a sharded optimizer.
 #
 # Offloading (Ren et al. 2021, ZeRO-Offload) keeps 16P/n bytes on the host, of which 4P/n are

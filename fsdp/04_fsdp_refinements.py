@@ -12,7 +12,7 @@ P parameters in 4 blocks, a unit per block and one for the rest (the root); ther
    one block of explicit prefetch?
 2. With `param_dtype=bfloat16` and `reduce_dtype=float32`: in how many bytes is an element gathered,
    in how many is a gradient reduced, and in how many does the optimizer hold a weight?
-3. Three micro-batches, gradients synchronised once: how many all-gathers and reduce-scatters?
+3. Three micro-batches, gradients synchronized once: how many all-gathers and reduce-scatters?
 4. A model is built on the meta device. Every rank then draws the shards of a weight under the same
    seed. How many of the 4 shards are rank 0's, on CPUs and on GPUs? And how many elements of a
    non-persistent buffer does a state dict fill?
@@ -232,7 +232,7 @@ def check_accumulation(mesh: DeviceMesh, micro_batches: int = 3) -> None:
 #     to_empty(device=...)                 memory for the shards, with garbage in it
 #     ?                                    something must fill them
 #
-# On a mesh of GPUs the model's own initialisers may do it, under one seed on all ranks: DTensor
+# On a mesh of GPUs the model's own initializers may do it, under one seed on all ranks: DTensor
 # gives each shard its own part of the generator's sequence. On a mesh of CPUs it does not. There
 # every rank draws the same elements, so the "whole" weight is one shard n times over, with nothing
 # but a warning.
@@ -294,7 +294,7 @@ def check_meta_device(mesh: DeviceMesh) -> None:
 #
 # Between nodes a gather costs far more than inside one. Forward must gather over all n ranks, since
 # that is where the shards lie. But afterwards the block need not be sharded as thinly again: with
-# `reshard_after_forward=k` each rank keeps 1/k of it, and backward gathers among k neighbours, such
+# `reshard_after_forward=k` each rank keeps 1/k of it, and backward gathers among k neighbors, such
 # as the 8 GPUs of a node. DeepSpeed has the same under the name of **hpZ** (ZeRO++, Wang et al.
 # 2023). For n = 4 and k = 2, a rank holds of one block:
 #
@@ -360,7 +360,7 @@ def check_hybrid_sharding(device: torch.device) -> None:
     model = shard_blocks(new_gpt(mesh), mesh)
     with CountedCommunication() as counted:
         mean_loss(model, random_bytes(mesh, RANK)).backward()
-    first = RANK // s * s  # of this rank's group, whose ranks are neighbours
+    first = RANK // s * s  # of this rank's group, whose ranks are neighbors
     inside = tuple(range(first, first + s))
     across = tuple(range(RANK % s, WORLD_SIZE, s))
     whole = new_gpt(mesh)
@@ -575,7 +575,7 @@ class GPT(nn.Module):
 #
 # A step of 0.94 billion parameters in bfloat16, forward and backward, timed with CUDA events: once
 # without any sharding, then sharded under each setting. What a setting adds to the unsharded time
-# is its **exposed** communication. Beside it stands the time of the same collectives alone, one
+# is its **exposed** communication. Next to it stands the time of the same collectives alone, one
 # after the other: two gathers and a scatter per block, one of each for the root. No more can be
 # hidden than there is communication, or computation: over PCIe the first is the longer of the two.
 
@@ -677,7 +677,7 @@ def median_ms(work: Callable, repeats: int = 20) -> float:
 #    reduce every micro-batch.
 # 4. On CPUs all 4: the model trains on, with n identical slices in every weight, and reaches a poor
 #    loss for no visible reason, so fill it from a state dict or a checkpoint. On GPUs only rank 0's
-#    own: there `to_empty` and then the model's initialisers is the usual way. On both no element of
+#    own: there `to_empty` and then the model's initializers is the usual way. On both no element of
 #    the buffer: if it is not computed again, the model trains on garbage.
 # 5. Among 2, and a rank keeps half of the blocks. On 16 nodes of 8 GPUs, k = 8 keeps 16 times more
 #    than a shard over 128 ranks, but in bfloat16, and backward's gathers never leave the node.

@@ -228,7 +228,7 @@ def check_units(mesh: DeviceMesh, least: int = 20_000) -> None:
 #
 # The last row is `reshard_after_forward=False` between the forward and the backward pass of a
 # second micro-batch. On one rank it is 18P, Megatron-LM's sum: there the bfloat16 parameters exist
-# at all times, beside float32 masters and gradients.
+# at all times, next to float32 masters and gradients.
 
 
 # %%
@@ -396,7 +396,7 @@ def check_peak(mesh: DeviceMesh, tokens: int = 512) -> None:
 #     the head                     2 D V
 #
 # **Model FLOPs** are three times the sum of these, whatever you recompute. Divided by time and by
-# the GPU's peak they give **MFU** (model FLOPs utilisation), which rewards nothing but progress.
+# the GPU's peak they give **MFU** (model FLOPs utilization), which rewards nothing but progress.
 # **Hardware FLOPs** are what really ran, and give **HFU**. Papers say that full recomputation runs
 # the forward pass twice, 4 instead of 3, so that HFU/MFU = 4/3. In PyTorch it is less, for two
 # reasons. The head is not recomputed. And a recomputation stops as soon as it has what backward
@@ -503,7 +503,7 @@ def count_on_meta(shape: Shape) -> tuple[int, float]:
 #
 # bfloat16 is another matter. It keeps 8 bits of every product, so a loss moves in its third digit.
 # That is what **float32 masters** and a **float32 reduction** are for: the noise of one step does
-# not stay. A weight of 0.05 in bfloat16 has neighbours 0.00024 away, so an update of 0.0001 would
+# not stay. A weight of 0.05 in bfloat16 has neighbors 0.00024 away, so an update of 0.0001 would
 # be rounded off, in this step and in all that follow.
 
 # %%
@@ -969,7 +969,7 @@ class GPT(nn.Module):
 # ## 9. On GPUs: every setting's tokens per second, MFU, HFU and memory
 #
 # The same model as in section 7, a few steps for each setting, in bfloat16. The peak of memory is
-# the allocator's, beside the formulas of sections 2 and 3.
+# the allocator's, next to the formulas of sections 2 and 3.
 
 
 # %%
@@ -1054,7 +1054,7 @@ def gather_speed(nbytes: int = 2**26) -> float:
 #    the real sizes HFU/MFU is 1.20 to 1.24. 6 P is 15% too many for "124m", a quarter of which is
 #    the embedding (its head is untied here, so it has 163 million parameters), and 4.5% too few for
 #    7 billion, where attention outweighs the embedding.
-# 4. All but bfloat16 have one process's losses, to 1e-15 or so. The recomputed ones have the
+# 4. All but bfloat16 have one process's losses, to about 1e-15. The recomputed ones have the
 #    default's weights to the last bit. bfloat16's losses differ in the fourth digit: too much for
 #    a comparison of implementations, too little to hurt training, as long as the masters are
 #    float32. With masters in bfloat16, an update of 0.0001 misses 78% of the weights.

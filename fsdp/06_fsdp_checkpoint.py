@@ -10,7 +10,7 @@ by FSDP2 on n ranks, and saved with `torch.distributed.checkpoint` (DCP).
 
 1. How many bytes per parameter hold weights and Adam's state in one full file, and how many of them
    lie in the file of one rank if each writes its shards?
-2. How many bytes per parameter does rank 0 need beside its own shards, for a full state dict and
+2. How many bytes per parameter does rank 0 need on top of its own shards, for a full state dict and
    for a sharded one?
 3. Saved on 4 ranks, loaded on 2, saved there, loaded on 3: how many elements of weights and Adam's
    state differ from the first? And after three more steps on 4 ranks, from a training that never
@@ -174,7 +174,7 @@ def check_sizes(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path
     count, payload = shards_in_file(path, f"__{RANK}_0.distcp")
     claim("sharded: bytes of shards in a rank's file", 12 * own_elements(), payload, question=1)
     size = (path / f"__{RANK}_0.distcp").stat().st_size
-    beside = f"{(size - payload) / count:,.0f} bytes beside each of {count} shards"
+    beside = f"{(size - payload) / count:,.0f} bytes next to each of {count} shards"
     print0(f"{'':13}rank 0's file has {size:,} bytes: {beside}")
 
 
@@ -186,7 +186,7 @@ def check_sizes(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path
 # (launch/ddp_surviving.py), only that now many ranks write:
 #
 #     1. Every rank writes its file into step-000002.tmp, and flushes it to the disk.
-#     2. Every rank writes a checksum of its file beside it.
+#     2. Every rank writes a checksum of its file next to it.
 #     3. Rank 0 waits until it has heard from all ranks that they are done: this is the barrier.
 #     4. Rank 0 writes .metadata, and the checksums of all files in one list; it flushes them.
 #     5. Rank 0 renames step-000002.tmp to step-000002, and flushes the folder around it.
@@ -221,7 +221,7 @@ class PublishingWriter(dcp.FileSystemWriter):
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future:
-        """On every rank: write this rank's file, and a checksum beside it."""
+        """On every rank: write this rank's file, and a checksum next to it."""
         written = super().write_data(plan, planner)  # flushed, too: sync_files=True is the default
         for name in {result.storage_data.relative_path for result in written.value()}:
             write_durably(self.path / f"{name}.sum", fingerprint(self.path / name))
@@ -707,7 +707,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def new_training(mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return a sharded model that has learnt nothing, and its optimizer."""
+    """Return a sharded model that has learned nothing, and its optimizer."""
     model = new_gpt().to(mesh.device_type)
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
@@ -995,8 +995,8 @@ def settle(mesh: DeviceMesh) -> None:
 #
 # 1. 12 bytes per parameter: 4 of the weight and 8 of Adam's two moments. Sharded, a rank's file
 #    holds 12 for each element of its shards, which is 12 P/n. DCP writes every shard as a small zip
-#    archive of its own, some 1.5 kB more than its elements: nothing beside the megabytes of a real
-#    layer, and a third of this toy's file.
+#    archive of its own, some 1.5 kB more than its elements: nothing for a real layer, of
+#    megabytes, and a third of this toy's file.
 # 2. 12 P on rank 0 and nothing on the others, against nothing at all. While the full state is
 #    gathered, each tensor is whole on every rank for a moment. For 7 billion parameters rank 0's
 #    node needs 84 GB of free memory, and the others wait until one process has written 84 GB; on 64
@@ -1024,7 +1024,7 @@ def settle(mesh: DeviceMesh) -> None:
 # then has to be over before the next `optimizer.step()`.
 #
 # **Where it bites.** An `except Exception` around `dcp.load`, meant to fall back to the checkpoint
-# before, catches nothing. `.metadata` is a pickle, so whoever wrote the checkpoint can run code in
+# before, catches nothing. `.metadata` is a pickle, so the author of a checkpoint can run code in
 # your job. All ranks must see one folder: rank 0 collects the others' checksums from it. The ranks
 # that wait while rank 0 writes 84 GB need a longer `timeout` of the process group than these
 # lessons' two minutes. A checkpoint holds what you put into it: the order of the data, the random

@@ -315,7 +315,7 @@ def check_bf16(
 # `hysteresis` above 1 the first overflows leave updates out without halving.
 #
 # An update that is left out still counts in `global_steps`, and its data are gone. The scheduler
-# does not step. So `global_steps - skipped_steps` is what has been learnt, and a job that leaves
+# does not step. So `global_steps - skipped_steps` is what has been learned, and a job that leaves
 # out updates forever has diverged. GPUs before Ampere have no bfloat16; on others prefer bfloat16,
 # which needs no scale.
 
@@ -525,7 +525,7 @@ def check_other_world(
 #
 # - `fp16.json` for GPUs without bfloat16.
 # - `offload_cpu.json`: masters and moments in the host's memory. `data_types: grad_accum_dtype`
-#   adds micro-batches up in float32, where bfloat16 would drop small gradients beside a large sum.
+#   adds micro-batches up in float32, where bfloat16 would drop small gradients next to a large sum.
 # - `offload_nvme.json`: stage 3 with masters, moments and parameters on a local disk
 #   (ZeRO-Infinity, Rajbhandari et al. 2021). `aio` says how the disk is read: in which blocks, and
 #   how many at a time.

@@ -19,7 +19,7 @@ rank r = 4. All adapters together have Q parameters. There are n ranks.
    does a step with adapters hand to each?
 5. Let r be 1, so that A has a single row. fully_shard deals out rows. How many elements of such an
    A does a reduce-scatter carry?
-6. A unit holds frozen bfloat16 weights beside float32 adapters. Does fully_shard take that? And
+6. A unit holds frozen bfloat16 weights next to float32 adapters. Does fully_shard take that? And
    adapters of two dtypes?
 7. A base that has learned Python's source code is tuned on English prose. Of what full fine-tuning
    gains on new prose, how much do the adapters reach: next to nothing, most, or all and more?
@@ -90,7 +90,7 @@ MATRIX_RANK = 4
 ALPHA = 16
 
 # %% [markdown]
-# ## 1. The adapter: a frozen W, and a change of low rank beside it
+# ## 1. The adapter: a frozen W, and a change of low rank next to it
 #
 # Fine-tuning moves each weight matrix from W to W + dW. **LoRA** (low-rank adaptation, Hu et al.
 # 2021) writes the change as a product of two thin matrices, and trains only these:
@@ -125,7 +125,7 @@ class LoRALinear(nn.Module):
         dtype = torch.promote_types(weight.dtype, torch.float32)
         self.lora_A = nn.Parameter(weight.new_empty(r, base.in_features, dtype=dtype))
         self.lora_B = nn.Parameter(weight.new_zeros(base.out_features, r, dtype=dtype))
-        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))  # as nn.Linear initialises itself
+        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))  # as nn.Linear initializes itself
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.base(x) + self.scale * F.linear(F.linear(x, self.lora_A), self.lora_B)
@@ -222,7 +222,7 @@ def with_gradient(layers: list[LoRALinear], matrix: str) -> int:
 #
 # These are exact where n divides each tensor's rows; elsewhere shards are padded to equal length.
 # **QLoRA** (Dettmers et al. 2023) goes on to 4 bits for the frozen weights, half a byte and some
-# scales per parameter, and dequantises each layer while it computes.
+# scales per parameter, and dequantizes each layer while it computes.
 
 
 # %%
@@ -508,13 +508,13 @@ def check_gains(losses: dict[str, list[float]], weights: dict[str, dict], own_da
 # than the base. In exact arithmetic it is the same function, (W + s B A) x = W x + s B A x, so in
 # float64 the two may differ by rounding alone: 2000 roundings of numbers below 32, 7e-12.
 #
-# In bfloat16 it is not that simple. Its 8 bits leave a gap between neighbouring numbers, of 1/256
+# In bfloat16 it is not that simple. Its 8 bits leave a gap between neighboring numbers, of 1/256
 # to 1/128 of their size. A change smaller than half the gap rounds back to W, and is lost. How
 # large the change is depends on the training; so the one that was learned is scaled to a tenth, a
 # hundredth and a thousandth of W, by their norms. (The sum itself is rounded to float32 first: one
 # element in 2**16 may fall on the other side of a middle. 1e-4 is allowed.)
 #
-# An adapter that stays beside its base loses nothing. That also lets one base serve many adapters
+# An adapter that stays next to its base loses nothing. That also lets one base serve many adapters
 # at once, each sequence with its own (S-LoRA, Sheng et al. 2023).
 
 
@@ -882,7 +882,7 @@ def time_steps(
 #    is a thousandth of W; of a hundredth a quarter is lost, of a tenth 2%. So add the change to the
 #    float32 weights, round once, and measure the merged model before you throw the adapter away.
 #
-# **Try.** Without `model.requires_grad_(False)` everything is trained beside the adapters. The
+# **Try.** Without `model.requires_grad_(False)` everything is trained next to the adapters. The
 # first claim and the bytes notice; then FSDP2 refuses the bfloat16 base, which is now trained in
 # another dtype than its adapters. In float32 it would not have complained. An optimizer that is
 # made before `shard_model` holds the old, whole parameters, which nobody uses any more: no error,

@@ -147,7 +147,7 @@ def empty_caches(model: "GPT", B: int) -> list[Cache]:
 # %% [markdown]
 # A token is drawn from the probabilities that the logits stand for. Adding to each logit noise that
 # is drawn from the Gumbel distribution, and taking the largest sum, does just that. So the whole
-# chance can be drawn beforehand: whoever gets the same noise has to generate the same text.
+# chance can be drawn beforehand: the same noise has to give the same text.
 
 
 # %%

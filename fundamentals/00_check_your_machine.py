@@ -99,7 +99,7 @@ def look(probe: Callable, *args: object) -> Callable:
 
 
 def show(label: str, found: object) -> None:
-    """Print a labelled paragraph: text, or the exception of a probe that failed."""
+    """Print a labeled paragraph: text, or the exception of a probe that failed."""
     text = f"cannot look: {found!r}" if isinstance(found, Exception) else str(found)
     for line in text.splitlines():
         for part in textwrap.wrap(line, 78):
@@ -531,7 +531,7 @@ REPORTED = {
 }
 
 
-def failures_are_recognised() -> None:
+def failures_are_recognized() -> None:
     named = sum(diagnose(words)[1] == name for words, name in REPORTED.items())
     claim("failures of strangers that the table names rightly", len(REPORTED), named)
     right = 0
@@ -547,7 +547,7 @@ def failures_are_recognised() -> None:
 # ## 5. How it is measured: try what the machine promises
 #
 # PROGRAM is the smallest there is: all that a rank must be told is in its environment, put there by
-# torchrun. The address that gloo listens on was foretold; the ranks look which sockets they have.
+# torchrun. The address that gloo listens on was predicted; the ranks look which sockets they have.
 # NCCL needs a GPU for each rank: one proves that NCCL starts, two that they reach each other. But
 # NCCL chooses its interface before it looks for GPUs, and says so: so that choice can be checked
 # everywhere.
@@ -588,7 +588,7 @@ def torchrun(backend: str, n: int) -> str:
 
 
 def ranks_meet(backend: str, n: int, said: object) -> None:
-    """From what n ranks said: they summed right, and listened where it was foretold."""
+    """From what n ranks said: they summed right, and listened where it was predicted."""
     met = [json.loads(line) for line in re.findall("^MET (.*)", str(said), re.M)]
     expected = n * (n + 1) / 2
     totals = [total for total, _ in met]
@@ -601,7 +601,7 @@ def ranks_meet(backend: str, n: int, said: object) -> None:
         prescribe(said)
     elif backend == "gloo" and listens:
         wrong = len(listens ^ set(gloo_addresses()))
-        claim("addresses gloo listens on, foretold wrongly", 0, wrong, question=1)
+        claim("addresses gloo listens on, wrongly predicted", 0, wrong, question=1)
 
 
 def every_gpu_joins() -> None:
@@ -641,8 +641,8 @@ def interface_nccl_takes(library: str) -> str:
     return re.search(r"Bootstrap ?: Using (\S+?):", said)[1]
 
 
-def nccl_takes_what_is_foretold() -> None:
-    text = "interfaces NCCL meets on, foretold wrongly"
+def nccl_takes_what_is_predicted() -> None:
+    text = "interfaces NCCL meets on, wrongly predicted"
     library = nccl_library()
     nets = look(interfaces)()
     chosen = {"NCCL_SOCKET_IFNAME", "NCCL_COMM_ID"} & set(os.environ)
@@ -650,9 +650,9 @@ def nccl_takes_what_is_foretold() -> None:
         blocked(text, needs="NCCL in torch, psutil, and no choice in NCCL_SOCKET_IFNAME")
         return
     taken = look(interface_nccl_takes, library)(110)
-    foretold = nccl_interfaces(list(nets))[:1]
+    predicted = nccl_interfaces(list(nets))[:1]
     show("NCCL meets on", taken)
-    claim(text, 0, int([taken] != foretold), question=1)
+    claim(text, 0, int([taken] != predicted), question=1)
 
 
 # %% [markdown]
@@ -796,7 +796,7 @@ def what_runs_here() -> None:
 #    these are often two different networks, and on a cluster both may be the slow one: NCCL's data
 #    then take InfiniBand all the same; gloo's do only as TCP, over an `ib` interface's address. On
 #    one machine NCCL only meets there: data go by NVLink, PCIe or shared memory. The claims compare
-#    what was foretold with the sockets that were really open.
+#    what was predicted with the sockets that were really open.
 # 2. All 128 MiB, unless this is a container: Docker gives 64 MB, and then the claim shows how many
 #    there are, and the row of the table what to do. A program that only asks how long its file is
 #    would have been told 128 MiB.
@@ -806,7 +806,7 @@ def what_runs_here() -> None:
 #    first error of the first rank has to be read.
 #
 # **Try.** `rank + 2.0` sums to 5 for 3: a wrong sum is a FAIL, as a hang or a crash would be. With
-# `lo` first, NCCL is foretold on the loopback, and NCCL itself says otherwise.
+# `lo` first, NCCL is predicted on the loopback, and NCCL itself says otherwise.
 #
 # On GPUs NCCL starts on every card and sums through all of them; look at the lines of the cards
 # first (width of PCIe, "SLOWED by", other programs). On a thousand GPUs this is a *prolog*: run on
@@ -828,11 +828,11 @@ def main() -> None:
     print0(f"\n{'What it promises, tried':63} {'predicted':22} {'measured':>11}\n")
     the_host_name_is_ours()
     ranks_meet("gloo", 2, gloo(180))
-    nccl_takes_what_is_foretold()
+    nccl_takes_what_is_predicted()
     every_gpu_joins()
     shared_memory_is_there()
-    print0("\nFailures that you will meet, provoked and recognised\n")
-    failures_are_recognised()
+    print0("\nFailures that you will meet, provoked and recognized\n")
+    failures_are_recognized()
     if options.log:
         print0(f"\nWhat killed the job that wrote {options.log}\n")
         prescribe(look(Path(options.log).read_text)())

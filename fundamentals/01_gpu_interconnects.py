@@ -13,7 +13,7 @@ do links and memory limit training more than arithmetic does?
    right neighbors at once: how many GB/s per GPU? And if seven send to the eighth?
 3. NVLink 4 is sold as 900 GB/s per GPU, PCIe 5.0 x16 as 63 GB/s. One GPU copies a tensor to
    another. How many times faster is NVLink?
-4. Below the switch of question 1, each GPU has a NIC of 400 Gb/s beside it. All send to another
+4. Below the switch of question 1, each GPU has a NIC of 400 Gb/s next to it. All send to another
    node at once, first by way of host memory, then straight to the NIC. How many GB/s each?
 5. An H100 does 989 TFLOP/s in bf16 and reads 3.35 TB/s. From which n on does the product of two
    n x n matrices keep its arithmetic busy? How many FLOPs per byte does adding two tensors do?
@@ -134,7 +134,7 @@ LINKS = {
 
 
 def show_links() -> None:
-    """Print the rates that lanes, bits and coding give, beside those that are published."""
+    """Print the rates that lanes, bits and coding give, next to those that are published."""
     print0(f"\n  {'GB/s':16}{'one way':>9}{'both ways':>11}{'published':>11}  seen in")
     for name, link in LINKS.items():
         rates = f"{link.one_way:9.2f}{2 * link.one_way:11.2f}{link.published:11g}"
@@ -223,7 +223,7 @@ def check_pcie_switch() -> None:
     together = [*readers, neighbors[3]]  # GPU 3 sends to GPU 0 while all four read
     shares = fair_shares(together, box)
     rates = packets_delivered(together, box)
-    text = "beside 4 readers, a neighbor's copy: GB/s"
+    text = "next to 4 readers, a neighbor's copy: GB/s"
     claim(text, shares[4], rates[4], atol=1, kind="simulated")
     text = "  by hand, what a reader leaves of 63"
     claim(text, 63 - 63 / 4, shares[4], atol=0.1, kind="theory")
@@ -595,7 +595,7 @@ def nvml_handle(gpu: int) -> object:
 #
 # 1. 15.75 GB/s each through the uplink, and 63 each between neighbors, who do not touch it. A
 #    loader that feeds four GPUs is four times slower than a benchmark of one GPU says. And a flow
-#    beside the readers gets what they leave: 63 - 15.75 = 47.25 GB/s into GPU 0.
+#    next to the readers gets what they leave: 63 - 15.75 = 47.25 GB/s into GPU 0.
 # 2. 450 GB/s for all eight at once, since no wire is shared: that is what a crossbar is. But a
 #    crossbar cannot help an output: seven senders to one GPU get 64.3 GB/s each. This **incast** is
 #    why a sum is not gathered on one rank but goes around a ring, where each receives from one.

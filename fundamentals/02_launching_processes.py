@@ -322,7 +322,7 @@ class Node:
         """Kill the launcher as `kill -9` does; count the ranks that still live thereafter."""
         self.launcher.kill()
         self.launcher.wait()
-        self.launcher.stdin.close()  # whoever is left may go now, and says so
+        self.launcher.stdin.close()  # those that are left may go now, and say so
         return self.launcher.stdout.read().count(b"still here")
 
 
@@ -732,7 +732,7 @@ def gather_objects(value: object) -> list:
 # - **`claim`** gathers prediction and measurement of all ranks and shows the worst, so that no rank
 #   can be wrong in silence. Gathering is a collective: all ranks must call it, in the same order.
 # - **`crash`** takes an exception that nobody caught. When a rank dies, its peers' collectives fail
-#   too ("Connection closed by peer"), and n tracebacks hide the cause: whoever counts first at the
+#   too ("Connection closed by peer"), and n tracebacks hide the cause: the first to count at the
 #   store speaks. Then it leaves by `os._exit`, for `sys.exit` would wait for threads that may
 #   themselves wait for a peer.
 # - **`finish`** meets at a barrier, since nobody should leave while a peer may need it, destroys
@@ -759,8 +759,9 @@ def gather_objects(value: object) -> list:
 # this one left" fails. `dist.get_rank()` is the global rank: "number among the even ranks" fails.
 #
 # With a thousand ranks the same things happen, but the store answers a thousand clients, the import
-# of Python packages from a shared disk takes minutes, and some node always fails: hence restarts
-# and checkpoints. On Slurm, `srun` replaces torchrun or starts one torchrun per node.
+# of Python packages from a shared disk takes minutes, and some node always fails. That is
+# why there are restarts and checkpoints. On Slurm, `srun` replaces torchrun, or starts one torchrun
+# per node.
 
 
 # %%

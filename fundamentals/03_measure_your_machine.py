@@ -1,7 +1,7 @@
 """Measure your machine: memory, caches, PCIe, NVLink and the roofline, by the clock
 =================================================================================
 
-**Question.** What do the links of *this* machine deliver, and does the roofline foretell how fast
+**Question.** What do the links of *this* machine deliver, and does the roofline predict how fast
 a kernel runs on it?
 
 **Predict**, and write it down before you run:
@@ -69,7 +69,7 @@ Copy = Callable[[int], Callable[[], object]]  # prepares a copy of so many bytes
 # ## 1. Copy and look at the clock: caches and memory
 #
 # The simplest benchmark is a copy of n bytes, timed, for n from very small to very large. Its curve
-# has three parts on every link, be it a core's path to memory or a cable:
+# has three parts on every link, a core's path to memory as well as a cable:
 #
 #     GB/s
 #      |                ________              3. beyond the caches: what the memory delivers
@@ -168,7 +168,7 @@ def below_one_switch(gpus: range) -> int:
 #     A B  (product)       2 n^3        3 n^2 elements                   n/6
 #
 # The addition is a stopwatch for the memory bandwidth, the product for the peak FLOP/s. From these
-# two the roofline foretells the third: min(peak, 1/2 x bandwidth).
+# two the roofline predicts the third: min(peak, 1/2 x bandwidth).
 
 
 # %%
@@ -449,7 +449,7 @@ def rate_of_nvlink(version: int) -> float:
 
 # %%
 class Transfer:
-    """One copy of 256 MiB from GPU to GPU, on streams of its own so that others can run beside."""
+    """One copy of 256 MiB from GPU to GPU, on streams of its own: several can run at once."""
 
     def __init__(self, i: int, j: int) -> None:
         self.ends = {i, j}
@@ -623,7 +623,7 @@ def check_memory_copy(curve: Curve, wrong: int) -> None:
 #    than the copy. So a benchmark of a size that fits a cache tells nothing about the memory.
 # 2. Less than a third; a tenth is common. A core does 2 FLOPs for every 4 bytes here, and waits for
 #    those bytes. Within a factor of two it runs as fast as the addition's bandwidth lets it: that
-#    is what the roofline foretold, without having run it.
+#    is what the roofline predicted, without having run it.
 # 3. Far less than half: a product of 1024 x 1024 needs 2% of the bandwidth, if every element is
 #    fetched once. (A real kernel fetches some elements more often; these are the bytes it cannot
 #    do without.) So away from the ridge one of the two is idle, the arithmetic or the memory.

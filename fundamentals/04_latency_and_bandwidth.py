@@ -307,7 +307,7 @@ def check_nccl(device: torch.device, host: dist.ProcessGroup) -> dict[str, Curve
         return {}
     dist.barrier()  # all ranks make their connections before two of them talk
     curve = nccl_curve(device) if RANK < 2 else None
-    dist.barrier(group=host)  # on gloo: whoever waits burns no GPU
+    dist.barrier(group=host)  # on gloo: those that wait burn no GPU
     curve = from_rank_0(curve)
     print_fits({"NCCL": curve}, {"NCCL": curve})
     found = fit(curve)
@@ -448,11 +448,11 @@ def check_order(curves: dict[str, Curve]) -> None:
     slower = large["TCP loopback"] / large["shared memory"]
     claim("4 MiB: seconds by TCP / shared memory", 1.2, slower, ">=", question=1, timed=True)
     copies = large["shared memory"] / large["memory copy"]
-    print0(f"{'':13}4 MiB through shared memory take {copies:.1f} times a copy; 2 foretold")
+    print0(f"{'':13}4 MiB through shared memory take {copies:.1f} times a copy; 2 predicted")
 
 
 def check_one_way(ours: Found, theirs: Found) -> None:
-    """The way there, by two ranks' view of one clock, beside half of there and back."""
+    """The way there, by two ranks' view of one clock, next to half of there and back."""
     departures = ours.trips["TCP loopback"][4**6]
     arrivals = theirs.trips["TCP loopback"][4**6]
     there = []
@@ -489,7 +489,7 @@ def gather_objects(value: object) -> list:
 #    too optimistic for one of 3 kB.
 # 3. By a few percent, for there and back are the same work. That is what allows "half a round trip"
 #    where clocks are not shared. Where the ways differ (an overloaded receiver, a network with
-#    unequal routes) the half is only a mean: start a busy job beside this one and look again.
+#    unequal routes) the half is only a mean: start a busy job next to this one and look again.
 #
 # Every byte came back, through every path: a benchmark that loses bytes is fast. `--figure` draws
 # measured dots, fitted lines and a diamond at each n_1/2, beneath what datasheets promise.
@@ -501,9 +501,9 @@ def gather_objects(value: object) -> list:
 # On GPUs expect an alpha of some tens of microseconds, which is the host's (section 4), and n_1/2
 # of some tens of megabytes. In nccl-tests, without Python, alpha is near 10 us within a node and 20
 # across nodes: even then NVLink makes a message of 100 kB pure latency. On real systems: 300 small
-# gradients sent one by one cost 300 alphas, hence DDP's buckets; a ring of n ranks pays 2(n-1)
-# alphas, hence trees (communication/03_ring_and_tree.py). At a thousand ranks alpha decides small
-# collectives alone.
+# gradients sent one by one cost 300 alphas, so DDP has buckets; a ring of n ranks pays 2(n-1)
+# alphas, so NCCL has trees (communication/03_ring_and_tree.py). At a thousand ranks alpha decides
+# small collectives alone.
 
 # %%
 CEILINGS = {  # GB/s one way; fundamentals/01_gpu_interconnects.py derives them

@@ -952,7 +952,7 @@ def weights_of(seen: dict) -> torch.Tensor:
 #    acknowledgements.
 # 3. 0.79. Compute stays, the link takes four times as long. At 40 Mbit/s the share is 0.32, and a
 #    little more on the clock, since each step also pays for the latency of six hops. Read it the
-#    other way round, too: faster GPUs shorten only what is left beside the link's share.
+#    other way round, too: faster GPUs shorten only what is left besides the link's share.
 # 4. Slower, and by far: 220 ms for its 0.5 MB in each direction, where one rank alone takes 10 to
 #    40 ms for everything. Inside the node the same split gains. So tensor parallelism stays inside
 #    a node, and data parallelism goes across: its bytes do not grow with the batch, they are sent
@@ -969,7 +969,7 @@ def weights_of(seen: dict) -> torch.Tensor:
 #
 # On real systems: a link of 400 Gbit/s is 20,000 times as fast, and so are the gradients larger: 7
 # billion parameters in bfloat16 are 14 GB, and 1.9 times that over a link per node takes half a
-# second. The arithmetic of section 3 is the same: bytes over bandwidth, beside the compute.
+# second. The arithmetic of section 3 is the same: bytes over bandwidth, next to the compute.
 # communication/07_hierarchical_collectives.py sends fewer of them across.
 
 

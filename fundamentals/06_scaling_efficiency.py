@@ -135,7 +135,7 @@ class StandIn:
 # are not five times as fast as one.
 #
 # Measured times give a and b by least squares: T is a straight line in 1/n. Then the law can be put
-# to the test. Fit it to the small numbers of ranks, and let it foretell the largest, which the fit
+# to the test. Fit it to the small numbers of ranks, and let it predict the largest, which the fit
 # has not seen.
 
 
@@ -328,7 +328,7 @@ def show_utilization(work: "RealModel", device: torch.device) -> None:
 #
 # All ranks are there from the start. Some of them work while the others wait at a barrier, which
 # takes no core. So all numbers of ranks are measured in one run, in turn, five times, and the
-# median of each is taken. Every measurement begins with a barrier and a synchronised device; a step
+# median of each is taken. Every measurement begins with a barrier and a synchronized device; a step
 # ends when its last rank ends.
 
 
@@ -468,7 +468,7 @@ def net(seed: int) -> nn.Module:
 
 # %% [markdown]
 # The claims on both laws. With the stand-in the serial share is known, 40 of 200 ms, and both laws
-# foretell a number. On real devices nobody knows it, and the fit to fewer ranks has to find it. A
+# predict a number. On real devices nobody knows it, and the fit to fewer ranks has to find it. A
 # law may be off by a third of what it corrects, that is, of its distance from perfect scaling.
 
 
@@ -487,23 +487,23 @@ def measure_scaling(work: StandIn | RealModel, device: torch.device) -> dict[str
 
 
 def check_laws(times: dict[str, Times], known_share: float | None) -> None:
-    """Claim what Amdahl's and Gustafson's laws foretell for the largest number of ranks."""
+    """Claim what Amdahl's and Gustafson's laws predict for the largest number of ranks."""
     n = WORLD_SIZE
     share = known_share
     strong = times["strong"]
     judged = {"kind": "measured" if known_share is None else "simulated", "timed": True}
-    foretold = "strong: speed-up of all ranks, from fewer"
+    from_fewer = "strong: speed-up of all ranks, from fewer"
     if n > 2:
         serial, divided = fit_amdahl({fewer: strong[fewer] for fewer in strong if fewer < n})
         fitted = serial / (serial + divided)
         law = amdahl(n, fitted)
-        claim(foretold, law, strong[1] / strong[n], atol=(n - law) / 3, question=1, **judged)
+        claim(from_fewer, law, strong[1] / strong[n], atol=(n - law) / 3, question=1, **judged)
         if known_share is None:
             share = fitted
         else:
             claim("serial share, as fitted", known_share, fitted, atol=known_share / 4, **judged)
     else:
-        blocked(foretold, needs="3 ranks")
+        blocked(from_fewer, needs="3 ranks")
     if n == 1 or share is None:
         blocked("weak: speed-up of all ranks", needs="2 ranks" if share else "3 ranks")
         return
@@ -553,7 +553,7 @@ def check_communication(work: StandIn | RealModel, device: torch.device) -> None
 
 
 def check_cores() -> None:
-    """Let the ranks compute in earnest, on the cores that are there."""
+    """Let the ranks really compute, on the cores that are there."""
     cores = os.cpu_count()
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         cores = len(os.sched_getaffinity(0))
@@ -644,7 +644,7 @@ def check_learning_rates(digits: list[torch.Tensor]) -> None:
 # %% [markdown]
 # Published numbers can be read with the same model. PyTorch measured DDP on up to 16 V100s with 32
 # images per GPU, weak scaling (pytorch/benchmarks/distributed/ddp/README.md, seconds per iteration,
-# median). A line in (n-1)/n, the ring's factor, is fitted to 1 to 8 GPUs and foretells 16. That is
+# median). A line in (n-1)/n, the ring's factor, is fitted to 1 to 8 GPUs and predicts 16. That is
 # somebody else's measurement, so it makes no claim here.
 
 
@@ -658,13 +658,13 @@ PUBLISHED = {  # on 1, 2, 4, 8 and 16 GPUs; without DDP first
 
 
 def read_published() -> None:
-    """Print the published times on 16 GPUs beside what 1 to 8 foretell."""
-    print0(f"{'':13}published: s per iteration on 16 GPUs, and what 1 to 8 foretell; efficiency")
+    """Print the published times on 16 GPUs next to what 1 to 8 predict."""
+    print0(f"{'':13}published: s per iteration on 16 GPUs, and what 1 to 8 predict; efficiency")
     ring = [(n - 1) / n for n in (1, 2, 4, 8)]
     for model, (without_ddp, times) in PUBLISHED.items():
         line = statistics.linear_regression(ring, times[:4])
-        foretold = line.intercept + line.slope * 15 / 16
-        row = f"{model:12} {times[4]:.3f} {foretold:.3f}   {without_ddp / times[4]:.2f}"
+        predicted = line.intercept + line.slope * 15 / 16
+        row = f"{model:12} {times[4]:.3f} {predicted:.3f}   {without_ddp / times[4]:.2f}"
         print0(f"{'':13}{row}")
 
 
@@ -674,14 +674,14 @@ def read_published() -> None:
 # 1. The serial share is 40 of 200 ms, s = 0.2. Four ranks are 1 / (0.2 + 0.8/4) = 2.5 times as
 #    fast, an efficiency of 0.63, and no number of ranks is more than five times as fast. The fit to
 #    1, 2 and 3 ranks finds the share, a little more than 0.2 since the all-reduce looks serial to
-#    it, and foretells the fourth.
+#    it, and predicts the fourth.
 # 2. Gustafson: 0.2 + 0.8 x 4 = 3.4. The same job, the same serial share, but the work grew: one
 #    rank would take 40 + 640 ms for what four do in 200. Say which of the two scalings you mean
 #    whenever you quote an efficiency: strong 0.63 and weak 0.85 are the same machine here. (Against
 #    one rank with *one* rank's batch, as most papers put it, weak efficiency is T(1)/T(n), nearly
 #    1.)
 # 3. Half. What an all-reduce takes by itself is what the step gets longer by: nothing hides it.
-#    Here it is 40 MB, which four ranks push through two cores beside a step of 200 ms. DDP starts
+#    Here it is 40 MB, which four ranks push through two cores next to a step of 200 ms. DDP starts
 #    the all-reduce during backward, to hide most of it (communication/06_overlap.py).
 # 4. Nearly the number of cores, and no more. There is the reason why this lesson sleeps: on two
 #    cores, real arithmetic would show the number of cores, whatever the law. Hyper-threads are half
@@ -691,7 +691,7 @@ def read_published() -> None:
 # 6. With 0.01 the loss stays some twenty times higher: an eighth of the steps, each as small as
 #    before. With 0.08 it is within a factor of two, so the rule holds. With 32 times the batch it
 #    breaks: two steps per epoch, each so large that the gradients change on the way. Warm-up does
-#    not mend that. At 8x it changes little here, since this network of three layers has no fragile
+#    not cure that. At 8x it changes little here, since this network of three layers has no fragile
 #    first steps. Goyal et al. needed it for ResNet-50 at 8,192, and transformers need it with Adam.
 #
 # **Try.** A cost that grows with n is in neither law. The fit takes it for serial time and finds

@@ -433,9 +433,9 @@ def check_clipping(device: torch.device) -> None:
 #
 # `torch.save(state, "checkpoint.pt")` opens the file, which empties it, and then writes. A process
 # that dies in between leaves nothing to go on from: neither the old checkpoint nor the new one. The
-# remedy is as old as databases. Write beside it under a name that nobody reads, wait until the disk
-# has it (**fsync**), and rename. Within one file system a **rename** happens or does not; there is
-# no half of it. The folder is synced too, since a name is part of the folder:
+# remedy is as old as databases. Write next to it under a name that nobody reads, wait until the
+# disk has it (**fsync**), and rename. Within one file system a **rename** happens or does not;
+# there is no half of it. The folder is synced too, since a name is part of the folder:
 #
 #     write step-000005.tmp      a kill here leaves a .tmp, which nobody reads
 #     fsync the file             without it, after a power cut the name may be there, the bytes not
@@ -530,9 +530,9 @@ def check_disk(folder: Path) -> None:
     if RANK == 0:
         kills = [*kill_at_each_line(save_durably), *kill_at_each_line(overwrite)]
     killed, survived, killed_over, survived_over = from_rank_0(kills)
-    print0(f"{'':13}written beside and renamed: {killed} kills, {survived} survived")
+    print0(f"{'':13}written next to it and renamed: {killed} kills, {survived} survived")
     print0(f"{'':13}overwritten: {killed_over} kills, {survived_over} survived")
-    claim("beside, renamed: share of kills survived", 1, survived / killed, question=5)
+    claim("next to it, renamed: share of kills survived", 1, survived / killed, question=5)
     most = 1 - 1 / killed_over
     claim("overwritten: share survived", most, survived_over / killed_over, "<=", question=5)
     claim("checkpoints kept of three", 2, from_rank_0(len(kept)))
@@ -720,10 +720,10 @@ def check_a_real_death(folder: Path) -> None:
 #
 #     c / t  +  t / (2 M)         least where both are equal:   t = sqrt(2 c M)
 #
-# which is Young's formula (1974); Daly (2006) added terms that matter where c is not small beside
-# M. At that interval the share lost is sqrt(2 c / M). It falls with the *square root* of c: a
-# checkpoint that is four times as fast loses half as much. Asynchronous ones hold training up only
-# while the state is copied off the GPU, and c falls from minutes to seconds.
+# which is Young's formula (1974); Daly (2006) added terms that matter where c is not small
+# compared with M. At that interval the share lost is sqrt(2 c / M). It falls with the *square root*
+# of c: a checkpoint that is four times as fast loses half as much. Asynchronous ones hold training
+# up only while the state is copied off the GPU, and c falls from minutes to seconds.
 #
 # M shrinks as 1/n. Meta counted 419 unexpected interruptions in 54 days on 16,384 H100 (The Llama 3
 # Herd of Models, 2024, section 3.3.4): one per 3.1 hours. For a GPU that is 5.8 years, and your
@@ -920,9 +920,9 @@ def reports_of_torchrun(folder: Path, flags: list[str]) -> list[dict]:
 # 4. 1/1,024: the gradient times the scale has norm 5,120 and is clipped to 1, and then divided by
 #    1,024. Training goes on a thousand times too slowly, and faster whenever the scale halves.
 # 5. Yes, while it overwrites: between opening the file, which empties it, and closing it. Written
-#    beside and renamed, one checkpoint is whole after a kill at any line. And `torch.load` says
-#    nothing about the bit: one weight of 0.1 has become 1e37 or so, and the first forward pass is
-#    NaN. The checksum names the file, and the one before it, of step 4, is whole.
+#    next to it and renamed, one checkpoint is whole after a kill at any line. And `torch.load`
+#    says nothing about the bit: one weight of 0.1 has become 1e37 or so, and the first forward pass
+#    is NaN. The checksum names the file, and the one before it, of step 4, is whole.
 # 6. After step 6, all of them: rank 0 was told after it, and the others learned of it before their
 #    own signal came. No step is lost, and the weights are the uninterrupted run's. After SIGKILL
 #    steps 5, 6 and 7 were done twice, and the weights are the same here too. What a death without

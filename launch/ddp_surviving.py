@@ -440,7 +440,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> tuple[int, int]:
-        """How many test images are recognised, and of how many: each counts once."""
+        """How many test images are recognized, and of how many: each counts once."""
         for buffer in self.ddp.module.buffers():
             dist.broadcast(buffer, 0)  # batch norm's statistics: all ranks judge by rank 0's
         own = Subset(self.test, range(self.rank, len(self.test), dist.get_world_size()))

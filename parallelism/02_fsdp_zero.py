@@ -227,7 +227,7 @@ class Bucket:
             p.grad = view
 
     def reduce(self) -> dist.Work:
-        """Start to average the gradients over all ranks, whoever shares out the shards."""
+        """Start to average the gradients over all ranks, whatever shares out the shards."""
         for p in self.gradient_of:
             self.take_in(p)
         self.buffer_N.div_(dist.get_world_size(self.group))
@@ -765,7 +765,7 @@ def check_elements(
 #
 # The same count, by CUDA's allocator, for half a billion parameters: what is allocated when
 # backward has ended, and the peak of a step, which the activations of this small batch hardly
-# raise. (cuBLAS keeps a workspace of some 32 MB: hence the slack.)
+# raise. (The slack is for cuBLAS, which keeps a workspace of some 32 MB.)
 
 
 # %%

@@ -365,7 +365,7 @@ def data_parallel_step(model: nn.Module, x_BI: torch.Tensor, target_B: torch.Ten
 # Every way to split trains the same model on the same batches of scikit-learn's digits. The
 # **oracle** is that training in one process: afterwards each rank compares the weights it holds
 # with the oracle's. In float64 each step adds sums of at most 4 D terms per layer in another order
-# than the oracle does, hence the tolerance.
+# than the oracle does, which sets the tolerance.
 #
 # A deeper model needs smaller steps, and more of them, because every MLP changes what those behind
 # it get. It also starts with smaller `down` weights, as in GPT-2 (Radford et al., 2019, section
@@ -641,7 +641,7 @@ def pipelined_accuracy(stage: nn.Module, device: torch.device) -> float:
 
 # %% [markdown]
 # Tensor parallelism is counted in all-reduces, one MLP first, then a whole training step. Data
-# parallelism stands beside it for comparison; as each of its steps makes an all-reduce per
+# parallelism stands next to it for comparison; as each of its steps makes an all-reduce per
 # parameter tensor, which is slow, it trains for one epoch, and so does its oracle.
 
 

@@ -999,7 +999,7 @@ def check_order(name: str, passes: list[WatchedUnits]) -> None:
     in_order = sum(i == j for i, j in zip(expected, gathered, strict=False))
     claim(f"{name}: gathers in the order 0123 3210", len(expected), in_order, question=4)
     early = whole.count(2) / PIECES  # in forward and in backward, all but the first
-    claim(f"{name}: gathers beside a whole unit", 2 * (UNITS - 1), early, question=4)
+    claim(f"{name}: gathers next to a whole unit", 2 * (UNITS - 1), early, question=4)
 
 
 def unlike_master(fsdp: MiniFSDP, model: nn.Module, x_BD: torch.Tensor) -> int:
@@ -1050,7 +1050,7 @@ def check_checkpoint(x_RBD: torch.Tensor, alone: dict[str, torch.Tensor]) -> Non
 
 
 # %% [markdown]
-# PyTorch's own `fully_shard` (FSDP2) trains the same model beside ours. Its shards are DTensors,
+# PyTorch's own `fully_shard` (FSDP2) trains the same model next to ours. Its shards are DTensors,
 # which know of the whole; ours are plain tensors.
 
 
@@ -1088,8 +1088,8 @@ def check_pytorch(x_RBD: torch.Tensor, alone: dict[str, torch.Tensor]) -> None:
 # The same count by CUDA's allocator, for a billion parameters in sixteen units: what is allocated
 # when backward has ended, the peak within a step, and its time. To the shards, the peak of stage 3
 # adds two whole units, the gather of one of them until it is copied into its place, and two whole
-# gradients. (cuBLAS keeps some 32 MB: hence the slack, which still tells our 2 + 16/n in stage 2
-# from the paper's 2 + 14/n up to 16 GPUs.)
+# gradients. (cuBLAS keeps some 32 MB. The slack allows for it, and still tells our 2 + 16/n in
+# stage 2 from the paper's 2 + 14/n up to 16 GPUs.)
 
 
 # %%
@@ -1138,7 +1138,7 @@ def measure_on_gpus(device: torch.device) -> None:
 #    shard rests in bfloat16; so stage 3 is 16/n by either count.)
 # 2. P elements go through reduce-scatters in each micro-batch. Stage 3 gathers 2P in each, once
 #    forward and once backward; stage 2 gathers P in the first micro-batch after an update. With one
-#    micro-batch per step that is 2P and 3P, hence the "1.5 times the communication" of stage 3.
+#    micro-batch per step that is 2P and 3P: the "1.5 times the communication" of stage 3.
 #    With k of them it is (k + 1) P and 3k P, where data parallelism under `no_sync` has 2P, the two
 #    halves of one all-reduce: accumulate as little as you can. (gloo moves more, since its
 #    reduce-scatter is an all-reduce inside. The 1.00008 are the columns that say what was used.)

@@ -86,7 +86,7 @@ T, B, D, H = 48, 2, 96, 48
 #
 # Each way costs one all-reduce. Split by columns, X feeds all ranks, so its gradient is a sum over
 # ranks. Split by rows, the output is the sum; every rank then computes the same loss from the same
-# Y and already holds the whole dY, so summing that again would count it n times. Hence the paper's
+# Y and already holds the whole dY, so summing that again would count it n times. The paper has
 # two **conjugate operators**: f is the identity forward and an all-reduce backward, g the reverse.
 
 
@@ -325,7 +325,7 @@ def by_dtensor(block: TransformerBlock, sequence_parallel: bool) -> TransformerB
 # The **oracle** is the whole block in one process: same weights, same batch, in float64. Every rank
 # compares its output and its gradients with its share of the oracle's. An error is relative to the
 # largest element. About 20 operations in a row each add up to 4 D terms in another order than the
-# oracle does, hence the tolerance. `CommDebugMode` is PyTorch's own counter of collectives.
+# oracle does, which sets the tolerance. `CommDebugMode` is PyTorch's own counter of collectives.
 
 
 # %%
@@ -483,7 +483,7 @@ def check_dtensor(whole: TransformerBlock) -> None:
 # which nothing hides in a forward pass. So the block should take what is split divided by n, what
 # is not, and the two sums, each measured alone. The claim allows half of what the sums take:
 # without them, or with twice as many, it fails. CUDA events are the clock: a host clock would see
-# nothing before the stream is synchronised.
+# nothing before the stream is synchronized.
 
 
 # %%
@@ -535,7 +535,7 @@ def median_ms(work: Callable, repeats: int = 20) -> float:
 # 3. Two of each, in both directions. A ring all-reduce *is* a reduce-scatter and an all-gather, so
 #    over a ring the same bytes travel; what is new are six small sums of gradients per block, which
 #    Megatron packs into one message. gloo's reduce-scatter is an all-reduce inside, so in this run
-#    about 1.5 times the bytes of section 2 travelled: communication/01_nccl_collectives.py counts
+#    about 1.5 times the bytes of section 2 traveled: communication/01_nccl_collectives.py counts
 #    them on the sockets.
 # 4. (n-1)/n of what the norms save. What remains whole is the gathered input of A; Megatron keeps
 #    only its own t tokens of that too, and gathers once more backward.

@@ -226,7 +226,7 @@ def sender(action: Action) -> int:
 # **The oracle** is the whole model on the whole batch in one process: same weights, float64. Every
 # rank compares the gradients of its own layers, and rank 0 those of its inputs too. An error is
 # relative to the largest element. Sums of 32 terms are reordered in 2 (LAYERS + 1) products, there
-# and back, hence the tolerance.
+# and back, which sets the tolerance.
 #
 # **Slots** are counted in the run itself. Each message takes along its sender's *logical clock*
 # (Lamport, 1978), the number of slots gone by: a stage's clock moves on by an action's slots, and a
@@ -493,10 +493,10 @@ def draw_gantt(axes: object, title: str, logs: list[list]) -> None:
 # ## 5. On GPUs: the bubble of real stages, and the memory of both schedules
 #
 # On GPUs a stage's work is real: 16 linear layers 8192 wide in bf16, so that a message of 34 MB is
-# small beside it over PCIe too. CUDA events on the stream say how long each action computes, and
-# the host's clock, after a synchronisation, how long the step takes; the rest is idle, bubble and
-# messages together. The allocator's peak says what each schedule holds. The first step of each is a
-# warm-up: it connects neighbors and fills the allocator's cache.
+# small compared with it over PCIe too. CUDA events on the stream say how long each action computes,
+# and the host's clock, after a synchronization, how long the step takes; the rest is idle, bubble
+# and messages together. The allocator's peak says what each schedule holds. The first step of each
+# is a warm-up: it connects neighbors and fills the allocator's cache.
 
 
 # %%

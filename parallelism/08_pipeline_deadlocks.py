@@ -223,7 +223,7 @@ def idle_share(starts: list[dict[Action, int]]) -> Fraction:
 # Under GPipe nothing ever crosses: forward, the last stage only receives, so it serves the one
 # before it, and so on down the line; backward the same from the other end. On NCCL the second
 # deadlock hides at first. A send that fits its buffer (4 MB per channel) completes with no receive
-# posted, so small activations pass, and the job hangs when the batch, or the sequence, grows. Hence
+# posted, so small activations pass, and the job hangs when the batch, or the sequence, grows. Use
 # one batch (`batch_isend_irecv`) for both messages.
 
 
@@ -354,7 +354,7 @@ def run_torch_schedule(schedule_class: type, case: "Case", per_rank: int) -> tup
 # beneath torch's dispatcher.
 #
 # **PyTorch against one process.** The oracle is the whole model on the whole batch, in float64.
-# Sums of WIDTH terms are reordered in 2 (LAYERS + 1) products, hence the tolerance.
+# Sums of WIDTH terms are reordered in 2 (LAYERS + 1) products, which sets the tolerance.
 
 
 # %%
@@ -453,7 +453,7 @@ def let_happen(
 ) -> list[int]:
     """Run a schedule for real; claim that each stage gets as far as simulated; return how far."""
     group = dist.new_group(backend="gloo")
-    dist.barrier()  # patience is for messages, and not for whoever comes late
+    dist.barrier()  # patience is for messages, and not for those that come late
     real = len(rehearse(schedule, group, together, patience))
     simulated = len(simulate(schedule, together)[RANK])
     claim(f"{name}: actions done", simulated, real, timed=True)

@@ -728,7 +728,7 @@ def median_ms(work: Callable, repeats: int = 20) -> float:
 # 3. Four: f and g around attention, f and g around the MLP.
 #
 # The same function gives for the 145.6B GPT 338 GB per GPU and step along tp, 9.7 along pp, 8.7
-# along dp. Hence the rule: **tensor parallelism stays inside one NVLink domain** (8 GPUs in most
+# along dp. So the rule is: **tensor parallelism stays inside one NVLink domain** (8 GPUs in most
 # machines, 72 in an NVL72 rack); pipeline and data parallelism may cross the network. And tp waits
 # for its sums in every block, while the others' messages can pass behind computation.
 #

@@ -126,7 +126,7 @@ def hidden_share(spans: dict[str, Spans], ms: dict[str, float], window: tuple) -
 # %% [markdown]
 # ## 2. A training job with bottlenecks to switch on
 #
-# Twelve layers under DDP, one bucket each. A layer's compute is a labelled *sleep* of `forward` ms
+# Twelve layers under DDP, one bucket each. A layer's compute is a labeled *sleep* of `forward` ms
 # and twice that backward, so that it takes the same time on two cores as on a hundred, and leaves
 # them to the communication; on a GPU it is a kernel that spins as long. As in real jobs, where
 # sequences differ in length, a layer takes 0.3 or 1.7 times the mean; on neighboring ranks in
@@ -251,7 +251,7 @@ def one_step(
 #     symptom in the traces                                       bottleneck
 #     the loader's share is large                                 slow loader
 #     one rank computes longer than others, and waits for nobody  straggler
-#     much time is exposed in barriers or synchronisations        needless syncs
+#     much time is exposed in barriers or synchronizations        needless syncs
 #     much is exposed, in messages that are latency-bound         tiny buckets
 #     all-reduces hide behind no compute at all                   no overlap
 #     they hide, but compute is too short to hide them            small batch
@@ -767,7 +767,7 @@ def check_predictions(cases: dict[str, Case]) -> None:
 
 
 # %% [markdown]
-# The jobs on one GPU are judged by the same claims, beside a healthy job of their own.
+# The jobs on one GPU are judged by the same claims, next to a healthy job of their own.
 
 
 # %%

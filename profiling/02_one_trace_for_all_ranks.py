@@ -9,8 +9,8 @@ nothing lost, and can you trust that axis?
 1. The traces of all ranks are merged into one file. How many of their events may be lost, or end up
    in another row: spans, counters, names of threads, and the arrows (flow events) that connect a
    launch with what it launched?
-2. All ranks meet in a barrier. In one picture of all, what must be true of its spans, whoever comes
-   first? By how many microseconds is it violated on one machine?
+2. All ranks meet in a barrier. In one picture of all, what must be true of its spans, whichever
+   rank comes first? By how many microseconds is it violated on one machine?
 3. Rank 1's clock is 0.5 s wrong. Can you tell by how much, and in which direction, from nothing
    but the spans of barriers? Is the answer better with thirty barriers than with one?
 4. Now its clock is not only wrong: it gains 100 ms per second. Can the barriers tell that, too?
@@ -443,8 +443,8 @@ def check_many_barriers(traces: list[dict]) -> None:
 #
 # **At scale** nobody merges a thousand traces: Perfetto takes some GB. Take the slowest few ranks,
 # or one per node; Meta's HTA and NVIDIA's `nsys` recipes read many files and merge only figures. On
-# two nodes, put a barrier into each recorded step, as here: it costs microseconds beside a training
-# step.
+# two nodes, put a barrier into each recorded step, as here: it costs microseconds, and a
+# training step costs much more.
 
 
 # %%

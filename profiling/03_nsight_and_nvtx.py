@@ -89,7 +89,7 @@ LATE = 0.040  # seconds by which the loader of the last rank is late in each ste
 SLOW = WORLD_SIZE - 1
 
 # %% [markdown]
-# ## 1. Ranges, domains, colours, payloads, marks
+# ## 1. Ranges, domains, colors, payloads, marks
 #
 # **NVTX** is NVIDIA's interface by which a program tells a profiler what it is doing. It has two
 # sorts of range. `nvtx.annotate` *pushes* a range onto the stack of its thread and *pops* it at the
@@ -97,7 +97,7 @@ SLOW = WORLD_SIZE - 1
 # may be called elsewhere, in another thread too. A **mark** is a moment. Each of them can have
 #
 # - a **domain**: all that your program says, apart from what NCCL or cuDNN say in their own ones;
-# - a colour, by which the eye finds the phase on a timeline of two million ranges;
+# - a color, by which the eye finds the phase on a timeline of two million ranges;
 # - a **payload**: a number that belongs to this one range, such as the step or the bytes.
 #
 # Put the number into the payload, and never into the name: "step 17" is a new name in every step,
@@ -388,7 +388,7 @@ def launch_and_wait(listener: ctypes.CDLL, device: torch.device) -> dict[str, Ra
 # All of these are from NVIDIA's guides: the User Guide and the Analysis Guide of Nsight Systems,
 # and, for Nsight Compute's command line, "NVTX Filtering" and "Mandatory Concurrent Kernels".
 #
-# On the timeline, look first at where red (all-reduce) stands alone, with no kernel beside it:
+# On the timeline, look first at where red (all-reduce) stands alone, with no kernel next to it:
 #
 #     rank 0   [load][forward][backward][ all_reduce: mostly waiting ........][ ][ ][opt]
 #     rank 1   [load][forward][backward][ all_reduce: mostly waiting ........][ ][ ][opt]
@@ -438,14 +438,14 @@ def draw(ranges: list[list[Range]], path: str) -> None:
 # ## 5. How it is measured
 #
 # One step warms up; four are recorded, by the listener and by torch's profiler at once. The oracle
-# for the ranges is the plan: their names, depths, payloads and colours, in order. For the share of
+# for the ranges is the plan: their names, depths, payloads and colors, in order. For the share of
 # all-reduce the two profilers look at different things: NVTX at the range around the call, torch at
 # its own spans of the transfer, "gloo:all_reduce" in a thread of gloo's, or NCCL's kernels.
 
 
 # %%
 def plan(number: int, width: int) -> list[tuple]:
-    """The ranges of step `number`: (name, depth, payload, colour)."""
+    """The ranges of step `number`: (name, depth, payload, color)."""
     nbytes = 4 * (width + 1) * width
     names = ["loader", "forward", "backward", *["all_reduce"] * LAYERS, "optimizer"]
     inner = []
@@ -519,7 +519,7 @@ def check_ranges(events: list[Event], losses: list[float], width: int) -> None:
     right = 0
     for one, row in zip(ranges, expected, strict=False):
         right += (one.name, one.depth, one.payload, one.color) == row
-    claim("in the plan's order, depth, payload and colour", len(expected), right)
+    claim("in the plan's order, depth, payload and color", len(expected), right)
     marks = [one.payload for one in ranges_of(events, DOMAIN) if one.name == "loss"]
     same = sum(a == b for a, b in zip(marks, losses, strict=False))
     claim("marks whose payload is the step's loss, to the bit", STEPS, same)
@@ -702,7 +702,7 @@ def check_nsight_systems() -> None:
 #
 # 1. Six: the step, its four other phases, and all_reduce. With numbers in the names they are nine:
 #    four steps are four names, and the all-reduces stay one only because their bytes are equal. In
-#    a run of 10,000 steps it would be 10,005. All ranges come back in order, with the depth, colour
+#    a run of 10,000 steps it would be 10,005. All ranges come back in order, with the depth, color
 #    and payload that they were given.
 # 2. 4 P bytes: every gradient is handed over once, in float32. A payload makes that a sum over a
 #    table: `nsys export --type sqlite` writes ranges with their payloads into one (NVTX_EVENTS,
@@ -738,7 +738,7 @@ def main() -> None:
     if listener is None:
         blocked("what ranges say", needs=why_not)
         if nvtx is not None:
-            train(None, device)  # for whoever listens instead
+            train(None, device)  # for another tool that listens
     else:
         events, traced, losses = train(listener, device)
         asynchronous = launch_and_wait(listener, device)

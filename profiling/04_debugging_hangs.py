@@ -451,7 +451,7 @@ def line_in(stack: str) -> int:
 
 
 def ask_torchfrtrace(looks: list[Look]) -> str:
-    """What torch's analyser prints about the calls that the ranks recorded."""
+    """What torch's analyzer prints about the calls that the ranks recorded."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said):  # on import it complains of a package for tables
         from torch.distributed.flight_recorder import fr_trace
@@ -726,8 +726,8 @@ def wait_until(done: Callable[[], bool]) -> None:
 
 
 # %% [markdown]
-# And a rank of a job, from its first line to the last, which it never reaches: whoever has finished
-# stays, so that it can be asked.
+# And a rank of a job, from its first line to the last, which it never reaches: a rank that has
+# finished stays, so that it can be asked.
 
 
 # %%
@@ -779,7 +779,7 @@ def live_as_rank(job: Callable, rank: int, ranks: int, debug: str) -> None:
 #
 # 1. In six. Only the wrong dtype, whose 8 bytes do not fit where 4 are awaited, and the dead rank
 #    end in messages at once. The six would print something after the group's timeout, 30 minutes
-#    for gloo and 10 for NCCL. Five elements beside four hang on four ranks; other sizes and other
+#    for gloo and 10 for NCCL. Five elements next to four hang on four ranks; other sizes and other
 #    numbers of ranks crash as the dtype does, since it depends on how gloo cuts a tensor. Sending
 #    first hangs on gloo at every size, on NCCL above its buffer's only: such a job passes its test
 #    and hangs with the real model.
@@ -790,7 +790,7 @@ def live_as_rank(job: Callable, rank: int, ranks: int, debug: str) -> None:
 #    so the line is the one where its peers miss it.
 # 4. Both. Each has made one call that the other has not. A debugging run therefore wants three
 #    ranks.
-# 5. Never. Yet most single looks would have blamed the slow one. Whoever runs py-spy once sees
+# 5. Never. Yet most single looks would have blamed the slow one. If you run py-spy once, you see
 #    three ranks in an all-reduce, in a healthy job as well. Look twice, and compare.
 # 6. On all 11. Without `join` the fourth rank's missing batch hangs the job; other cures drop the
 #    last batches, or repeat some (07_distributed_sampler), or agree on the number of steps
@@ -801,7 +801,7 @@ def live_as_rank(job: Callable, rank: int, ranks: int, debug: str) -> None:
 # ranks: the dead rank, and the two that send first.
 #
 # py-spy, faulthandler and the black box agree on the line. monitored_barrier and DETAIL name the
-# rank without a stack; torch's analyser names it from the records alone.
+# rank without a stack; torch's analyzer names it from the records alone.
 #
 # **At a thousand ranks** nobody reads stacks: group equal ones and look at the smallest group,
 # which is this lesson's vote. Torch has the black box as well, as a web server in every rank

@@ -149,9 +149,9 @@ JOBS = {"many tokens": Job(L=3, D=96, B=8, T=64), "few tokens": Job(L=3, D=192, 
 #
 # The activations' line is that of fsdp/05_fsdp_transformer.py, section 3, in 4 bytes per element:
 # 2 (32 D) + 4 H + 16. Nothing there depends on what the machine is; so the memory of a step can be
-# foretold to the byte, if its moments are known.
+# predicted to the byte, if its moments are known.
 #
-# `foretell` writes down the candidates for the worst moment, each as bytes by category, and takes
+# `predict` writes down the candidates for the worst moment, each as bytes by category, and takes
 # the largest. When **backward begins**, all activations are there, and the loss has three arrays of
 # 4 V bytes per token: log-probabilities and two gradients. **In each block** GeLU's backward has
 # two arrays of 16 D, its input and the block's other activations. At the **end** all gradients are
@@ -182,7 +182,7 @@ def kept_by_block(job: Job, plan: Plan) -> int:
     return 64 * job.D + 4 * job.heads + 16
 
 
-def foretell(job: Job, plan: Plan, n: int) -> tuple[str, Counter]:
+def predict(job: Job, plan: Plan, n: int) -> tuple[str, Counter]:
     """Return the worst moment of a step, and its bytes by category."""
     ranks = n if plan.shard else 1
     at_rest = Counter(parameters=4 * job.P / ranks, moments=8 * job.P / ranks)
@@ -363,9 +363,9 @@ def check_the_plain_step(lines: dict[str, "Timeline"], device: torch.device) -> 
         line = lines[name]
         held = line.last("backward").total()
         claim(f"{name}: bytes per parameter, end", 20, held / job.P, atol=0.1, question=1)
-        moment, expected = foretell(job, Plan(), WORLD_SIZE)
+        moment, expected = predict(job, Plan(), WORLD_SIZE)
         peak = line.peak()
-        print0(f"{'':13}{name}: the peak is foretold for this moment: {moment}")
+        print0(f"{'':13}{name}: the peak is predicted for this moment: {moment}")
         for category, size in expected.items():
             slack = 256  # bytes: Adam's counts of steps, and other scalars
             if device.type == "cuda":
@@ -445,7 +445,7 @@ class Price(NamedTuple):
     moved: float = 0.0  # bytes to host memory, or here to a file, and back
 
 
-def foretell_price(job: Job, plan: Plan) -> Price:
+def predict_price(job: Job, plan: Plan) -> Price:
     """Return the FLOPs, and the bytes on the network and to the host, of a rank's step."""
     tokens = job.B * job.T
     D = job.D
@@ -464,19 +464,19 @@ def foretell_price(job: Job, plan: Plan) -> Price:
 def check_cures(lines: dict, device: torch.device) -> None:
     for name, cures in CURES.items():
         job = JOBS[name]
-        _, plain = foretell(job, Plan(), WORLD_SIZE)
-        price = foretell_price(job, Plan())
+        _, plain = predict(job, Plan(), WORLD_SIZE)
+        price = predict_price(job, Plan())
         held = lines[name].peak().total()
         for cure, plan in cures.items():
             line = lines[name, cure]
-            _, cured = foretell(job, plan, WORLD_SIZE)
+            _, cured = predict(job, plan, WORLD_SIZE)
             expected = (plain.total() - cured.total()) / job.P
             saved = (held - line.peak().total()) / job.P
             slack = (0.05 if device.type == "cuda" else 0.01) * cured.total() / job.P
             text = f"{name}, {cure}: saves, per P"
             claim_for(cure)(text, expected, saved, atol=slack)
             if name == "many tokens":
-                check_price(cure, price, foretell_price(job, plan), line)
+                check_price(cure, price, predict_price(job, plan), line)
 
 
 def check_price(cure: str, plain: Price, expected: Price, line: "Timeline") -> None:
@@ -522,21 +522,21 @@ def order(rows: dict[str, tuple[float, float]]) -> list[str]:
 def check_order(lines: dict) -> None:
     for name, cures in CURES.items():
         job = JOBS[name]
-        plain = foretell_price(job, Plan())
-        foretold = {}
+        plain = predict_price(job, Plan())
+        predicted = {}
         counted = {}
-        _, at_peak = foretell(job, Plan(), WORLD_SIZE)
+        _, at_peak = predict(job, Plan(), WORLD_SIZE)
         held = lines[name].peak().total()
         base = Price(lines[name].flops, lines[name].sent)
         for cure, plan in cures.items():
             line = lines[name, cure]
-            _, cured = foretell(job, plan, WORLD_SIZE)
+            _, cured = predict(job, plan, WORLD_SIZE)
             saved = at_peak.total() - cured.total()
-            foretold[cure] = (whole(saved, job), seconds(foretell_price(job, plan), plain))
+            predicted[cure] = (whole(saved, job), seconds(predict_price(job, plan), plain))
             ran = Price(line.flops, line.sent, line.moved)
             counted[cure] = (whole(held - line.peak().total(), job), seconds(ran, base))
-        print_table(name, foretold, counted, lines)
-        pairs = zip(order(foretold), order(counted), strict=True)
+        print_table(name, predicted, counted, lines)
+        pairs = zip(order(predicted), order(counted), strict=True)
         wrong = sum(a != b for a, b in pairs)
         claim(f"{name}: places in the order, wrong", 0, wrong, question=9)
 
@@ -546,13 +546,13 @@ def whole(saved: float, job: Job) -> float:
     return saved if saved > 0.02 * 16 * job.P else 0
 
 
-def print_table(name: str, foretold: dict, counted: dict, lines: dict) -> None:
-    head = f"{'saves, foretold':>16} {'counted, MB':>12} {'FLOPs':>7} {'sent':>6} {'kernels':>8}"
+def print_table(name: str, predicted: dict, counted: dict, lines: dict) -> None:
+    head = f"{'saves, predicted':>16} {'counted, MB':>12} {'FLOPs':>7} {'sent':>6} {'kernels':>8}"
     print0(f"\n{'':13}{name + ', first to try first':28}{head}")
     plain = lines[name]
     for cure in order(counted):
         line = lines[name, cure]
-        saved = f"{foretold[cure][0] / 1e6:16.2f} {counted[cure][0] / 1e6:12.2f}"
+        saved = f"{predicted[cure][0] / 1e6:16.2f} {counted[cure][0] / 1e6:12.2f}"
         ratios = f"{line.flops / plain.flops:7.2f} {line.sent / plain.sent:6.2f}"
         print0(f"{'':13}{cure:28}{saved} {ratios} {line.kernels / plain.kernels:8.2f}")
     print0()
@@ -565,7 +565,7 @@ def print_table(name: str, foretold: dict, counted: dict, lines: dict) -> None:
 #       | no
 #     set_to_none, gradient_as_bucket_view, bfloat16 as they should be? ---no---> free: do it first
 #       | yes
-#     what is largest at the peak? (snapshot, or `foretell`)
+#     what is largest at the peak? (snapshot, or `predict`)
 #       |                                        |
 #     activations                              parameters, gradients, moments, buckets
 #       1. smaller micro-batches, accumulated    1. bucket views
@@ -1204,7 +1204,7 @@ def mark_phases(axes: object, moments: list[str]) -> None:
 # %% [markdown]
 # ## 7. On GPUs: a real size, the allocator's figures, milliseconds, and a snapshot
 #
-# The formulas meet CUDA's allocator, which rounds, caches and fragments. Printed beside the peak is
+# The formulas meet CUDA's allocator, which rounds, caches and fragments. Printed with the peak is
 # what it has **reserved** beyond it: what `nvidia-smi` shows and no tensor uses.
 
 
@@ -1215,10 +1215,10 @@ def compare_on_gpus(device: torch.device) -> None:
         return
     job = Job(L=12, D=768, B=8, T=1024, V=50_304, heads=12, context=1024)
     total = torch.cuda.get_device_properties(device).total_memory
-    head = f"{'peak GB':>8} {'foretold':>9} {'reserved':>9} {'ms':>8}"
+    head = f"{'peak GB':>8} {'predicted':>9} {'reserved':>9} {'ms':>8}"
     print0(f"{'':13}{'124 million parameters':22}{head}")
     for name, plan in {"plain": Plan(), **CURES["many tokens"]}.items():
-        expected = foretell(job, plan, WORLD_SIZE)[1].total()
+        expected = predict(job, plan, WORLD_SIZE)[1].total()
         if expected > 0.9 * total:
             blocked(f"{name}: a step", needs=f"{expected / 1e9:.0f} GB per GPU")
             continue
@@ -1229,7 +1229,7 @@ def compare_on_gpus(device: torch.device) -> None:
         peak -= before
         row = f"{peak / 1e9:8.2f} {expected / 1e9:9.2f} {reserved / 1e9:9.2f} {ms:8.1f}"
         print0(f"{'':13}{name:22}{row}")
-        claim(f"{name}: peak memory / foretold", 1, peak / expected, atol=0.15)
+        claim(f"{name}: peak memory / predicted", 1, peak / expected, atol=0.15)
 
 
 def measure_on_gpu(job: Job, plan: Plan, device: torch.device) -> tuple[int, int, float]:
@@ -1339,7 +1339,7 @@ def bytes_by_line(snapshot: dict) -> Counter:
 #    were there at the end, they save 2 of the 4, since the peak moves to its beginning.
 # 6. On four ranks 12 of 16 bytes are sharded away, but units that are whole, their gradients and
 #    two buffers take much of it back in a model of three blocks; the more blocks, the smaller is a
-#    unit beside the whole. What is sent grows by 43%: half as much again, less the root, which
+#    unit next to the whole. What is sent grows by 43%: half as much again, less the root, which
 #    forward leaves whole.
 # 7. Without expandable segments no, twice: three holes are not one. With them the first request is
 #    answered, since each hole of 75 MiB contains whole pages of 20 MiB that can lie elsewhere. The

@@ -662,7 +662,7 @@ def check_lengths(results: Results) -> None:
 
 
 # %% [markdown]
-# Garbage collection: how often somebody is hit is counted; one pause's length foretells the cost.
+# Garbage collection: how often somebody is hit is counted; one pause's length predicts the cost.
 
 
 # %%

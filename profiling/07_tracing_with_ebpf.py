@@ -118,9 +118,9 @@ def train(
 # %% [markdown]
 # ## 2. Uprobes: a breakpoint in a file, a program in the kernel
 #
-# A **uprobe** is a breakpoint at one instruction of a library *file*. Whoever executes it traps
-# into the kernel, which runs a small **eBPF** program, verified to end and to harm nothing, and
-# lets the process go on. bpftrace compiles such programs from one line each:
+# A **uprobe** is a breakpoint at one instruction of a library *file*. A thread that gets there
+# traps into the kernel, which runs a small **eBPF** program, verified to end and to harm nothing,
+# and lets the process go on. bpftrace compiles such programs from one line each:
 #
 #     uprobe:FILE:ADDRESS   /filter/   { what to do: pid, tid, nsecs, arg0, arg1, ... }
 #
@@ -261,12 +261,12 @@ def copy_probes(library: str) -> list[str]:
 
 
 # %% [markdown]
-# ## 4. The kernel's view beside it
+# ## 4. The kernel's view next to it
 #
 # A **tracepoint** is a place that the kernel's authors marked, with named fields. What a socket
 # accepted (`sock_send_length`, since Linux 6.3; before, the return value of `tcp_sendmsg`) runs in
 # the process that sends, so our filter holds. A **retransmission** happens in a timer or when an
-# answer comes in, whoever runs then: there `pid` means nothing, and the port says whose it is.
+# answer comes in, whatever runs then: there `pid` means nothing, and the port says whose it is.
 
 
 # %%
@@ -300,7 +300,7 @@ def program(pids: list[int], nccl: bool) -> str:
 # %% [markdown]
 # ## 5. How it is measured: attach, wait, read
 #
-# bpftrace is started beside the ranks, by one rank of each machine, and tells when all probes are
+# bpftrace is started next to the ranks, by one rank of each machine, and tells when all probes are
 # in place. A last probe ends it: at `a64l` of the C library, which nobody uses, when the process
 # that started it calls that. (Ctrl-C does so, too, but bpftrace 0.17 overlooks a SIGINT that comes
 # while it prints.) It then prints its maps, as JSON. It is killed if the rank dies, and with it the
@@ -881,7 +881,7 @@ def watch(pids: list[int], seconds: float) -> None:
 #    these bytes, and has a tracepoint of its own. Loopback loses nothing; what is sent again there
 #    was late, because its receiver had to wait for a core. Between nodes, look at this first.
 # 4. Rank 1's. The others come early, and wait for it inside the collective. So a histogram of times
-#    is read upside down: whoever is *fast* in all-reduces is the one that all wait for. The moments
+#    is read upside down: the one that is *fast* in all-reduces is who all wait for. The moments
 #    at which they begin say the same directly: rank 1 is late by its sleep.
 # 5. Some 10 us in the virtual machine where this was written; a trap is cheaper where there is no
 #    hypervisor. A tracepoint costs a tenth of it or less, since nothing traps. A step has some

@@ -85,8 +85,8 @@ FLOAT = 4  # bytes of a number
 #
 # The **communication matrix** of a step has the bytes that rank i sends to rank j in row i and
 # column j. It follows from the collectives that the step calls and from the algorithms behind them.
-# So it can be foretold, and it should be: whoever knows the matrix knows which ranks need the fast
-# links.
+# So it can be predicted, and it should be: if you know the matrix, you know which ranks need the
+# fast links.
 #
 # Everything begins with one **message** of b bytes. In gloo it is three pieces on a TCP connection,
 # each with a header of 48 bytes (six numbers of eight bytes; gloo/transport/tcp/pair.h):
@@ -184,7 +184,7 @@ def messages_of(operation: Operation, gloo: bool = True) -> list[Message]:
     return ring(ranks, -1 if gloo else 1, 4 * (n - 1), whole // (2 * n))
 
 
-def foretell(operations: list[Operation], gloo: bool = True) -> torch.Tensor:
+def predict(operations: list[Operation], gloo: bool = True) -> torch.Tensor:
     """The matrix of a step that consists of these operations: bytes, (R, R)."""
     messages = []
     for operation in operations:
@@ -196,7 +196,7 @@ def foretell(operations: list[Operation], gloo: bool = True) -> torch.Tensor:
 # ## 3. Seven jobs, and what each of them calls
 #
 # Here are seven jobs, each with two things: a `step`, which really communicates, and the list of
-# operations that it should consist of, on all ranks. The first is measured, the second foretold.
+# operations that it should consist of, on all ranks. The first is measured, the second predicted.
 # For data parallelism and FSDP the step is PyTorch's own, forward and backward. For the others it
 # is the communication alone, since the compute in between does not matter for the matrix.
 #
@@ -745,7 +745,7 @@ count 1 datatype 7 op 0 root 0 comm 0x5608f3b0 [nranks=2] stream 0x55d0
 # %% [markdown]
 # ## 7. What is claimed
 #
-# The first rows are about one message, the others about whole matrices. A matrix is as foretold
+# The first rows are about one message, the others about whole matrices. A matrix is as predicted
 # only if each of its entries is, to the byte.
 
 
@@ -800,7 +800,7 @@ def check_by_log(jobs: dict[str, Job], file: Path) -> dict[str, torch.Tensor]:
 
 
 # %% [markdown]
-# Next, the matrices are printed and compared with what was foretold; then, the divisions are.
+# Next, the matrices are printed and compared with what was predicted; then, the divisions are.
 
 
 # %%
@@ -827,7 +827,7 @@ def print_matrices(found: dict[str, torch.Tensor], device: torch.device) -> None
 def check_matrices(found: dict[str, torch.Tensor], jobs: dict[str, Job]) -> None:
     """Compare each entry; count the pairs between which data flows; weigh FSDP."""
     for name, M_RR in found.items():
-        right = (foretell(jobs[name].operations) == M_RR).sum()
+        right = (predict(jobs[name].operations) == M_RR).sum()
         claim(f"{name}: entries as predicted", WORLD_SIZE**2, right)
     pairs = {
         "data parallel": WORLD_SIZE,
@@ -1052,11 +1052,11 @@ def gather_objects(value: object) -> list:
 #    perhaps because its code says `if rank == 0`. NCCL pairs rank 0's single number with rank 1's
 #    bucket of 262,144: the job hangs, or goes on with garbage. There are two differences. The other
 #    is a bucket in bfloat16, opCount c on rank 0 and b on rank 1. What a log says after the first
-#    difference may follow from it, so mend that one, and run again.
+#    difference may follow from it, so repair that one, and run again.
 #
 # Both ends agree: what a socket has sent, repeats apart, is what the other one has received.
 #
-# **Try.** With messages to the next rank the foretold rings turn the other way, and the entries of
+# **Try.** With messages to the next rank the predicted rings turn the other way, and the entries of
 # data parallelism and FSDP are wrong. Those of the pairs are right, since a ring of two is the same
 # both ways. What crosses between the nodes is right, too: a ring crosses as often in either
 # direction, so sums alone would not have shown the mistake. With 16 times the parameters the

@@ -53,7 +53,7 @@ def my_part_of_the_sum(x: torch.Tensor) -> torch.Tensor:
 
     Rank 0 returns [111], rank 1 [222] and rank 2 [333]: what an all-reduce would hold, cut into n
     shards. `x` is 1-D and stays as it is. One dist.reduce_scatter_tensor (or dist.reduce_scatter,
-    which takes a list). ZeRO and FSDP reduce gradients so.
+    which takes a list). ZeRO and FSDP reduce gradients this way.
     """
     # --- yours
     part = x.new_empty(len(x) // dist.get_world_size())
@@ -66,7 +66,7 @@ def exchange_rows(x: torch.Tensor) -> torch.Tensor:
     """5. Row i of rank j goes to rank i, and becomes its row j; `x` has n rows and stays as it is.
 
     With one number per row: rank 0 returns [1, 10, 100], rank 1 [2, 20, 200] and rank 2
-    [3, 30, 300]. One dist.all_to_all_single. Expert parallelism sends tokens to their experts so.
+    [3, 30, 300]. One dist.all_to_all_single, as expert parallelism sends tokens to their experts.
     """
     # --- yours
     arrived = torch.empty_like(x)

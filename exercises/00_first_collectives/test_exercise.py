@@ -287,7 +287,7 @@ def draws(answer, wire, seed: int) -> list[list[float]]:
             raise Wrong("that is torch's global generator, which all the program draws from")
         if not torch.equal(state, torch.get_rng_state()):
             raise Wrong("torch's global generator was seeded or drawn from: that is the program's")
-        if any(generator is earlier for generator in made for earlier in before):
+        if {id(generator) for generator in made} & {id(earlier) for earlier in before}:
             raise Wrong("called twice, it returned one generator twice: each time two new ones")
         before += made
         for generator in made:

@@ -239,7 +239,8 @@ def held_before(answer, wire, seed: int) -> list[int]:
     found = []
 
     def keep(tensor: torch.Tensor) -> Held:
-        kept.add(held := Held(tensor))
+        held = Held(tensor)
+        kept.add(held)
         return held
 
     model.module.register_forward_pre_hook(lambda *_: found.append(len(kept)))

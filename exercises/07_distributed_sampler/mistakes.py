@@ -186,7 +186,7 @@ MISTAKES = [
             "            order = order[turn:] + order[:turn]\n",
         ),
         "test_orders",
-        "epoch 1 is not shuffled anew: 99 of 100 pairs of neighbours are the same as in epoch 0",
+        "epoch 1 is not shuffled anew: 99 of 100 pairs of neighbors are the same as in epoch 0",
     ),
     (
         "shuffled after dealing",
@@ -218,8 +218,7 @@ MISTAKES = [
             "            order = order[turn:] + order[:turn]\n"
         ),
         "test_orders",
-        "epoch 0 is not shuffled anew: 99 of 100 pairs of neighbours are the same as in the "
-        "dataset",
+        "epoch 0 is not shuffled anew: 99 of 100 pairs of neighbors are the same as in the dataset",
     ),
     (
         "the library's wrapped",

@@ -159,7 +159,7 @@ def test_orders(answer: Path, seed: int) -> None:
         now = {*pairwise(order)}
         for when, before in pairs.items():
             if (kept := len(now & before)) > 10:
-                same = f"{kept} of 100 pairs of neighbours are the same as in"
+                same = f"{kept} of 100 pairs of neighbors are the same as in"
                 raise Wrong(f"epoch {epoch} is not shuffled anew: {same} {when}")
         pairs[f"epoch {epoch}"] = now
 

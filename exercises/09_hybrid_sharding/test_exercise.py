@@ -157,7 +157,8 @@ def test_memory(answer: Path, seed: int) -> None:
         turns = [*enumerate(blocks), *reversed([*enumerate(blocks)])]
         for turn, ((k, block), bytes_whole) in enumerate(zip(turns, whole, strict=True)):
             if bytes_whole > outside + block:
-                works = f"block {k} works{' backward' * (turn >= len(blocks))}"
+                way = " backward" if turn >= len(blocks) else ""
+                works = f"block {k} works{way}"
                 told = f"rank {rank}: bytes of parameters that are whole while {works}"
                 every = " (all there are)" if bytes_whole == total else ""
                 raise Wrong(f"{told}: expected {outside + block:,}, got {bytes_whole:,}{every}")

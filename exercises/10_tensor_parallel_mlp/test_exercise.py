@@ -196,7 +196,7 @@ def check_values(seed: int, n: int, H: int, got: list[tuple]) -> None:
 
 
 def refuse(got: object, wrong: torch.Tensor, due: torch.Tensor, told: str) -> None:
-    """Name a mistake that can be recognised by what it leads to."""
+    """Name a mistake that can be recognized by what it leads to."""
     alike = isinstance(got, torch.Tensor) and (got.shape, got.dtype) == (due.shape, due.dtype)
     if alike and torch.allclose(got, wrong) and not torch.allclose(wrong, due):
         raise Wrong(told)

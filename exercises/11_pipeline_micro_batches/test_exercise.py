@@ -105,7 +105,9 @@ def one_forward_one_backward(stage: int, p: int, m: int) -> list[str]:
     ahead = min(p - 1 - stage, m)
     order = forwards(ahead)
     for k in range(m):
-        order += [f"F{ahead + k}"] * (ahead + k < m) + [f"B{k}"]
+        if ahead + k < m:
+            order.append(f"F{ahead + k}")
+        order.append(f"B{k}")
     return order
 
 
@@ -348,7 +350,7 @@ def test_messages(answer: Path, seed: int, n: int) -> None:
                 expect(len(toward), M, f"{whom}: messages")
                 expect(sum(e.nbytes for e in toward), 8 * ROWS * WIDTHS[cut], f"{whom}: bytes")
         others = set(Counter(e.peer for e in sends)) - {rank - 1, rank + 1}
-        expect(sorted(others), [], f"rank {rank}: sends to ranks that are no neighbours")
+        expect(sorted(others), [], f"rank {rank}: sends to ranks that are no neighbors")
 
 
 def passes(events: list, rank: int) -> list[str]:

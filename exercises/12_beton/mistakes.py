@@ -40,7 +40,7 @@ MISTAKES = [
         "expected [('image', 2), ('label', 1)], got [('label', 1), ('image', 2)]",
     ),
     (
-        "grey images left grey",
+        "gray images left gray",
         (
             "    from torchvision.datasets import ImageFolder",
             "ImageFolder(str(folder))",

@@ -23,7 +23,7 @@ def write(folder: Path, path: Path) -> None:
     """Write all images below `folder` to `path`, a .beton file. Called on one rank alone.
 
     folder: a folder for each class, in it the class's images: .JPEG, .jpg, .png, in capitals or
-    not; grey, RGBA and CMYK ones, too. There are no other images; what is there besides, such as
+    not; gray, RGBA and CMYK ones, too. There are no other images; what is there besides, such as
     text, is no sample. A class's label is its place among the sorted names.
     Samples are in order: by class, then by file name, both as Python sorts strings.
 

@@ -187,14 +187,14 @@ def test_loader(answer: Path, seed: int, photos: tuple, beton: Path) -> None:
         seen = []
         for rank, epochs in enumerate(outcomes):
             where = f"in order, epoch {epoch}, rank {rank}"
-            seen.append(recognise(epochs[epoch], ought, names, where))
+            seen.append(recognize(epochs[epoch], ought, names, where))
         missing = missed(seen, names)
         expect(missing, [], f"in order, epoch {epoch}: samples that no rank delivers")
         due = [[0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9, 0]]
         expect(seen, due, "in order: samples of rank 0 and rank 1")
 
 
-def recognise(batches: list[tuple], ought: torch.Tensor, names: list[str], where: str) -> list[int]:
+def recognize(batches: list[tuple], ought: torch.Tensor, names: list[str], where: str) -> list[int]:
     """Which samples these are; refused if they are not what a batch is to hold."""
     sizes = [len(images) for images, *_ in batches]
     if sum(sizes) == N:

@@ -40,7 +40,7 @@ def job_2(batches: Batches, w: Tensor) -> Tensor:
 
 
 def job_3(w: Tensor) -> Tensor:
-    """Gossip: average w with the one neighbour, then with the other."""
+    """Gossip: average w with the one neighbor, then with the other."""
     rank = dist.get_rank()
     n = dist.get_world_size()
     for round in range(2):

@@ -53,7 +53,7 @@ def job_2(batches: Batches, w: Tensor) -> Tensor:
 
 
 def job_3(w: Tensor) -> Tensor:
-    """Gossip: average w with the one neighbour, then with the other. Fix job_3.
+    """Gossip: average w with the one neighbor, then with the other. Fix job_3.
 
     First ranks 0 and 1, 2 and 3, ... average, then 1 and 2, 3 and 4, ...; a rank without a partner
     keeps what it has. On 3 ranks that hold 0, 4 and 8: 2, 2, 8, then 2, 5, 5.

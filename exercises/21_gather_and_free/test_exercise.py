@@ -252,7 +252,7 @@ def due_backward(last: int, n: int) -> list[str]:
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_order(answer: Path, seed: int, n: int) -> None:
-    """One gather per unit and pass, before its neighbour computes: {n} ranks"""
+    """One gather per unit and pass, before its neighbor computes: {n} ranks"""
     last = len(WIDTHS) - 1
     for rank, (forward, backward) in enumerate(grade(answer, watch, n, seed)):
         pairs = (("forward", forward, due_forward(last)), ("backward", backward, None))
@@ -331,10 +331,10 @@ def gradients(n: int) -> int:
 
 
 def allowed(number: int, n: int) -> int:
-    """Elements of this unit and its larger neighbour, of all shares' gradients, of activations."""
+    """Elements of this unit and its larger neighbor, of all shares' gradients, of activations."""
     whole = [n * sum(shares(k, n)) for k in range(len(WIDTHS))]
-    neighbours = [whole[k] for k in (number - 1, number + 1) if 0 <= k < len(WIDTHS)]
-    return whole[number] + max(neighbours) + gradients(n) + 40 * 2 * D
+    neighbors = [whole[k] for k in (number - 1, number + 1) if 0 <= k < len(WIDTHS)]
+    return whole[number] + max(neighbors) + gradients(n) + 40 * 2 * D
 
 
 def test_memory(answer: Path, seed: int) -> None:
@@ -345,7 +345,7 @@ def test_memory(answer: Path, seed: int) -> None:
             if elements > bound:
                 due = "the shares' gradients"
                 if when != "after backward":
-                    due = "it, its neighbour, gradients and activations"
+                    due = "it, its neighbor, gradients and activations"
                 raise Wrong(
                     f"rank {rank}: {elements:,} elements are alive {when}; {due} are {bound:,} at "
                     f"most, and all units together {total:,}"

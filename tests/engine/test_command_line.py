@@ -439,7 +439,7 @@ def test_predict_shows_yours_beside_predicted_and_measured(home: Path) -> None:
     status, text = said(shell)
     assert status == 0
     shown += text
-    assert "By your own judgement you were right in 1 of 1." in shown
+    assert "By your own judgment you were right in 1 of 1." in shown
     assert shown.index("how often\n   does it change?") < shown.index("you      two, never\n")
     assert re.search(r" predicted +measured\n {12}one and one +  = 2 ±0.5 +2.25\n", shown)
     assert "you      no answer\n   No claim of this run answers it." in shown

@@ -170,7 +170,7 @@ def test_it_goes_on_with_what_has_not_passed(box: Path, monkeypatch: pytest.Monk
     assert make(monkeypatch, *options) == 1
     assert ran == ["fsdp/02_bad.py, 2"], "what failed is run again"
     ran.clear()
-    (box / "fsdp/02_bad.py").write_text(GOOD)  # mended
+    (box / "fsdp/02_bad.py").write_text(GOOD)  # repaired
     (box / "fsdp/03_hung.py").write_text(f"{GOOD}# changed\n")
     assert make(monkeypatch, *options) == 0
     assert ran == ["fsdp/02_bad.py, 2", "fsdp/03_hung.py, 2"]

@@ -1,4 +1,4 @@
-"""The slow trainings of exercise 26 learn what the mended ones do, and pay for more."""
+"""The slow trainings of exercise 26 learn what the cured ones do, and pay for more."""
 
 import re
 import subprocess
@@ -22,10 +22,10 @@ def learns(training: int, file: str) -> tuple[list[torch.Tensor], object]:
 
 
 @pytest.mark.parametrize("training", [1, 2, 3])
-def test_mended_it_learns_the_same(training: int) -> None:
+def test_cured_it_learns_the_same(training: int) -> None:
     slow = run(learns, 3, training, "trainings.py")
-    mended = run(learns, 3, training, "solution.py")
-    for one, other in zip(slow, mended, strict=True):
+    cured = run(learns, 3, training, "solution.py")
+    for one, other in zip(slow, cured, strict=True):
         # float32 sums in another order; the losses, Python's floats, are of float32 too
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 

@@ -10,7 +10,7 @@ from course.lessons import ROOT
 
 FOLDER = ROOT / "build/extensions_offload"
 # Nearly all of the time goes into reading torch's headers, so only those are read that the files
-# use, and nothing is optimised. The sources and the builders are DeepSpeed's own.
+# use, and nothing is optimized. The sources and the builders are DeepSpeed's own.
 HEADERS = """#pragma once
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>

@@ -1,8 +1,8 @@
 """What the pretended GPUs still have to do, and who reads a clock meanwhile.
 
-A kernel or a collective that was launched stays pending until the host waits for it. Whoever reads
-a clock or sleeps before that, in the lesson's own code, measures how long a launch takes: that is
-an error, unless the line says that this is what it wants, by a comment with "launch time" in it.
+A kernel or a collective that was launched stays pending until the host waits for it. To read
+a clock or sleep before that, in the lesson's own code, is to measure how long a launch takes: an
+error, unless the line says that this is what it wants, by a comment with "launch time" in it.
 """
 
 import linecache
@@ -38,7 +38,7 @@ class Work(torch.distributed.Work):
         kept.append(self)
 
     def finish(self) -> None:
-        """Let gloo really do it, so that values are there for whoever needs them."""
+        """Let gloo really do it, so that values are there for all that need them."""
         if not self.done:  # gloo's sends and receives can be waited for once
             self.done = True
             self.gloo.wait()

@@ -1,4 +1,4 @@
-"""Where tensors lie on the pretended GPUs: in CPU memory all of them, with a place noted beside.
+"""Where tensors lie on the pretended GPUs: in CPU memory all of them, with a place noted for each.
 
 The place is kept by the storage: cuda with an index, cpu, or unknown, for what C++ made where no
 mode looks. `Requests` hears what Python asks for: `device=`, `.to`, `.device`.

@@ -4,7 +4,7 @@ In milliseconds from a step's begin; `late` is by how much its rank comes late t
 
     host      step     [0 ------------------------------------------------------------- 100]
               loader   [0 10]    compute [11 12]   [13 14]        barrier [70+late ----- 95]
-              synchronises                                                         [95 - 99]
+              synchronizes                                                         [95 - 99]
     stream 7  kernels                   [12 --- 40][40 -- 60]
     stream 20 NCCL                                   [50 ---- 70]   its barrier   [90 -- 95]
     twins     step     [12 --------- 40]   (only what the host's main thread launched)

@@ -5,7 +5,7 @@ which device every tensor lies and every generator draws (gpu_places.py, gpu_ker
 GPUs still have to do when a clock is read, which device and stream are current in a thread, that
 CUDA does not survive a fork (gpu_clock.py); what NCCL refuses and in which order it waits
 (gpu_nccl.py), and what it logs (gpu_nccl_log.py). So a tensor left on the CPU, a forgotten
-synchronise and sends that meet nobody fail here as they would on GPUs, or louder.
+synchronize and sends that meet nobody fail here as they would on GPUs, or louder.
 
 Not known is what nothing orders, for here everything is done in the order in which it is asked: a
 side stream that does not wait for another, or that nobody waits for; memory that is freed or
@@ -20,7 +20,7 @@ cuBLAS and TF32; NCCL's algorithms and its buffer for small sends. What is done 
 reducer, FSDP2's copies) sees CPU tensors. Kernels on tensors of more than `gpu_kernels.LARGE`
 elements are left out: their results have shape, dtype and place, and no value; of such messages
 gloo carries the beginning. So the sections that measure a GPU run at their real sizes, and what
-they would print on one is not to be learnt here.
+they would print on one is not to be learned here.
 """
 
 import contextlib

@@ -142,7 +142,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def running(cluster: Cluster) -> Iterator[Cluster]:
-    """Start the daemons as whoever we are, and end them; all their files lie in the folder."""
+    """Start the daemons as the user we are, and end them; all their files lie in the folder."""
     folder = cluster.folder
     (folder / "state").mkdir()
     (folder / "munge.key").touch(mode=0o600)

@@ -419,7 +419,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
     assert f"{tmp_path}/step-000000002 is damaged: " in caplog.text
     if file != "checksums.json":
         assert file in caplog.text
-    assert (tmp_path / "step-000000002.damaged").exists()  # for whoever looks for the cause
+    assert (tmp_path / "step-000000002.damaged").exists()  # for a search for the cause
     write(script, tmp_path, 2)  # its place is free again
     assert torch.load(io.BytesIO(script["newest_whole"](tmp_path)["model.pt"]))["step"] == 2
 

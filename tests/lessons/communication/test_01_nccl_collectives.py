@@ -199,7 +199,7 @@ UNDONE = "ranks back, work undone, before rank 0 calls"
 SUMMED = "after wait(): error of the sum"
 SUMS = "sums handed out after the skip, without an error"
 OFF = "largest error of these sums: the next step's 100"
-ENDED = "ranks that waited in vain, ended by the timeout"
+ENDED = "ranks that waited for nobody, ended by the timeout"
 LATE = "share of one rank's lateness billed to the network"
 MOVES = "bytes_on_the_wire"  # the sections to run, of those for several ranks
 WAITS, SKIPS, CLOCK = "who_waits_for_whom", "one_rank_skips", "sides_of_a_clock"
@@ -331,7 +331,7 @@ ON_FOUR = {  # as plain python plays it: the shares of S are those of its rows
         values("all_to_all") | traffic_of("all_to_all", "0.75"),
     ),
 }
-SOON = ("timedelta(seconds=20)", "timedelta(seconds=2)")  # until rank 0 waits in vain no longer
+SOON = ("timedelta(seconds=20)", "timedelta(seconds=2)")  # until rank 0 no longer waits for nobody
 BREAKS = [
     Breaks(MOVED, changes=only(MOVES), most=8),
     Breaks(WAITED, changes=[*only(WAITS), SOON]),

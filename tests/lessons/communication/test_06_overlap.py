@@ -274,7 +274,7 @@ def test_without_a_slow_network_it_is_blocked_and_says_why() -> None:
 
 
 @pytest.mark.deep
-def test_whoever_is_not_root_has_a_slow_network_too() -> None:
+def test_a_user_who_is_not_root_has_a_slow_network_too() -> None:
     outcomes = attempt(play_as_nobody, 2, LESSON, *ACROSS, deadline=200, group=False)
     _, ledger = outcomes[0].value
     assert {row["claim"] for row in ledger} >= {CLOCK, TRACE, LOG}, outcomes[0].output

@@ -1,4 +1,4 @@
-"""Two nodes in namespaces: sums, bytes on the cable, and nothing left behind, whoever ends what."""
+"""Two nodes in namespaces: sums, bytes on the cable, and nothing left behind, whichever ends."""
 
 import io
 import json
@@ -133,7 +133,7 @@ BREAKS = Breaks(LINES, ranks=1, changes=[QUICK, ONE_ROUND, NO_TIMES], deadline=2
 
 
 def verdicts_on(seconds: dict[str, float]) -> list[str]:
-    """What the lesson says of the flat rings' times beside the hierarchy's."""
+    """What the lesson says of the flat rings' times next to the hierarchy's."""
     lesson = load(LESSON)
     lesson.check_times([{name: lesson.Seen(seconds[name], 0, 0) for name in WAYS}], 20.0)
     return [row["verdict"] for row in lesson.ledger]
@@ -141,12 +141,12 @@ def verdicts_on(seconds: dict[str, float]) -> list[str]:
 
 def test_times_are_judged_by_the_bytes_on_the_cable() -> None:
     lesson = load(LESSON)
-    foretold = {name: lesson.predicted_seconds(name, 20.0) for name in WAYS}
-    assert verdicts_on(foretold) == ["PASS"] * 2
-    assert verdicts_on(foretold | {"hierarchy": 1.15 * foretold["hierarchy"]}) == ["PASS"] * 2
-    as_a_ring = foretold | {"hierarchy": foretold["ring, node by node"]}
+    predicted = {name: lesson.predicted_seconds(name, 20.0) for name in WAYS}
+    assert verdicts_on(predicted) == ["PASS"] * 2
+    assert verdicts_on(predicted | {"hierarchy": 1.15 * predicted["hierarchy"]}) == ["PASS"] * 2
+    as_a_ring = predicted | {"hierarchy": predicted["ring, node by node"]}
     assert "FAIL" in verdicts_on(as_a_ring)
-    as_it_should_not = foretold | {"hierarchy": foretold["ring, to and fro"]}
+    as_it_should_not = predicted | {"hierarchy": predicted["ring, to and fro"]}
     assert verdicts_on(as_it_should_not) == ["FAIL"] * 2
 
 
@@ -190,7 +190,7 @@ ON_GPUS = OnGpus(  # run as torchrun would on two real nodes: plain python start
 
 
 @pytest.mark.deep
-def test_real_nodes_sum_right_and_their_cards_have_sent_what_was_foretold(tmp_path: Path) -> None:
+def test_real_nodes_sum_right_and_their_cards_have_sent_what_was_predicted(tmp_path: Path) -> None:
     script = changed(tmp_path)
     ((codes, errors, told),) = run(on_two_nodes, 1, script, 2, 400, deadline=170, group=False)
     assert codes == [0] * 4, errors
@@ -248,7 +248,7 @@ def test_a_node_without_cards_is_not_judged(sent: float, due: str) -> None:
 
 
 @pytest.mark.deep
-def test_whoever_is_not_root_has_nodes_too() -> None:
+def test_a_user_who_is_not_root_has_nodes_too() -> None:
     changes = [QUICK, ONE_ROUND, NO_TIMES]
     (outcome,) = attempt(play_as_nobody, 1, LESSON, *changes, deadline=200, group=False)
     code, ledger = outcome.value

@@ -273,7 +273,7 @@ NEAREST = ("torch.floor(x / step + torch.rand_like(x))", "torch.round(x / step)"
 GATHERED = ("Method(lambda: eight_bits,", "Method(lambda: eight_bits_by_all_gather,")
 TWICE = ("in gather(message)])", "in gather(message.repeat(2))[:, : len(message)]])")
 SUMS_IN_FULL = (
-    "torch.cat([dequantise(one) for one in gather(quantise(mine))])",
+    "torch.cat([dequantize(one) for one in gather(quantize(mine))])",
     "gather(mine).flatten()",
 )
 LINES = {  # in this order they make four plays, with the breaks of 8 bits apart
@@ -318,7 +318,7 @@ LINES = {  # in this order they make four plays, with the breaks of 8 bits apart
             (".div_(WORLD_SIZE)", ""),
             ("sent, total / WORLD_SIZE", "sent, total"),
             ("in incoming]).mean(0)", "in incoming]).sum(0)"),
-            ("dequantise(message), everyone.mean(0)", "dequantise(message), everyone.sum(0)"),
+            ("dequantize(message), everyone.mean(0)", "dequantize(message), everyone.sum(0)"),
         ],
         {name + LOST for name in ("float32", "8 bits", "8 bits, all-gather", "top-k")},
     ),
@@ -437,7 +437,7 @@ NO_GAIN |= {f"{name}: accuracy ahead in equal time" for name in ("top-k", "Power
 def verdicts_on(sends_all: Sequence[str] = (), rate: float = 1.0) -> tuple[set[str], set[str]]:
     """The claims on time that PASS and that FAIL, on made-up runs across a link.
 
-    What takes a step beside its bytes is small; the methods of `sends_all` send as float32 does.
+    What takes a step next to its bytes is small; the methods of `sends_all` send as float32 does.
     """
     lesson = load(LESSON)
     runs = {}
@@ -498,7 +498,7 @@ def test_without_a_link_it_is_blocked_and_says_why(changes: list, why: str) -> N
 
 
 @pytest.mark.deep
-def test_whoever_is_not_root_has_a_link_too() -> None:
+def test_a_user_who_is_not_root_has_a_link_too() -> None:
     outcomes = attempt(play_as_nobody, 2, LESSON, *QUICK, deadline=200, group=False)
     assert outcomes[0].kind == "returned", outcomes[0]
     _, ledger = outcomes[0].value
@@ -600,7 +600,7 @@ def test_training_never_sees_the_digits_that_are_kept_back() -> None:
     lesson.methods = lambda: {"one": None}
     lesson.Run = lambda name, device: made
     lesson.from_rank_0 = lambda value: (digits, labels)
-    lesson.summarise = lambda run, device: None
+    lesson.summarize = lambda run, device: None
     lesson.dist = SimpleNamespace(barrier=lambda: None)
     lesson.train(CPU, 60, 60)
     assert len(trained) == 60
@@ -629,7 +629,7 @@ def test_a_run_is_summed_up_per_step_and_by_its_fastest_round() -> None:
     for outer, best in ((None, 0.2), ((0.7, 0.9), 0.28)):
         run = SimpleNamespace(curve=[0.1, 0.2], seconds=seconds, calls=calls)
         run.method = lesson.Method(None, 0, outer=outer)
-        lesson.summarise(run, CPU)
+        lesson.summarize(run, CPU)
         assert run.curve == pytest.approx([0.2, 0.4])
         assert run.best == pytest.approx(best)
         assert run.handed == (10 * 40 + 400) / 10

@@ -61,7 +61,7 @@ def test_training_crops_are_drawn_at_random(monkeypatch: pytest.MonkeyPatch) -> 
 LEFT = "samples that an epoch leaves out"
 TWICE = "samples that come twice"
 PLACE = "share of samples at their place in 2 epochs"
-MEANS = {f"mean of normalised crops, {name} - DataLoader's" for name in ("jpg", "raw")}
+MEANS = {f"mean of normalized crops, {name} - DataLoader's" for name in ("jpg", "raw")}
 
 LINES = {
     # Nothing is left out, and only the order says that nothing was shuffled.
@@ -76,7 +76,7 @@ LINES = {
         "NormalizeImage(255 * MEAN[::-1].copy(), 255 * STD, np",
         MEANS,
     ),
-    "pixels that are normalised as if they were floats, as in Try": (
+    "pixels that are normalized as if they were floats, as in Try": (
         "NormalizeImage(255 * MEAN, 255 * STD, np",
         "NormalizeImage(MEAN, STD, np",
         MEANS,

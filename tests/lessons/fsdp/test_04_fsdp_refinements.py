@@ -51,7 +51,7 @@ LINES = {
         ("new_gpt(mesh, torch.float32)", "new_gpt(mesh, torch.bfloat16)"),
         {"bytes of a weight that the optimizer updates"},
     ),
-    "every micro-batch synchronises (Try)": (
+    "every micro-batch synchronizes (Try)": (
         (SYNC, ""),
         {"3 micro-batches: reduce-scatters"},
     ),

@@ -208,7 +208,7 @@ pytestmark = pytest.mark.timeout(1800)  # one waits while another compiles
 
 @pytest.fixture(autouse=True)
 def compiled(request: pytest.FixtureRequest) -> None:
-    """DeepSpeed's C++, where a case wants it: before there are ranks that could wait in vain."""
+    """DeepSpeed's C++, where a case wants it: before there are ranks that could wait for nobody."""
     case = getattr(request.node, "callspec", None) and request.node.callspec.params.get("case")
     if str(case) in {*BROKEN_DEEPSPEED, *BROKEN_COMPARISONS}:
         if find_spec("deepspeed") is None:

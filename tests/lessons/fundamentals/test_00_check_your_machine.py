@@ -1,4 +1,4 @@
-"""The doctor: looks without harm, foretells truly, knows real failures by their words."""
+"""The doctor: looks without harm, predicts truly, knows real failures by their words."""
 
 import io
 import os
@@ -75,7 +75,7 @@ class Refused(Exception):
 
 
 def fake_nvml(**answers: object) -> types.ModuleType:
-    """NVML with two H100: NVLink joins them, and neither tells its utilisation."""
+    """NVML with two H100: NVLink joins them, and neither tells its utilization."""
 
     def refuse(*_: object) -> None:
         raise Refused
@@ -170,19 +170,19 @@ def test_of_a_name_with_two_addresses_only_this_machine_s_counts(monkeypatch) ->
     assert doctor.own_addresses("planted") == ["127.0.0.1"]
 
 
-def foretold_and_found(interface: str) -> tuple[set[str], set[str]]:
+def predicted_and_found(interface: str) -> tuple[set[str], set[str]]:
     if interface:
         os.environ["GLOO_SOCKET_IFNAME"] = interface
-    foretold = set(load(LESSON).gloo_addresses())
+    predicted = set(load(LESSON).gloo_addresses())
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     sockets = psutil.Process().net_connections("tcp")
-    return foretold, {s.laddr.ip for s in sockets if s.status == psutil.CONN_LISTEN}
+    return predicted, {s.laddr.ip for s in sockets if s.status == psutil.CONN_LISTEN}
 
 
 @pytest.mark.parametrize("interface", ["", *doctor.interfaces()])
-def test_gloo_listens_where_it_is_foretold(interface: str) -> None:
-    foretold, found = run_alone(foretold_and_found, interface)
-    assert foretold == found != set()
+def test_gloo_listens_where_it_is_predicted(interface: str) -> None:
+    predicted, found = run_alone(predicted_and_found, interface)
+    assert predicted == found != set()
 
 
 def run_alone(function, *args: object) -> object:
@@ -190,15 +190,15 @@ def run_alone(function, *args: object) -> object:
 
 
 @pytest.mark.skipif(doctor.nccl_library() is None, reason="needs NCCL")
-def test_nccl_meets_where_it_is_foretold() -> None:
-    foretold = doctor.nccl_interfaces(list(doctor.interfaces()))
-    assert doctor.interface_nccl_takes(doctor.nccl_library()) == foretold[0]
+def test_nccl_meets_where_it_is_predicted() -> None:
+    predicted = doctor.nccl_interfaces(list(doctor.interfaces()))
+    assert doctor.interface_nccl_takes(doctor.nccl_library()) == predicted[0]
 
 
-def test_where_the_choice_is_made_nothing_is_foretold(monkeypatch) -> None:
+def test_where_the_choice_is_made_nothing_is_predicted(monkeypatch) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
     lesson = load(LESSON)
-    lesson.nccl_takes_what_is_foretold()
+    lesson.nccl_takes_what_is_predicted()
     assert [row["verdict"] for row in lesson.ledger] == ["BLOCKED"]
 
 
@@ -299,7 +299,7 @@ PROVOKED = [
 
 @pytest.mark.deep
 @pytest.mark.parametrize(("provoke", "name"), PROVOKED, ids=[p.__name__ for p, _ in PROVOKED])
-def test_a_real_failure_is_recognised(provoke, name: str) -> None:
+def test_a_real_failure_is_recognized(provoke, name: str) -> None:
     words = run_alone(provoke)
     assert doctor.diagnose(words)[1] == name, words
 
@@ -349,7 +349,7 @@ QUOTED = {
 
 
 @pytest.mark.parametrize("words", QUOTED)
-def test_a_quoted_failure_is_recognised(words: str) -> None:
+def test_a_quoted_failure_is_recognized(words: str) -> None:
     assert doctor.diagnose(words)[1] == QUOTED[words]
 
 
@@ -363,7 +363,7 @@ SHARES = {
 @pytest.mark.deep
 @pytest.mark.skipif(not NAMESPACES, reason="needs root or user namespaces")
 @pytest.mark.parametrize("what", SHARES)
-def test_exhausted_shared_memory_is_recognised(what: str) -> None:
+def test_exhausted_shared_memory_is_recognized(what: str) -> None:
     tiny = "mount -t tmpfs -o size=1m none /dev/shm && exec " + sys.executable
     script = [*ALONE, "sh", "-c", f'{tiny} -c "$0"', SHARES[what]]
     ran = subprocess.run(script, capture_output=True, text=True, timeout=150)
@@ -451,9 +451,9 @@ def test_a_lesson_that_is_blocked_without_a_gpu_is_not_said_to_run_in_full() -> 
 
 # Break the line that a claim guards, and it FAILS
 
-SUM, ADDRESS = "1 + ... + 2, summed through gloo", "addresses gloo listens on, foretold wrongly"
+SUM, ADDRESS = "1 + ... + 2, summed through gloo", "addresses gloo listens on, wrongly predicted"
 NAME = "addresses of the host name that are this machine's"
-MEETS = "interfaces NCCL meets on, foretold wrongly"
+MEETS = "interfaces NCCL meets on, wrongly predicted"
 REPORTS = "failures of strangers that the table names rightly"
 SHARED, SIX = "bytes that /dev/shm gives back", "failures provoked here and named rightly"
 LINES = {
@@ -490,7 +490,7 @@ BREAKS = Breaks(LINES, ranks=1, most=5)
 
 STARTS_PROCESSES = [
     ("    every_gpu_joins()\n", ""),
-    ("    failures_are_recognised()\n", ""),
+    ("    failures_are_recognized()\n", ""),
 ]
 SIZES = {1: STARTS_PROCESSES}  # the plain run is one rank, too, and starts them
 ON_GPUS = OnGpus(changes=STARTS_PROCESSES, ranks=(1,), says="torch may use 1;")

@@ -18,7 +18,7 @@ READ, NEIGHBORS = (
     "4 GPUs send to neighbors: GB/s each",
 )
 BESIDE, LEFT = (
-    "beside 4 readers, a neighbor's copy: GB/s",
+    "next to 4 readers, a neighbor's copy: GB/s",
     "  by hand, what a reader leaves of 63",
 )
 RING, INCAST = "crossbar, 8 send right at once: GB/s each", "crossbar, 7 send to one: GB/s each"

@@ -300,7 +300,7 @@ def test_nothing_outlives_a_killed_launcher(
         wait_until(lambda: asleep.exists() and asleep.stat().st_size == sleepers, 200)
         assert len(marked(mark)) >= started
         launcher.send_signal(signal.SIGKILL)
-    wait_until(lambda: not marked(mark), 60)  # whoever ends by itself takes torch down first
+    wait_until(lambda: not marked(mark), 60)  # one that ends by itself takes torch down first
 
 
 def wait_until(holds, seconds: float) -> None:

@@ -120,7 +120,7 @@ def failed_by_made_up_seconds(*changes: tuple[str, str]) -> set[str]:
     return {row["claim"] for row in lesson.ledger if row["verdict"] == "FAIL"}
 
 
-def test_a_machine_like_ours_keeps_what_is_foretold_of_caches_and_rooflines() -> None:
+def test_a_machine_like_ours_keeps_what_is_predicted_of_caches_and_rooflines() -> None:
     assert failed_by_made_up_seconds() == set()
 
 

@@ -1,4 +1,4 @@
-"""Two nodes, one torchrun each: equal weights, bytes as foretold, mistakes named, nothing left."""
+"""Two nodes, one torchrun each: equal weights, bytes as predicted, mistakes named, nothing left."""
 
 import contextlib
 import io

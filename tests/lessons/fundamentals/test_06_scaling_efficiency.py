@@ -50,20 +50,20 @@ def test_the_fit_finds_what_the_times_were_made_of(a: float, b: float, n: int) -
     assert found == pytest.approx((a, b), rel=1e-6)
 
 
-def test_the_last_point_is_foretold_from_the_others_alone() -> None:
+def test_the_last_point_is_predicted_from_the_others_alone() -> None:
     lesson = load(LESSON)
     lesson.WORLD_SIZE = 4
     strong = {n: 0.04 + 0.16 / n for n in (1, 2, 3)} | {4: 1.0}
     lesson.check_laws({"strong": strong, "weak": {4: 0.2}, "all on one": {1: 0.68}}, 0.2)
     rows = {row["claim"]: row for row in lesson.ledger}
-    foretold = rows[STRONG + ", from fewer"]
-    assert foretold["predicted"] == pytest.approx(2.5)
-    assert (foretold["measured"], foretold["verdict"]) == (pytest.approx(0.2), "FAIL")
+    predicted = rows[STRONG + ", from fewer"]
+    assert predicted["predicted"] == pytest.approx(2.5)
+    assert (predicted["measured"], predicted["verdict"]) == (pytest.approx(0.2), "FAIL")
     assert rows[FITTED]["measured"] == pytest.approx(0.2)
     assert rows[WEAK]["measured"] == pytest.approx(rows[WEAK]["predicted"]) == pytest.approx(3.4)
 
 
-def test_published_times_are_foretold_within_two_hundredths() -> None:
+def test_published_times_are_predicted_within_two_hundredths() -> None:
     """What the lesson prints of them: the sixteenth GPU, from 1 to 8."""
     for _, times in here.PUBLISHED.values():
         line = here.statistics.linear_regression([0, 1 / 2, 3 / 4, 7 / 8], times[:4])

@@ -46,7 +46,7 @@ def only(*sections: str) -> list[tuple[str, str]]:
 
 
 WHOLE, TERM = "whole checkpoint: weights that differ", "SIGTERM: weights that differ"
-BESIDE, OVER = "beside, renamed: share of kills survived", "overwritten: share survived"
+BESIDE, OVER = "next to it, renamed: share of kills survived", "overwritten: share survived"
 NAMED, BEFORE = (
     "bit flipped: files that the checksum names",
     "bit flipped: step that is whole before it",
@@ -175,7 +175,7 @@ ON_DISK = Breaks(
             ],
             {BESIDE},
         ),
-        "overwritten beside": (
+        "overwritten next to it": (
             "*kill_at_each_line(overwrite)]",
             "*kill_at_each_line(save_durably)]",
             {OVER},

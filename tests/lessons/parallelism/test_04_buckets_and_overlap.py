@@ -161,7 +161,7 @@ def require_close(ours: torch.Tensor, mean: torch.Tensor, size: torch.Tensor, wh
 
 
 def follow_one_process(build: Callable[[], nn.Module], bucket_mb: float, **options: bool) -> None:
-    """Four steps of SGD beside one process that sees all samples: gradients, weights, None."""
+    """Four steps of SGD next to one process that sees all samples: gradients, weights, None."""
     lesson = load(LESSON)
     torch.manual_seed(dist.get_rank())
     ours = lesson.BucketedDDP(build(), bucket_mb, **options)

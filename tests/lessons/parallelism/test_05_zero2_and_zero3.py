@@ -27,7 +27,7 @@ def of(stage: int, what: str) -> set[str]:
 HELD = {stage: of(stage, "bytes held per parameter") for stage in (2, 3)}
 FIRST = {stage: of(stage, "gathered in the 1st pass / P") for stage in (2, 3)}
 SECOND = {stage: of(stage, "gathered in the 2nd pass / P") for stage in (2, 3)}
-EARLY = of(3, "gathers beside a whole unit")
+EARLY = of(3, "gathers next to a whole unit")
 WHOLE = of(3, "units whole at once")
 ORDER = of(3, "gathers in the order 0123 3210")
 REDUCED = set().union(

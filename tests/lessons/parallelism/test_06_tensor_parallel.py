@@ -133,9 +133,9 @@ def end_of_main() -> tuple[str, bool]:
 
 
 def test_the_lesson_refuses_five_ranks_before_any_collective() -> None:
-    for text, initialised in run(end_of_main, 5, group=False):
+    for text, initialized in run(end_of_main, 5, group=False):
         assert "share 48 heads evenly, and be 2 or more; got 5; set --nproc-per-node to 2" in text
-        assert not initialised
+        assert not initialized
 
 
 def ranks_agree() -> list[bool]:

@@ -149,7 +149,7 @@ LINES = {
         ("        check_schedule(mixed)\n", ""),
         {REFUSED},
     ),
-    "torch minimises another loss": (
+    "torch minimizes another loss": (
         ("loss_fn=F.mse_loss", "loss_fn=F.l1_loss"),
         {name + GRAD for name in TORCHS},
     ),

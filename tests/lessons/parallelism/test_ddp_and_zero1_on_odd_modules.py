@@ -99,7 +99,7 @@ def test_activation_checkpointing(again: str) -> None:
 def follow(
     kind: type, widths: tuple, numel: int = 20, changes: tuple = (), **defaults: object
 ) -> float:
-    """Two steps on plain layers, beside one process."""
+    """Two steps on plain layers, next to one process."""
     rank = dist.get_rank()
     n = dist.get_world_size()
     alone = layers(*widths)
@@ -603,7 +603,7 @@ def test_a_group_of_ranks_is_sharded_by_itself(sharded: bool) -> None:
 
 
 def two_forwards() -> float:
-    """Two forwards before one backward; each rank normalises its own batches."""
+    """Two forwards before one backward; each rank normalizes its own batches."""
     rank = dist.get_rank()
     n = dist.get_world_size()
     torch.manual_seed(0)

@@ -74,7 +74,7 @@ waits = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1)
 def test_a_planted_error_lies_between_its_bounds_with_its_sign(waits: list, error: int) -> None:
     rounds = []
     for number, (wait_0, wait_1) in enumerate(waits):
-        left = 1000 * number + 50  # both leave together, whoever came first
+        left = 1000 * number + 50  # both leave together, whichever came first
         rounds.append([(left - wait_0, left), (left - wait_1 + error, left + error)])
     at_least, at_most = merging.clock_error(rounds, rank=1)
     assert at_least <= error <= at_most

@@ -31,7 +31,7 @@ ON_GPUS = OnGpus(
 
 POPS = "pops, one for each push"
 ROWS, NAMED = "rows of a table by name", "the same, were payloads in the names"
-PLAN = "in the plan's order, depth, payload and colour"
+PLAN = "in the plan's order, depth, payload and color"
 MARKS, RANGED = (
     "marks whose payload is the step's loss, to the bit",
     "collectives that torch dispatched, with a range",
@@ -247,7 +247,7 @@ LINES = {
         ],
         {PLAN, NAMED, BYTES, LAUNCHES} | ({TORCH} if torch.version.cuda else set()),
     ),
-    "every range has one colour; the wait is outside, as in Try, and nobody waits in flight": (
+    "every range has one color; the wait is outside, as in Try, and nobody waits in flight": (
         [
             (f"{TOLD}{WAIT}        work.wait()\n", f"{WAIT}        pass\n"),
             (LANDED, LANDED + f"{TOLD}    work.wait()\n"),

@@ -82,11 +82,11 @@ REPORT_BREAKS = {  # a changed line of the report, and whom it blames then
         ('same = ["process_group", ', "same = ["),
         {"wrong_group": []},
     ),
-    "whoever was aborted is to blame": (
+    "one that was aborted is to blame": (
         ("if look.exitcode == -signal.SIGABRT:", "if False:"),
         {"other_dtype": [1]},
     ),
-    "whoever has failed waits for nobody": (
+    "one that has failed waits for nobody": (
         ("return look.calls[-1] if look.calls and failed_inside else None", "return None"),
         {},  # one rank still waits
     ),
@@ -343,6 +343,6 @@ def test_ranks_that_hang_die_with_the_lesson() -> None:
     started.wait()
     started.stdout.close()
     stop = time.monotonic() + 100
-    while any(map(lives, ranks)):  # whoever inherits them may leave zombies
+    while any(map(lives, ranks)):  # what inherits them may leave zombies
         assert time.monotonic() < stop, ranks
         time.sleep(0.02)

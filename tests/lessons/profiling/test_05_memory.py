@@ -344,9 +344,9 @@ def test_two_fresh_processes_ask_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("n", [1, 4, 64])
 def test_a_predicted_peak_shrinks_with_what_it_is_cured_of(n: int) -> None:
     job = lesson.Job(L=32, D=4096, B=8, T=2048, V=50_304, heads=32, context=2048)
-    plain = lesson.foretell(job, lesson.Plan(), n)[1].total()
+    plain = lesson.predict(job, lesson.Plan(), n)[1].total()
     for plan in (lesson.Plan(recompute=True), lesson.Plan(offload=True), lesson.Plan(pieces=8)):
-        assert lesson.foretell(job, plan, n)[1].total() < plain
+        assert lesson.predict(job, plan, n)[1].total() < plain
     kept = [
         lesson.kept_by_block(job, lesson.Plan(**{cure: True})) for cure in ("zeros", "autocast")
     ]
@@ -385,7 +385,7 @@ def test_states_are_sharded_over_n_ranks_and_else_on_each() -> None:
         (lesson.Plan(shard=True), 4, 1, 2),
         (lesson.Plan(shard=True), 8, 0.5, 1),
     ):
-        at_peak = lesson.foretell(job, plan, n)[1]
+        at_peak = lesson.predict(job, plan, n)[1]
         assert at_peak["parameters"] / job.P == pytest.approx(parameters)
         assert at_peak["moments"] / job.P == pytest.approx(moments)
 

@@ -247,7 +247,7 @@ def test_bpftrace_goes_when_its_rank_is_killed() -> None:
     rank.kill()
     rank.join()
     stop = time.monotonic() + 100
-    while lives(tracer):  # whoever inherits it may leave a zombie
+    while lives(tracer):  # what inherits it may leave a zombie
         assert time.monotonic() < stop
         time.sleep(0.02)
 
@@ -267,7 +267,7 @@ def both(*texts: str) -> set[str]:
     return {text.format(name) for text in texts for name in ("all_reduce", "broadcast")}
 
 
-# Without a filter, all that runs beside this test would fill the maps.
+# Without a filter, all that runs next to this test would fill the maps.
 CHILD = "*[child.pid for child in __import__('psutil').Process().children()]"
 LINES = {  # several lines at once, and the claims that must FAIL
     "what is not counted": (
@@ -385,7 +385,7 @@ def a_peer_leaves(*changes: tuple[str, str]) -> str:
 def test_what_gloo_throws_passes_the_probes() -> None:
     """With a uretprobe on gloo::allreduce, any process that has one would be aborted there.
 
-    That was tried by hand: beside other tests it would end them, too.
+    That was tried by hand: next to other tests it would end them, too.
     """
     traced, _ = attempt(a_peer_leaves, 2, deadline=250)
     assert "onnection" in traced.value, traced

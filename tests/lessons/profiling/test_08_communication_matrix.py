@@ -360,7 +360,7 @@ def test_what_belongs_to_pairs_or_other_groups_is_not_compared() -> None:
 
 @given(st.lists(st.sampled_from("abc"), min_size=2, max_size=30), st.randoms())
 def test_one_call_left_out_is_one_difference(kinds: list[str], drawn: random.Random) -> None:
-    """Or one of the same calls beside it: nobody can tell those apart."""
+    """Or one of the same calls next to it: nobody can tell those apart."""
     at = drawn.randrange(len(kinds))
     rest = kinds[:at] + kinds[at + 1 :]
     ((only, other),) = compared(step(0, "".join(kinds)), step(0, "".join(rest)))
