@@ -870,7 +870,7 @@ def median_ms(work: Callable, repeats: int = 20) -> float:
 #    layer 1 is what is left. PyTorch's DDP makes three as well, from its second step on. However
 #    they are divided, all ways hand over the same 341,072 bytes.
 # 2. Four: when layers 4 and 3 leave, the weights and biases of layers 2 and 1 are still to come.
-#    While those are computed, two thirds of the bytes can travel. One all-reduce per gradient after
+#    Before the last of them is there, 80% of the bytes have left. One all-reduce per gradient after
 #    backward leaves none to hide behind, and neither does DDP's first step, with its one bucket.
 #    `--figure PATH` draws the order of events for all of them.
 # 3. One order, the buckets' own, though their gradients come in different orders. Without that rule

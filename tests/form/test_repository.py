@@ -103,7 +103,7 @@ def test_each_finding_names_a_row_that_passed() -> None:
         assert rows[claim]["kind"] == "measured", words
 
 
-INVENTED = ("parallelism/10", "exercises/20_all_to_all")  # CONTRIBUTING's examples
+INVENTED = ("parallelism/12", "exercises/20_all_to_all")  # CONTRIBUTING's examples
 INVENTED += ("tests/lessons/FOLDER", "tests/passed.txt")  # the latter is made by make test-all
 
 

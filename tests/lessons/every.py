@@ -180,7 +180,8 @@ def passes_alone(lesson: str, more: Callable[[Played], None] | None, folder: Pat
     figure = ["--figure", "figure.png"] if "--figure" in flags_of(lesson) else []
     played = run(lesson, folder, flags=figure, warm=not loads_torch_anew(lesson))
     check(played)
-    if figure and not any("namespaces" in row.get("needs", "") for row in played.ledger):
+    drawn = figure and "no figure:" not in played.output
+    if drawn and not any("namespaces" in row.get("needs", "") for row in played.ledger):
         assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG"), played.output
         (folder / "figure.png").unlink()
     if more:

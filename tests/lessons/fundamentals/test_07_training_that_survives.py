@@ -383,7 +383,10 @@ def test_file_then_name_then_folder_reach_the_disk(tmp_path: Path) -> None:
     replace = Path.replace
 
     def fsync(descriptor: int) -> None:
-        done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        file = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        done.append(file.name)
+        if file.is_file():
+            done.append(f"{file.stat().st_size - 32} bytes")  # that Python has handed over
 
     def renamed(self: Path, target: Path) -> Path:
         done.append("renamed")
@@ -391,7 +394,7 @@ def test_file_then_name_then_folder_reach_the_disk(tmp_path: Path) -> None:
 
     with patch("os.fsync", fsync), patch.object(Path, "replace", renamed):
         lesson.save_durably(tmp_path / "a.pt", b"new")
-    assert done == ["a.tmp", "renamed", tmp_path.name]
+    assert done == ["a.tmp", "3 bytes", "renamed", tmp_path.name]
 
 
 # Values that no row shows

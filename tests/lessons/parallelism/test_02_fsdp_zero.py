@@ -217,3 +217,19 @@ def test_the_figure_shows_the_formula_and_what_was_measured() -> None:
     assert [each[:, 3].sum().item() for each in heights] == pytest.approx([112, 38.5, 26.25, 14])
     points = [panel.plot.call_args.args[:2] for panel in panels[:2]]
     assert points == [(2, 112), (2, 49)]
+
+
+def moved_by_one_step() -> list[bool]:
+    """Which of two layers a step has changed, if rank 0 has used the first alone, rank 1 neither."""
+    lesson = load(LESSON)
+    layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    before = [layer.weight.detach().clone() for layer in layers]
+    zero = lesson.ZeRO1(layers.parameters(), torch.optim.Adam, lr=0.1)
+    if lesson.dist.get_rank() == 0:
+        layers[0](torch.ones(2, 4)).sum().backward()
+    zero.step()
+    return [not torch.equal(a, layer.weight) for a, layer in zip(before, layers, strict=True)]
+
+
+def test_what_one_rank_has_used_is_trained_on_all() -> None:
+    assert run(moved_by_one_step, 2) == [[True, False]] * 2
