@@ -603,4 +603,11 @@ MISTAKES = [
         "test_generators",
         "torch's global generator was seeded or drawn from: that is the program's",
     ),
+    (
+        "as if all nodes had equally many ranks",
+        'torch.device("cuda", local_rank)',
+        'torch.device("cuda", rank % local_world_size)',
+        "test_backend_and_device",
+        "rank 5, local rank 0 of 2, 2 GPUs: device: expected cuda:0, got cuda:1",
+    ),
 ]

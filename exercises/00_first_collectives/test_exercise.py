@@ -331,6 +331,7 @@ NODES = [  # rank, local rank, ranks on this node, GPUs there
     (2, 2, 4, 0),
     (0, 0, 1, 1),
     (8, 0, 4, 3),
+    (5, 0, 2, 2),  # the first node has five ranks
 ]
 
 

@@ -197,4 +197,17 @@ MISTAKES = [
         "test_shuffled",
         "shuffled, seed 1: a second loader has other orders than the first",
     ),
+    (
+        "photographs turned as the camera notes",
+        ("    from torchvision.datasets import ImageFolder", "ImageFolder(str(folder))"),
+        (
+            "    from PIL import Image, ImageOps\n\n"
+            "    def upright(name):\n"
+            "        return ImageOps.exif_transpose(Image.open(name)).convert('RGB')\n\n"
+            "    from torchvision.datasets import ImageFolder",
+            "ImageFolder(str(folder), loader=upright)",
+        ),
+        "test_file",
+        "expected",
+    ),
 ]

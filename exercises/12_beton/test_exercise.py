@@ -38,12 +38,14 @@ def photos(tmp_path: Path, seed: int) -> tuple[Path, list[str], list[np.ndarray]
     folder = tmp_path / "photos"
     folder.mkdir()
     rng = np.random.default_rng(seed)
+    lying = Image.Exif()
+    lying[0x0112] = 6  # the orientation that a camera notes; pixels are where they are
     for name in reversed(FILES):
         (folder / name).mkdir()
         for file, (width, height, mode) in reversed(FILES[name].items()):
             bands = [rng.integers(0, 256, (height, width), np.uint8) for _ in mode]
             made = Image.merge(mode, [Image.fromarray(band) for band in bands])
-            made.save(folder / name / file, **{"quality": 95} if "J" in file else {})
+            made.save(folder / name / file, **{"quality": 95, "exif": lying} if "J" in file else {})
     (folder / "n2" / "about.txt").write_text("One sample, and this file, which is none.")
     names = []
     for name, files in FILES.items():
