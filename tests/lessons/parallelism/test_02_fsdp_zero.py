@@ -220,7 +220,7 @@ def test_the_figure_shows_the_formula_and_what_was_measured() -> None:
 
 
 def moved_by_one_step() -> list[bool]:
-    """Which of two layers a step has changed, if rank 0 has used the first alone, rank 1 neither."""
+    """Which of two layers a step has changed, if rank 0 used the first alone, rank 1 neither."""
     lesson = load(LESSON)
     layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
     before = [layer.weight.detach().clone() for layer in layers]
