@@ -135,14 +135,13 @@ def ran() -> str:
     for one in machines():
         if any(ran_on_several_gpus(lesson, [one]) for lesson in LESSONS):
             links.append(f"[{one.name}](results/{one.name}/README.md)")
-    where = "**Not yet run on several GPUs: [be the first]"
-    where += "(results/README.md#on-gpus).**"
+    first = "[be the first](results/README.md#on-gpus)"
+    where = f"**Run so far on CPUs, not yet on several GPUs: {first}.**"
     if links:
         where = f"Run on several GPUs so far: {', '.join(links)}."
     return (
-        f"{where} `make gpu` runs the lessons on 1,\n"
-        "2, 4 and 8 GPUs, says first how long that takes, and puts all results into one "
-        "folder, for a pull request."
+        f"{where} Got the box?\n`make gpu` says how long it takes, then runs the lessons on 1, 2, "
+        "4 and 8 GPUs, with all results in one folder."
     )
 
 

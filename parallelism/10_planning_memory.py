@@ -504,11 +504,11 @@ def check_simumax() -> None:
     for tp, pp, dp, cp, tokens, measured in LLAMAS:
         layout = Layout(dp=dp, tp=tp, pp=pp, cp=cp)
         parts = memory(llama(12, 8192, 64, 8, 28672, 128256), Job(tokens, 4 * dp), layout)
-        misses.append(shown(f"Llama 70B, {tokens} tokens", layout, parts, measured))
+        misses.append(shown(f"Llama 70B, {tokens // 1024}k tokens", layout, parts, measured))
     for ep, pp, dp, measured in DEEPSEEKS:
         layout = Layout(dp=dp, pp=pp, ep=ep)
         parts = memory(DEEPSEEK, Job(4096, 4 * dp), layout)
-        misses.append(shown("DeepSeek-V2, 4096 tokens", layout, parts, measured))
+        misses.append(shown("DeepSeek-V2, 4k tokens", layout, parts, measured))
     half = np.median(misses)
     claim("8 B200, peak allocated: median miss", 0.05, half, "<=", question=3, kind="theory")
     claim("8 B200, peak allocated: largest miss", 0.05, max(misses), "<=", kind="theory")
@@ -519,8 +519,8 @@ def shown(what: str, layout: Layout, parts: dict, measured: float) -> float:
     total = float(sum(parts.values())) / GiB
     axes = "dp {} tp {} pp {} cp {} ep {}".format(*layout[:5])
     states = sum(float(parts[part]) for part in ("weights", "gradients", "optimizer states"))
-    said = f"{states / GiB:6.1f} states {float(parts['activations']) / GiB:5.1f} activations"
-    print0(f"  {what:24} {axes:25}{said}, {total:6.1f} of {measured:.1f} GiB")
+    said = f"{states / GiB:5.1f} states {float(parts['activations']) / GiB:5.1f} activations"
+    print0(f"  {what:22} {axes:24} {said} {total:5.1f} of {measured:.1f} GiB")
     return abs(total / measured - 1)
 
 

@@ -298,4 +298,11 @@ MISTAKES = [
         "test_many",
         "us of communication: expected",
     ),
+    (
+        "of gloo's events two categories alone",
+        'if e["name"].startswith("gloo:")',
+        'if e["name"].startswith("gloo:") and e["cat"] in ("cpu_op", "user_annotation")',
+        "test_share",
+        "three steps, and what lies between them: us of communication: expected",
+    ),
 ]

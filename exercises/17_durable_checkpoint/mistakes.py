@@ -17,12 +17,12 @@ MISTAKES = [
         "the checksums last, under the final name",
         (
             "        write(temporary / CHECKSUMS, json.dumps(sums).encode())\n",
-            "        flush(folder)\n    found = ",
+            "    flush(folder)\n    found = ",
         ),
         (
             "",
             "        write(final / CHECKSUMS, json.dumps(sums).encode())\n"
-            "        flush(folder)\n    found = ",
+            "    flush(folder)\n    found = ",
         ),
         "test_killed",
         "half a checkpoint has the name of a whole one: ['step-000003']",
@@ -101,7 +101,7 @@ MISTAKES = [
     ),
     (
         "the new name not flushed",
-        "        temporary.rename(final)\n        flush(folder)\n",
+        "        temporary.rename(final)\n    flush(folder)\n",
         "        temporary.rename(final)\n",
         "test_power_cut",
         "a power cut after save: the name step-000002 itself is not on the disk",
@@ -325,7 +325,7 @@ MISTAKES = [
     (
         "the new name flushed last of all",
         (
-            "        temporary.rename(final)\n        flush(folder)\n",
+            "        temporary.rename(final)\n    flush(folder)\n",
             '            old.rename(old.with_suffix(".tmp"))\n    remove_leftovers(folder)\n',
         ),
         (
@@ -384,5 +384,12 @@ MISTAKES = [
         "        raise ValueError(str(word[0]))\n",
         "test_everywhere",
         "rank 0: ValueError: (0, {}, [])",
+    ),
+    (
+        "the folder flushed only where something was written",
+        "    flush(folder)\n",
+        "        flush(folder)\n",
+        "test_power_cut",
+        "step-000002 was there already, its name not on the disk, and step-000001 is gone",
     ),
 ]

@@ -86,7 +86,7 @@ def save(folder: Path, step: int, parts: dict[str, bytes], keep: int = 2) -> Non
         if final.exists():  # damaged: the job has come to this step again
             final.rename(final.with_suffix(".damaged"))
         temporary.rename(final)
-        flush(folder)
+    flush(folder)
     found = newest_first(folder)
     kept = [path for path in found if read_whole(path) is not None][:keep]
     for old in found:

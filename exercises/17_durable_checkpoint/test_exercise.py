@@ -194,6 +194,14 @@ def ordered(answer, wire, seed: int) -> None:
     if gone and str(folder) not in on_disk[when : gone[0]]:
         raise Wrong("a power cut: step-000001 is gone, and the name step-000002 not on the disk")
     shutil.rmtree(folder)
+    folder = folder_with(answer, seed, 1, 2, keep=2)
+    on_disk.clear()
+    gone.clear()
+    answer.save(folder, 2, parts_of(2, seed), keep=1)  # who saved it was killed before its flush
+    if gone and str(folder) not in on_disk[: gone[0]]:
+        there = "step-000002 was there already, its name not on the disk, and step-000001 is gone"
+        raise Wrong(f"a kill, save once more, a power cut: {there}")
+    shutil.rmtree(folder)
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux")

@@ -330,4 +330,11 @@ MISTAKES = [
         "test_places",
         "places of the adapters: expected",
     ),
+    (
+        "children without the second of two names",
+        "list(parent._modules.items())",
+        "list(parent.named_children())",
+        "test_two_names",
+        "are they the same one: expected [True, True, True], got [True, False, False]",
+    ),
 ]

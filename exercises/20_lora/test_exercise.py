@@ -229,6 +229,20 @@ def test_places(answer: Path, seed: int, tied: bool) -> None:
     same(got, due, "loss of the model with new adapters", 0.0)
 
 
+def two_names(answer, wire) -> list[bool]:
+    """Of a module that holds one layer under both names: is each an adapter, and the same?"""
+    layer = nn.Linear(D, D)
+    model = answer.adapt(nn.ModuleDict({"up": layer, "down": layer}), NAMES, 2, ALPHA)
+    both = [model["up"], model["down"]]
+    return [isinstance(one, answer.Adapter) for one in both] + [both[0] is both[1]]
+
+
+def test_two_names(answer: Path) -> None:
+    """A layer that one module holds under two names"""
+    (told,) = grade(answer, two_names, 1)
+    expect(told, [True, True, True], "is the first an adapter, the second, are they the same one")
+
+
 def prepared(answer, seed: int, r: int, hidden: int) -> nn.Module:
     model = answer.adapt(Model(seed, hidden=hidden), NAMES, r, ALPHA)
     for k, module in enumerate(m for m in model.modules() if isinstance(m, answer.Adapter)):

@@ -13,9 +13,9 @@ class ZeRO3(nn.Module):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loss(model(x)).backward()                # the mean gradient of this rank's shares
 
-    A unit is any module with parameters that maps one tensor to one. Unit k has T trained elements
-    in the order of `parameters()`, one after the other, and F frozen ones likewise. Cut into n
-    equal shares, with zeros at the end where n does not divide them, rank r holds share r:
+    A unit is any module with parameters that maps one tensor of floats to one. Unit k has T trained
+    elements in the order of `parameters()`, one after the other, and F frozen ones likewise. Cut
+    into n equal shares, with zeros at the end where n does not divide them, rank r holds share r:
     `self.trained[k]` is a parameter of ceil(T / n) elements, and `self.frozen[k]` a tensor of
     ceil(F / n). All parameters of a unit are of one dtype.
 

@@ -122,4 +122,11 @@ MISTAKES = [
         "test_two_slow",
         "rank 1 late in 17 of 20 steps, rank 3 in all, on rank 0 of 4: expected",
     ),
+    (
+        "powers of two as floats",
+        "comb(window, k - 1) / 2**window)",
+        "comb(window, k - 1) / 2.0**window)",
+        "test_count",
+        "OverflowError",
+    ),
 ]

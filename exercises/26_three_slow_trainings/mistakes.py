@@ -177,4 +177,17 @@ MISTAKES = [
         "test_training_1",
         "rank 0: calls of step_together in 3 steps: expected 3, got 0",
     ),
+    (
+        "evaluation mode for the validation, training mode after it",
+        (
+            "        with torch.no_grad():\n            hits = ",
+            "        right.append(hits.item())\n",
+        ),
+        (
+            "        model.eval()\n        with torch.no_grad():\n            hits = ",
+            "        right.append(hits.item())\n        model.train()\n",
+        ),
+        "test_training_3",
+        "model.training at the end, as it was when given: expected False, got True",
+    ),
 ]

@@ -176,8 +176,8 @@ class Reduced(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def call_3(answer, wire, seed: int, validation: tuple[Tensor, Tensor]) -> tuple:
-    model = used(seed)
+def call_3(answer, wire, seed: int, validation: tuple[Tensor, Tensor], training: bool) -> tuple:
+    model = used(seed).train(training)
     rows = []
     model.register_forward_hook(lambda model, inputs, output: rows.append(len(inputs[0])))
     made = steps_counted(answer)
@@ -192,7 +192,8 @@ def test_training_3(answer: Path, seed: int, n: int, V: int) -> None:
     """Training 3 shares the validation of {V} samples, and counts the same, on {n} ranks"""
     due = train(seed, joined(seed, n))
     x, labels = validation_of(seed, V, due[0][0])  # none can be left out unseen after step 1
-    told = grade(answer, call_3, n, seed, (x, labels))
+    given = V != 5  # else it is given in evaluation mode, as in fine-tuning
+    told = grade(answer, call_3, n, seed, (x, labels), given)
     hits = []
     model = network(seed)
     for parameters, _ in due:
@@ -200,7 +201,7 @@ def test_training_3(answer: Path, seed: int, n: int, V: int) -> None:
         hits.append(int((model(x).argmax(1) == labels).sum()))
     most = STEPS * (5 + -(-V // n))
     for rank, (parameters, right, rows, calls, training, dtypes, made) in enumerate(told):
-        expect(training, True, f"rank {rank}: model.training at the end, as it was when given")
+        expect(training, given, f"rank {rank}: model.training at the end, as it was when given")
         if rows > most:
             told_rows = f"{rows} samples through the model, where {most} do"
             raise Wrong(f"rank {rank}: {told_rows}: the others wait for this rank")

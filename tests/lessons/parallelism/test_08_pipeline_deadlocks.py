@@ -228,3 +228,13 @@ def test_sends_that_wait_for_their_receivers_are_checked_as_such() -> None:
     lesson().check_schedule(one_f_one_b)
     with pytest.raises(ValueError, match="stage 3 before F1 wait for ever"):
         lesson().check_schedule(one_f_one_b, together=False)
+
+
+def test_a_backward_pass_waits_for_the_forward_pass_of_its_own_micro_batch() -> None:
+    lesson = load(LESSON)
+    started = {("F", 0): 0, ("F", 2): 1}
+    able = [k for k in range(4) if lesson.is_able(("B", k), started)]
+    assert able == [0, 2]
+    assert lesson.is_able(("F", 3), started)
+    with pytest.raises(ValueError, match="stage 0 before B1"):
+        lesson.check_schedule([[("F", 0), ("B", 1), ("F", 1), ("B", 0)]])
