@@ -160,6 +160,20 @@ class Largest(TorchDispatchMode):
         return result
 
 
+class Reduced(TorchDispatchMode):
+    """Notes the dtypes of all tensors that pass an all-reduce."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "allreduce" in func._schema.name.replace("_", ""):
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+            self.dtypes += [str(tensor.dtype) for tensor in tensors]
+        return func(*args, **(kwargs or {}))
+
+
 # In the grader
 
 LAST: list[Outcome] = []  # how the ranks of the last `grade` ended

@@ -142,7 +142,7 @@ MISTAKES = [
             "right.append(int(hits.item()))",
         ),
         "test_training_3",
-        "rank 0: dtypes that are all-reduced: expected ['float64', 'int64',",
+        "rank 0: dtypes that are all-reduced: expected ['torch.float64', 'torch.int64',",
     ),
     (
         "no sample, no validation",

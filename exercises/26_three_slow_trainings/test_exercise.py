@@ -7,10 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from course.grading import Wrong, expect, grade, same
+from course.grading import Reduced, Wrong, expect, grade, same
 
 D, C, RATE, STEPS, BATCH = 6, 3, 0.1, 3, 12
 ATOL = 1e-12  # of float64: what the order of a sum may change
@@ -162,20 +160,6 @@ def validation_of(seed: int, V: int, parameters: Tensor) -> tuple[Tensor, Tensor
     return x, labels
 
 
-class Reduced(TorchDispatchMode):
-    """Notes the dtypes of all tensors that pass an all-reduce."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dtypes = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "allreduce" in func._schema.name.replace("_", ""):
-            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-            self.dtypes += [str(tensor.dtype)[6:] for tensor in tensors]
-        return func(*args, **(kwargs or {}))
-
-
 def call_3(answer, wire, seed: int, validation: tuple[Tensor, Tensor], training: bool) -> tuple:
     model = used(seed).train(training)
     rows = []
@@ -209,5 +193,9 @@ def test_training_3(answer: Path, seed: int, n: int, V: int) -> None:
         same(parameters, due[-1][0], f"rank {rank}: parameters", ATOL)
         step = [("all_reduce", 8 * parameters.numel()), ("all_reduce", 8)]
         expect(calls, step * STEPS, f"rank {rank}: calls, with their bytes")
-        expect(dtypes, ["float64", "int64"] * STEPS, f"rank {rank}: dtypes that are all-reduced")
+        expect(
+            dtypes,
+            ["torch.float64", "torch.int64"] * STEPS,
+            f"rank {rank}: dtypes that are all-reduced",
+        )
         expect_steps(rank, made)
