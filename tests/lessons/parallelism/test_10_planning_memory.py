@@ -89,3 +89,24 @@ LINES = {
     ),
 }
 BREAKS = Breaks(LINES)
+
+
+def parts(batch: int, **axes: int) -> dict:
+    lesson = load(LESSON)
+    model = lesson.llama(12, 8192, 64, 8, 28672, 128256)
+    return lesson.memory(model, lesson.Job(4096, batch), lesson.Layout(**axes))
+
+
+def test_a_stage_holds_no_more_micro_batches_than_a_step_has() -> None:
+    held = [float(parts(batch, pp=4)["activations"]) for batch in (2, 4, 8)]
+    assert held == pytest.approx([held[1] / 2, held[1], held[1]])
+
+
+def test_zero_3_gathers_two_layers_of_two_bytes_each() -> None:
+    lesson = load(LESSON)
+    model = lesson.llama(12, 8192, 64, 8, 28672, 128256)
+    gathered = float(parts(8, dp=8, zero=3)["layers gathered"])
+    layer = 8192 * (8192 + 2 * 1024 + 8192 + 3 * 28672) + 2 * 8192
+    rest = gathered / 4 - layer  # embedding and head, as if they were shared by the layers
+    assert 0 <= rest <= 2.01 * 128256 * 8192 / 12
+    assert model.vocab == 128256
