@@ -109,7 +109,7 @@ def given(job: int, n: int, seed: int = 0) -> list[tuple]:
             order = names[r % 3 :] + names[: r % 3]  # as a set of names may give them
             of_rank.append(({name: state[name] for name in order},))
         elif job == 5:
-            batches = some_batches(5)
+            batches = some_batches(6)
             bad = [{3: torch.inf}, {1: torch.inf, 3: torch.nan}, {}, {}][r]
             for step, value in bad.items():
                 x, y = batches[step]
@@ -119,6 +119,10 @@ def given(job: int, n: int, seed: int = 0) -> list[tuple]:
                 x, y = batches[4]
                 x[1, 2] = 1e200  # then one element of the gradient is infinite
                 y[1] = 1e300
+                x, y = batches[5]
+                x[1] = 0
+                x[1, 2] = 1  # and here one is finite, and its square is not
+                y[1] = 2.0**600
             of_rank.append((batches, w))
     return of_rank
 

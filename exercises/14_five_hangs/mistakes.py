@@ -267,4 +267,11 @@ MISTAKES = [
         "test_job_5",
         "rank 0: w is not finite; a bad step was taken",
     ),
+    (
+        "job 5 looks at the gradient's norm",
+        "if not grad.isfinite().all():",
+        "if not grad.norm().isfinite():",
+        "test_job_5",
+        "w after 6 steps, the bad ones left out: element",
+    ),
 ]

@@ -20,7 +20,8 @@ from course.ranks import run
 
 SCRIPT = ROOT / "launch/ddp_surviving.py"
 STEPS = 10  # of a turn: short ones, so that a disturbance meets both; the script listens in each
-TURNS = 80
+TURNS = 20
+RUNS = 3  # where its tensors lie in memory makes a run some percent faster or slower
 SAVE_EVERY = 100  # steps, the script's own default
 WIDTH = 64  # the digits' own model is so small that a step would be Python's alone
 
@@ -106,9 +107,14 @@ def race(folder: Path) -> dict[str, float]:
 @pytest.mark.deep
 @pytest.mark.clock
 def test_surviving_costs_at_most_a_twentieth_of_a_step(tmp_path: Path) -> None:
-    seconds = run(race, 2, tmp_path, deadline=240)[0]
-    bare, surviving = seconds["bare"] / STEPS, seconds["surviving"] / STEPS
-    with_saving = surviving + seconds["save"] / SAVE_EVERY
-    said = f"bare {1000 * bare:.2f} ms per step, surviving {1000 * surviving:.2f}"
-    print(f"{said}, with saving {1000 * with_saving:.2f}: {with_saving / bare - 1:+.1%}")
-    assert with_saving <= 1.05 * bare
+    costs = []
+    for number in range(RUNS):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        seconds = run(race, 2, folder, deadline=240)[0]
+        bare, surviving = seconds["bare"] / STEPS, seconds["surviving"] / STEPS
+        with_saving = surviving + seconds["save"] / SAVE_EVERY
+        costs.append(with_saving / bare - 1)
+        said = f"bare {1000 * bare:.2f} ms per step, surviving {1000 * surviving:.2f}"
+        print(f"{said}, with saving {1000 * with_saving:.2f}: {costs[-1]:+.1%}")
+    assert median(costs) <= 0.05

@@ -23,7 +23,7 @@ NO_STEPS = [
 ]
 CACHED = "KV cache: tokens that differ from those without"
 LOGITS = "a decode step's logits, error"
-CUT = "cut in 2: tokens that differ"
+CUT = "cut in 2: a decode step's logits, error"
 SIZE = "cut in 2: elements summed per token, 2 L D"
 SHARE = "cut in 2: cache per token, 2 L D x 4 / n"
 TEXT_ANEW = "no cache: tokens through a block per request"
@@ -65,11 +65,11 @@ LINES = {
     ),
     "the prompt sees one token ahead": (
         [("device).tril(total - new)", "device).tril(total - new + 1)")],
-        {LOGITS},
+        {CUT, LOGITS},
     ),
     "the step that is timed is at the position after": (
         [("cache.length = x_BT.shape[1] - 1", "cache.length = x_BT.shape[1]")],
-        {LOGITS},
+        {CUT, LOGITS},
     ),
     "positions start anew": (
         [("    start = caches[0].length\n", "    start = 0\n")],
@@ -90,7 +90,7 @@ ON_FOUR = {
         "        dist.all_reduce(y, group=self.group)\n",
         "",
         {
-            "cut in 4: tokens that differ",
+            "cut in 4: a decode step's logits, error",
             "cut in 4: all-reduces per step, 2 L",
             "cut in 4: elements summed per token, 2 L D",
         },
