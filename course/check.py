@@ -69,8 +69,9 @@ def show_proof(exercise: Exercise) -> None:
     if shows != "None.":
         say(f"At this cost: {shows}")
     say(f"Lesson: {sentence_after('Lesson', exercise)}")
+    done = progress.read()["lessons"]
     for leads_here in lessons():
-        if exercise.name in leads_here.exercises:
+        if exercise.name in leads_here.exercises and leads_here.path not in done:
             say(f"Read on: {what_was_seen(leads_here)}, What you should have seen")
 
 

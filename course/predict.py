@@ -206,7 +206,8 @@ def compare(lesson: Lesson, answers: dict[str, str], ledger: list[dict]) -> None
         if number in seen:
             print(f"\n   {paint('Why', 'bold')}")
             say(seen[number], 3)
-    if any(judged):
+    judged = [said for said in judged if said]
+    if judged:
         print(f"\nBy your own judgment you were right in {judged.count('y')} of {len(judged)}.")
     blocked = [row for row in ledger if row["verdict"] == "BLOCKED"]
     if blocked:
@@ -223,12 +224,24 @@ def what_was_seen(lesson: Lesson) -> str:
 
 
 def was_right() -> str:
-    """What the learner says of the guess: y, n, or nothing."""
+    """What the learner says of the guess: y, n, or nothing. Keys typed earlier do not count."""
     try:
-        return input("   Were you right, y or n? > ").strip().lower()[:1]
+        while True:
+            forget_what_was_typed()
+            said = input("   Were you right, y or n? > ").strip().lower()
+            if said in ("", "y", "yes", "n", "no"):
+                return said[:1]
     except EOFError:
         print()
         return ""
+
+
+def forget_what_was_typed() -> None:
+    """Drop what was typed while the lesson ran, if this is a terminal."""
+    if sys.stdin.isatty():
+        import termios
+
+        termios.tcflush(sys.stdin, termios.TCIFLUSH)
 
 
 def show(row: dict) -> None:

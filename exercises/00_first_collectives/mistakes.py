@@ -610,4 +610,11 @@ MISTAKES = [
         "test_backend_and_device",
         "rank 5, local rank 0 of 2, 2 GPUs: device: expected cuda:0, got cuda:1",
     ),
+    (
+        "the list of all_gather is one tensor, n times",
+        "    rows = [torch.empty_like(x) for _ in range(dist.get_world_size())]\n",
+        "    rows = [torch.empty_like(x)] * dist.get_world_size()\n",
+        "test_stack_all",
+        "all rows are rank",
+    ),
 ]

@@ -59,7 +59,7 @@ def only(*sections: str) -> list[tuple[str, str]]:
     return [(f"    {name}({'device' * (name in WITH_DEVICE)})\n", "") for name in left_out]
 
 
-HELLOS = "ranks of three that print 0 + 1 + 2"
+HELLOS = "each of four ranks prints 0 + 1 + 2 + 3"
 NEEDED = "variables without which a rank cannot join"
 TWO = "ranks of two launched by hand that print 0 + 1"
 FOUR = "ranks of two launchers' four that print 6"
@@ -89,7 +89,7 @@ LAUNCHED = Breaks(
     deadline=250,
 )
 BY_HAND_ONLY = Breaks(
-    {"another tensor": ("[float(rank)]", "[2.0 - rank]", {TWO})},  # of three ranks the same sum
+    {"another tensor": ("[float(rank)]", "[3.0 - rank]", {TWO})},  # of four ranks the same sum
     ranks=1,
     changes=only(BY_HAND),
     deadline=250,
