@@ -1,7 +1,7 @@
 """Will it fit, how long does it take: memory and time of a training step, from first principles.
 
 NumPy alone. Every number of a `Layout` may be an array, and then so is every result: one call
-plans fifty thousand layouts. The lessons parallelism/10 and 11 hold these functions to the letter.
+plans fifty thousand layouts. The lessons parallelism/10 and 11 explain what it rests on.
 """
 
 import json
@@ -39,6 +39,7 @@ class Model(NamedTuple):
     kv_rank: int = 0
     rope_dim: int = 0
     mtp: int = 0  # layers that predict further tokens
+    top_groups: int = 0  # of experts, in which all of a token's lie: DeepSeek's; 0: no limit
 
 
 class Layout(NamedTuple):
@@ -52,7 +53,7 @@ class Layout(NamedTuple):
     micro_batch: int = 1  # sequences
     chunks: int = 1  # of layers per stage: interleaving, v
     zero: int = 1  # what is sharded over dp x cp: 1 states, 2 gradients too, 3 weights too
-    recompute: int = 0  # 0 nothing, 1 the SwiGLU product and norms, 2 whole layers
+    recompute: int = 0  # 0 nothing, 1 norms, SwiGLU's product and MLA's keys, 2 whole layers
 
 
 class Job(NamedTuple):
@@ -74,6 +75,8 @@ class Job(NamedTuple):
     compute: str = "bf16"  # or "fp8": matrix products alone
     offload: bool = False  # states in the host's memory
     lora: int = 0  # rank of the adapters; 0: all is trained
+    hide: bool = True  # experts' all-to-alls run behind products, where the schedule allows
+    schedule: str = "1f1b"  # of a pipeline; interleaved if there are chunks; or "gpipe", "zb-h1"
 
 
 # Parameters and FLOPs
@@ -84,10 +87,11 @@ def layer_parameters(model: Model) -> SimpleNamespace:
     h = model.hidden
     q_out = model.heads * model.qk_dim
     attention = h * q_out + 2 * h * model.kv_heads * model.qk_dim + model.heads * model.v_dim * h
+    up = 0
     if model.kv_rank:  # MLA: down to a small rank, up again
-        up = model.heads * (model.qk_dim - model.rope_dim + model.v_dim)
-        attention = h * model.q_rank + (model.q_rank or h) * q_out
-        attention += h * (model.kv_rank + model.rope_dim) + model.kv_rank * up
+        up = (model.q_rank or h) * q_out
+        up += model.kv_rank * model.heads * (model.qk_dim - model.rope_dim + model.v_dim)
+        attention = h * (model.q_rank + model.kv_rank + model.rope_dim) + up
         attention += model.heads * model.v_dim * h
     matrices = 3 if model.gated else 2
     mlp = matrices * h * model.ff
@@ -98,7 +102,9 @@ def layer_parameters(model: Model) -> SimpleNamespace:
         norms += 2 * h
     shared = matrices * h * model.shared_ff + h * model.experts  # with the router
     expert = matrices * h * model.expert_ff
-    return SimpleNamespace(attention=attention, norms=norms, mlp=mlp, shared=shared, expert=expert)
+    return SimpleNamespace(
+        attention=attention, up=up, norms=norms, mlp=mlp, shared=shared, expert=expert
+    )
 
 
 def parameters(model: Model) -> dict[str, int]:
@@ -160,15 +166,16 @@ def saved_bytes(model: Model, job: Job, recompute: int = 0) -> SimpleNamespace:
     if model.kv_rank:  # the keys are assembled anew out of what the up-projection leaves
         kv_out = model.heads * (2 * model.qk_dim - model.rope_dim + model.v_dim)
     attention = norms + lora + 2 * q_out + 2 * kv_out + 2 * model.heads * model.v_dim
+    latent = 2 * (q_out + kv_out) if model.kv_rank else 0  # made again out of the small ranks
     attention += 4 * model.heads  # FlashAttention's log of sums, in float32
     width = job.mlp_saved if model.gated else 4
     mlp = norms + width * model.ff
     if not model.gated:
         mlp += 2 * h  # dropout's masks, a byte each, twice
-    routed = model.top_k * (4 * h + job.mlp_saved * model.expert_ff)  # in and out of each expert
+    routed = model.top_k * (2 * h + job.mlp_saved * model.expert_ff)  # its output is not kept
     moe = norms + routed + job.mlp_saved * model.shared_ff
     less = np.where(recompute == 1, 1, 0)
-    attention = attention - less * 2 * h
+    attention = attention - less * (2 * h + latent)
     mlp = mlp - less * (2 * h + 2 * model.ff)
     moe = moe - less * (2 * h + 2 * (model.top_k * model.expert_ff + model.shared_ff))
     return SimpleNamespace(attention=attention, mlp=mlp, moe=moe, input=2 * h)
@@ -252,6 +259,8 @@ def stage_bytes(
     if first:
         more = np.where(layout.chunks > 1, 1 + (pp - 1) / (pp * layout.chunks), 1)
         in_flight = np.minimum(pp * more, micro_batches)
+        if job.schedule == "gpipe":
+            in_flight = np.where(pp > 1, micro_batches, 1)
     again = np.where(layout.recompute == 2, of_layer / np.maximum(layers, 1), 0)  # one layer's
     logits = tokens * model.vocab * job.logit_bytes * last
     activations = tokens * (whole * in_flight + again)
@@ -289,6 +298,7 @@ def memory(model: Model, job: Job, layout: Layout) -> dict[str, np.ndarray]:
 
 LINK_SHARE = 0.8  # of a link's rate that NCCL reaches: 370 of 450 GB/s on 8 H100 (nccl-tests #212)
 LATENCY = 20e-6  # seconds that a collective takes even if it is empty
+EXCHANGE = 0.2  # of the multiprocessors run an all-to-all: DeepEP's 20 of 132, HybridEP's 32 of 148
 
 
 def group_rate(gpu: SimpleNamespace, ranks: int, stride: int) -> np.ndarray:
@@ -302,6 +312,65 @@ def group_rate(gpu: SimpleNamespace, ranks: int, stride: int) -> np.ndarray:
     return LINK_SHARE * np.where(ranks * stride <= gpu.domain, gpu.nvlink, across)
 
 
+def slowest_stage(layers: int, head: float, pp: int, chunks: int) -> np.ndarray:
+    """The work of the slowest stage, in layers; the head counts as so many of them.
+
+    All pieces but the last have equally many layers, the last one the rest and the head.
+    """
+    pieces = pp * chunks
+    slowest = np.inf
+    for each in (-(-layers // pieces), -(-layers // pieces) + 1):
+        rest = np.maximum(layers - (pieces - 1) * each, 0)
+        last = (chunks - 1) * each + rest + head
+        slowest = np.minimum(slowest, np.maximum(np.where(pp > 1, chunks * each, 0), last))
+    return slowest
+
+
+def groups_met(model: Model, groups: int) -> np.ndarray:
+    """In how many of so many groups of experts a token's choices lie, if routing is even."""
+    missed = 1.0
+    for taken in range(model.top_k):
+        others = np.maximum(model.experts - model.experts / groups - taken, 0)
+        missed = missed * others / (model.experts - taken)
+    return groups * (1 - missed)
+
+
+def dispatch_seconds(model: Model, gpu: SimpleNamespace, ep: int, sent: float) -> np.ndarray:
+    """Seconds of one all-to-all of tokens among experts, `sent` bytes per GPU and copy.
+
+    One copy crosses to each NVLink domain that a token needs, through the GPU's own card, and
+    NVLink hands it to each GPU there that has one of its experts (DeepEP, HybridEP).
+    """
+    domains = -(-ep // gpu.domain)
+    near = groups_met(model, ep) * (1 - 1 / np.minimum(ep, gpu.domain)) / gpu.nvlink
+    met = np.minimum(groups_met(model, domains), model.top_groups or np.inf)
+    far = met * (1 - 1 / domains) / gpu.network
+    return sent * np.maximum(near, far) / LINK_SHARE + LATENCY
+
+
+def hides(job: Job, layout: Layout) -> np.ndarray:
+    """Whether experts' all-to-alls run behind the products of another micro-batch.
+
+    The forward pass of one runs next to the backward pass of another, so there must be two, stages
+    must be interleaved, and layers not recomputed whole (Megatron's transformer_config.py).
+    """
+    two = job.batch >= 2 * layout.dp * layout.micro_batch
+    schedule = (layout.pp == 1) | (layout.chunks > 1)
+    return job.hide & (layout.ep > 1) & two & schedule & (layout.recompute < 2)
+
+
+def exchange_seconds(
+    model: Model, job: Job, layout: Layout, gpu: SimpleNamespace, layers: float, products: float
+) -> np.ndarray:
+    """Seconds of a micro-batch's all-to-alls in so many MoE layers, less what products hide."""
+    _, tp, _, cp, ep = layout[:5]
+    sent = 2 * layout.micro_batch * job.sequence * model.hidden / (cp * tp)
+    calls = np.where(layout.recompute == 2, 6, 4) * layers * (ep > 1)  # there, back, both ways
+    whole = calls * dispatch_seconds(model, gpu, ep, sent)
+    least = np.maximum(EXCHANGE * whole, whole - products)
+    return np.where(hides(job, layout), least, whole)
+
+
 def micro_batch_seconds(
     model: Model, job: Job, layout: Layout, gpu: SimpleNamespace
 ) -> dict[str, np.ndarray]:
@@ -309,72 +378,100 @@ def micro_batch_seconds(
     _, tp, pp, cp, ep = layout[:5]
     h = model.hidden
     tokens = layout.micro_batch * job.sequence / cp  # of all ranks of a tensor-parallel group
-    layers = model.layers / pp if job.by_cost else -(-model.layers // pp)  # of the largest stage
+    layers = model.layers / pp  # of the largest stage
+    if not job.by_cost:
+        layers = layout.chunks * -(-model.layers // (pp * layout.chunks))
     passes = np.where(layout.recompute == 2, 4 / 3, 1)  # a forward more
+    both_ways = np.where(layout.recompute == 2, 3, 2)  # forward, backward, and forward again
     if job.lora:
         passes = passes - 1 / 3  # no gradients of weights
     of_scores = 3 * model.layers * model.heads * (model.qk_dim + model.v_dim) * job.sequence
     of_head = 6 * model.vocab * model.hidden * (1 + model.mtp)
     of_layers = flops_per_token(model, job.sequence) - of_scores - of_head
-    slowest = np.maximum(layers, model.layers // pp + of_head / of_layers * model.layers)
-    slowest = model.layers / pp * (1 + of_head / of_layers) if job.by_cost else slowest
-    flops = of_layers / model.layers * np.where(pp == 1, model.layers, slowest)
-    flops = flops + np.where(pp == 1, of_head, 0)
+    slowest = model.layers / pp * (1 + of_head / of_layers)
+    if not job.by_cost:
+        head = of_head / of_layers * model.layers
+        slowest = slowest_stage(model.layers, head, pp, layout.chunks)
+    one = layer_parameters(model)
+    flops = of_layers / model.layers * slowest + 2 * layers * one.up * (layout.recompute == 1)
     rate = gpu.efficiency * (gpu.fp8 if job.compute == "fp8" else gpu.bf16)
     share = tokens * passes / tp
     saved = saved_bytes(model, job)
     moe_layers = layers * (1 - model.dense_layers / model.layers) if model.experts else 0
-    touched = layers * saved.attention + (layers - moe_layers) * saved.mlp + moe_layers * saved.moe
+    touched = layers * saved.attention + (layers - moe_layers) * saved.mlp
+    touched += moe_layers * (saved.moe + 2 * model.top_k * h)  # experts' outputs are moved, too
     hidden_bytes = 2 * tokens * h
     ring = (tp - 1) / tp * hidden_bytes  # an all-gather or reduce-scatter of the activations
-    calls = 8 * layers * passes * (tp > 1)  # four forward, four backward
+    calls = 4 * layers * both_ways * (tp > 1)
     tensor = calls * (ring / group_rate(gpu, tp, 1) + LATENCY)
     kv = 2 * 2 * tokens / tp * model.kv_heads * model.qk_dim  # keys and values of a rank
-    context = 3 * layers * (cp - 1) * (kv / group_rate(gpu, cp, tp) + LATENCY)
-    sent = model.top_k * hidden_bytes / tp * (ep - 1) / ep  # a copy per expert
-    expert = 4 * moe_layers * passes * (sent / group_rate(gpu, ep, 1) + LATENCY) * (ep > 1)
-    one = layer_parameters(model).expert * moe_layers
-    read = 14 * one * model.experts / ep / gpu.hbm  # weights three times, float32 gradients twice
-    unfed = read - 6 * share * one * model.top_k / rate  # by few tokens per expert
+    context = (both_ways + 1) * layers * (cp - 1) * (kv / group_rate(gpu, cp, tp) + LATENCY)
+    routed = 6 * moe_layers * model.top_k * one.expert
+    products = share * (flops + (gpu.efficiency / gpu.grouped - 1) * routed) / rate
+    weights = moe_layers * one.expert
+    read = 3 * job.weight_bytes + 2 * job.grad_bytes  # forward, twice backward; gradients in, out
+    read = read * weights * model.experts / ep / gpu.hbm
+    unfed = read - share * routed / rate * gpu.efficiency / gpu.grouped  # by few tokens per expert
     return {
-        "matrix products": share * flops / rate,
+        "matrix products": products,
         "attention scores": share * of_scores / pp / (gpu.efficiency * gpu.bf16),
         "experts' weights, by HBM": np.maximum(unfed, 0),
         "elementwise, by HBM": 3 * tokens * passes * touched / tp / gpu.hbm,
         "tensor parallel": tensor,
         "context parallel": context,
-        "expert parallel": expert,
+        "expert parallel": exchange_seconds(model, job, layout, gpu, moe_layers, products),
     }
+
+
+def data_parallel_seconds(
+    model: Model, job: Job, layout: Layout, gpu: SimpleNamespace, one: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Seconds of a step that data parallelism adds, and the optimizer.
+
+    `one` is a micro-batch's time: a third of it forward, the rest backward, and they hide what runs
+    meanwhile. Without sharding gradients are summed once; ZeRO-1 sums, and gathers the new weights;
+    ZeRO-2 sums after each micro-batch; ZeRO-3 gathers weights for each, forward and backward.
+    """
+    dp, tp, pp, cp, ep = layout[:5]
+    experts = parameters(model)["experts"] / (pp * ep)
+    plain = (sum(parameters(model).values()) - parameters(model)["experts"]) / (pp * tp)
+    replicas = dp * cp
+    of_experts = np.maximum(replicas * tp / ep, 1)
+    ring = (replicas - 1) / replicas * plain / group_rate(gpu, replicas, tp)
+    ring = ring + (of_experts - 1) / of_experts * experts / group_rate(gpu, of_experts, ep)
+    trained = 2 * job.lora / model.hidden if job.lora else 1
+    zero = layout.zero
+    times = job.batch / (dp * layout.micro_batch)
+    gather = job.weight_bytes * ring
+    reduce = job.grad_bytes * ring * trained
+    forward = np.where(zero == 3, times, zero >= 1) * gather
+    backward = np.where(zero >= 2, times, np.where(zero == 1, 1, 2)) * reduce
+    backward = backward + np.where(zero == 3, times, 0) * gather
+    exposed = np.maximum(forward - np.where(zero == 3, times, 1) * one / 3, 0)
+    exposed = exposed + np.maximum(backward - np.where(zero >= 2, times, 1) * one * 2 / 3, 0)
+    owned = plain / np.where(zero >= 1, replicas, 1)
+    owned = owned + experts / np.where(zero >= 1, of_experts, 1)
+    moved = (job.weight_bytes + job.grad_bytes + 2 * job.state_bytes) * owned * trained
+    optimizer = moved / (gpu.pcie if job.offload else gpu.hbm)
+    return {"data parallel, exposed": exposed, "optimizer": optimizer}
 
 
 def seconds(model: Model, job: Job, layout: Layout, gpu: SimpleNamespace) -> dict[str, np.ndarray]:
     """Seconds of one step by part; all of it exposed, the parts that hide are taken off already."""
-    dp, tp, pp, cp, ep = layout[:5]
+    dp, tp, pp, cp, _ = layout[:5]
     micro_batches = job.batch / (dp * layout.micro_batch)
     parts = micro_batch_seconds(model, job, layout, gpu)
     one = sum(parts.values())
     step = {name: micro_batches * value for name, value in parts.items()}
-    step["bubble"] = (pp - 1) / layout.chunks * one
+    idle = (pp - 1) / layout.chunks * one
+    if job.schedule == "zb-h1" and not job.lora:  # gradients of weights, one of three or four
+        idle = idle * np.where(layout.recompute == 2, 1 / 2, 1 / 3)  # passes, fill the bubble
+    step["bubble"] = idle
     sent = 2 * layout.micro_batch * job.sequence * model.hidden / (tp * cp)
     hop = sent / group_rate(gpu, pp, dp * cp * tp) + LATENCY
     hops = 2 * (micro_batches * layout.chunks + pp - 1) * (pp > 1)
     step["pipeline sends"] = hops * hop * np.where(layout.chunks > 1, 0.5, 1)
-    owned = sum(parameters(model).values()) - parameters(model)["experts"]
-    owned = owned / (tp * pp) + parameters(model)["experts"] / (ep * pp)
-    ranks = dp * cp
-    rate = group_rate(gpu, ranks, tp)
-    once = (ranks - 1) / ranks * owned / rate
-    trained = 2 * job.lora / model.hidden if job.lora else 1
-    gathers = np.where(layout.zero == 3, 2 * micro_batches, 1) * job.weight_bytes * once
-    reduces = np.where(layout.zero >= 2, micro_batches, 1) * job.grad_bytes * once * trained
-    window = np.where(layout.zero == 3, micro_batches, 1) * one
-    step["data parallel, exposed"] = np.maximum(gathers - window / 3, 0) + np.maximum(
-        reduces - 2 * window / 3, 0
-    )
-    states = (job.weight_bytes + job.grad_bytes + 2 * job.state_bytes) * owned * trained
-    states = states / np.where(layout.zero >= 1, ranks, 1)
-    step["optimizer"] = states / (gpu.pcie if job.offload else gpu.hbm)
-    return step
+    return step | data_parallel_seconds(model, job, layout, gpu, one)
 
 
 # What it is called
@@ -419,6 +516,7 @@ def read_config(config: dict) -> Model:
         kv_rank=config.get("kv_lora_rank") or 0,
         rope_dim=rope if config.get("kv_lora_rank") else 0,
         mtp=config.get("num_nextn_predict_layers", 0),
+        top_groups=config.get("topk_group") or 0,
     )
 
 

@@ -8,15 +8,6 @@ from types import SimpleNamespace
 
 # NumPy comes with the functions below, not with `course --help`: the command answers at once.
 
-SCENARIOS = (  # the guide's, and one of experts: model, GPUs, sequence, sequences per step
-    ("resnet-50", 8, 1, 2048),
-    ("gpt2-1.5b", 4, 1024, 512),
-    ("llama-7b", 8, 4096, 1024),
-    ("llama-70b", 64, 4096, 1024),
-    ("gpt3-175b", 1024, 2048, 1536),
-    ("qwen3-30b-a3b", 8, 4096, 1024),
-)
-
 
 def count(text: str) -> float:
     """A number, as 15e12 or 15T."""
@@ -54,6 +45,8 @@ def job_of(options: argparse.Namespace, gpu: SimpleNamespace) -> object:
         offload=options.offload,
         lora=options.lora,
         reserve=gpu.reserve,
+        hide=not options.no_hide,
+        schedule=options.schedule,
     )
 
 
@@ -71,17 +64,21 @@ def cluster_of(options: argparse.Namespace) -> object:
     return Cluster(options.gpus, gpu)
 
 
-def words(layout: object) -> str:
+def words(layout: object, job: object) -> str:
     """A layout in one line."""
+    from course.plan import hides
+
     said = [f"{axis}={getattr(layout, axis)}" for axis in ("dp", "tp", "pp", "cp", "ep")]
     said = [word for word in said if not word.endswith("=1")] or ["dp=1"]
     said.append(f"micro-batch={layout.micro_batch}")
     if layout.chunks > 1:
         said.append(f"interleaved v={layout.chunks}")
     elif layout.pp > 1:
-        said.append("1F1B")
+        said.append({"1f1b": "1F1B", "gpipe": "GPipe", "zb-h1": "ZB-H1"}[job.schedule])
     said.append(("replicated", "ZeRO-1", "ZeRO-2", "ZeRO-3/FSDP")[layout.zero])
     said.append(("no recomputation", "selective", "full recomputation")[layout.recompute])
+    if hides(job, layout):
+        said.append("all-to-alls hidden")
     return ", ".join(said)
 
 
@@ -135,7 +132,10 @@ def show_end(cluster: object) -> None:
     from course.planning import NOT_MODELED
 
     gpu = cluster.gpu
-    print(f"\nCalibrated: efficiency {gpu.efficiency} ({gpu.fitted})", end="")
+    print(f"\nCalibrated: efficiency {gpu.efficiency}", end="")
+    if gpu.grouped != gpu.efficiency:
+        print(f", of experts {gpu.grouped}", end="")
+    print(f" ({gpu.fitted})", end="")
     if gpu.reserve:
         print(f"; allocator's reserve {gpu.reserve} ({gpu.reserve_fitted})", end="")
     print("\nNot modeled: " + "\n  ".join(NOT_MODELED))
@@ -155,12 +155,12 @@ def plan_one(model: object, job: object, cluster: object, options: argparse.Name
         recompute=options.recompute, **axes,
     )  # fmt: skip
     check_layout(model, job, layout, cluster)
-    print(words(layout))
+    print(words(layout, job))
     show_parts(model, job, layout, cluster)
     step = float(sum(seconds(model, job, layout, cluster.gpu).values()))
     show_rates(model, job, cluster, step, options)
     show_end(cluster)
-    return emit(options, layout, job)
+    return emit(options, model, layout, job)
 
 
 def plan_best(model: object, job: object, cluster: object, options: argparse.Namespace) -> int:
@@ -184,38 +184,24 @@ def plan_best(model: object, job: object, cluster: object, options: argparse.Nam
         print(f"It does not fit on {cluster.gpus} {cluster.gpu.name}, with any of"
               f" {len(layouts.dp):,} layouts.\nThe cheapest change: {change}.")  # fmt: skip
         return 1
-    print(f"Best of {len(layouts.dp):,} layouts: {words(chosen(layouts, first))}")
+    print(f"Best of {len(layouts.dp):,} layouts: {words(chosen(layouts, first), job)}")
     show_parts(model, job, chosen(layouts, first), cluster)
     show_rates(model, job, cluster, float(planned.seconds[first]), options)
     print("\nThe next best meshes:")
     for at in others:
         slower = planned.seconds[at] / planned.seconds[first]
         print(f"  {slower:.2f} x as long, {planned.bytes[at] / GiB:.0f} GiB:"
-              f" {words(chosen(layouts, at))}")  # fmt: skip
+              f" {words(chosen(layouts, at), job)}")  # fmt: skip
     print("\nWhy not")
     for line in why_not(model, job, planned, cluster, first):
         print(f"  {line}")
     show_end(cluster)
-    return emit(options, chosen(layouts, first), job)
-
-
-def images(config: dict, cluster: object, batch: int) -> tuple[float, float]:
-    """Bytes per GPU and seconds per step of a network that sees images, data parallel; fp32 SGD."""
-    from course.plan import LINK_SHARE
-
-    each = batch / cluster.gpus
-    size = 12 * config["parameters"] + each * 2 * config["activations"]  # activations in bfloat16
-    gpu = cluster.gpu
-    compute = 3 * config["forward_flops"] * each / (gpu.efficiency * gpu.bf16)
-    compute += 3 * each * 2 * config["activations"] / gpu.hbm
-    inside = cluster.gpus <= gpu.domain
-    link = LINK_SHARE * (gpu.nvlink if inside else gpu.network)
-    sent = 2 * (cluster.gpus - 1) / cluster.gpus * 4 * config["parameters"] / link
-    return size, compute + max(sent - 2 / 3 * compute, 0)
+    return emit(options, model, chosen(layouts, first), job)
 
 
 def plan_images(config: dict, cluster: object, options: argparse.Namespace) -> int:
     from course.plan import GiB
+    from course.plan_scenarios import images
     from course.planning import room
 
     batch = options.batch or 256 * cluster.gpus
@@ -229,44 +215,21 @@ def plan_images(config: dict, cluster: object, options: argparse.Namespace) -> i
     return 0
 
 
-def emit(options: argparse.Namespace, layout: object, job: object) -> int:
+def emit(options: argparse.Namespace, model: object, layout: object, job: object) -> int:
     if options.emit:
         from course.plan_emit import settings
 
-        print("\n" + settings(options.emit, layout, job))
-    return 0
-
-
-def scenarios() -> int:
-    """The guide's scenarios on H100 next to GB300, as a Markdown table."""
-    from course.plan import GiB, Job, known_gpus, read_config
-    from course.planning import Cluster, all_layouts, best, chosen, evaluate
-
-    print("| Model, GPUs | H100 | GB300 |\n|---|---|---|")
-    for name, gpus, sequence, batch in SCENARIOS:
-        cells = []
-        for kind in ("h100", "gb300"):
-            cluster = Cluster(gpus, known_gpus()[kind])
-            if name == "resnet-50":
-                size, step = images(shape_of(name), cluster, batch)
-                cells.append(f"DDP; {size / GiB:.0f} GiB, {batch / step:,.0f} images/s")
-                continue
-            model = read_config(shape_of(name))
-            job = Job(sequence=sequence, batch=batch, reserve=cluster.gpu.reserve)
-            layouts = all_layouts(model, job, cluster)
-            planned = evaluate(model, job, layouts, cluster)
-            at = best(planned, 1)[0]
-            rate = batch * sequence / planned.seconds[at]
-            cells.append(f"{words(chosen(layouts, at))}; {planned.bytes[at] / GiB:.0f} GiB,"
-                         f" {rate:,.0f} tokens/s")  # fmt: skip
-        print(f"| {name}, {gpus} | {cells[0]} | {cells[1]} |")
+        print("\n" + settings(options.emit, model, layout, job))
     return 0
 
 
 def plan(options: argparse.Namespace) -> int:
     """Be `course plan`."""
     if options.scenarios:
-        return scenarios()
+        from course.plan_scenarios import advice, scenarios
+
+        print(f"{scenarios()}\n\n{advice()}")
+        return 0
     if options.validate:
         from course.plan_validate import show
 
@@ -349,6 +312,11 @@ def add(subparsers: argparse._SubParsersAction) -> None:
     optimizers = ["adam", "adam-bf16", "adam-8bit", "muon", "sgd"]
     parser.add_argument("--optimizer", choices=optimizers, default="adam")
     parser.add_argument("--offload", action="store_true", help="optimizer states on the host")
+    said = "of a pipeline (default 1f1b, interleaved where that is faster)"
+    schedules = ["1f1b", "gpipe", "zb-h1"]
+    parser.add_argument("--schedule", choices=schedules, default="1f1b", help=said)
+    said = "no all-to-all of experts hides behind products"
+    parser.add_argument("--no-hide", action="store_true", help=said)
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters alone")
     trainers = ["torchtitan", "megatron", "deepspeed", "accelerate"]
     parser.add_argument("--emit", choices=trainers, help="print its settings")

@@ -48,6 +48,10 @@ NANOTRON = Job(
     bucket_bytes=2, half_bytes=2, layer_bytes=0, mlp_saved=8, logit_bytes=12, by_cost=True
 )
 
+# As Megatron-Bridge's recipes for speed train: gradients are summed in bfloat16
+# (perf_recipes/_common.py: grad_reduce_in_fp32 = False).
+BRIDGE = Job(grad_bytes=2)
+
 
 class Row(NamedTuple):
     """A row that was read."""
@@ -119,7 +123,9 @@ def bridge_row(row: dict[str, str], more: dict[str, dict]) -> Row:
         micro_batch=number(row, "mbs"), chunks=number(row, "vp", 1), zero=zero,
     )  # fmt: skip
     compute = "bf16" if row["precision"] == "BF16" else "fp8"  # NVFP4 is planned as FP8
-    job = Job(sequence=number(row, "seq"), batch=number(row, "gbs"), compute=compute)
+    job = BRIDGE._replace(sequence=number(row, "seq"), batch=number(row, "gbs"), compute=compute)
+    if model.kv_rank:
+        job = job._replace(state_bytes=8)  # moments in bfloat16: recipes/deepseek, DeepSeek alone
     return Row(model, job, layout, gpu, gpus, recompute_unknown=True)
 
 
@@ -139,7 +145,7 @@ def simumax_row(row: dict[str, str], more: dict[str, dict]) -> Row:
         model = model._replace(dense_layers=1)  # so in its run_pretrain_deepseekv2.sh
     axes = {axis: found.get(axis, 1) for axis in ("dp", "tp", "pp", "cp", "ep")}
     layout = Layout(**axes)
-    job = Job(sequence=found.get("seq", 4096), batch=found["mbc"] * layout.dp)
+    job = Job(sequence=found.get("seq", 4096), batch=found["mbc"] * layout.dp, hide=False)
     return Row(model, job, layout, "b200", 8)
 
 

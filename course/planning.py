@@ -33,26 +33,29 @@ FORMULAS = {
     "optimizer states": "12 bytes each (Adam); / (dp cp) from ZeRO-1 on; experts / (dp cp tp / ep)",
     "buckets": "2 bytes each, of DDP",
     "layers gathered": "2 layers of 2-byte weights, if ZeRO-3",
-    "activations": "tokens / (tp cp) x bytes per layer x layers x micro-batches in flight (pp)",
+    "activations": "tokens / (tp cp) x bytes per layer x layers x micro-batches in flight (pp; "
+    "GPipe: all)",
     "allocator's reserve": "share of the activations, if tp > 1",
     "logits": "tokens / (tp cp) x vocabulary x 6 bytes, last stage",
     "workspaces": "0.25 GiB, an order of magnitude",
     "matrix products": "6 FLOPs per parameter met and token / (peak x efficiency)",
     "attention scores": "3 L a (d_qk + d_v) s FLOPs per token, causal half, in bfloat16",
-    "experts' weights, by HBM": "14 bytes per parameter and micro-batch / HBM, beyond its products",
+    "experts' weights, by HBM": "weights three times, gradients twice / HBM, beyond the products",
     "elementwise, by HBM": "3 x the bytes of the activations / HBM bandwidth",
-    "tensor parallel": "8 per layer and micro-batch: (tp-1)/tp x 2 s b h bytes / link; exposed",
+    "tensor parallel": "8 per layer and micro-batch: (tp-1)/tp x 2 s b h bytes / link; exposed; 12 "
+    "if all is recomputed",
     "context parallel": "3 (cp-1) keys and values per layer / link; exposed",
-    "expert parallel": "4 all-to-alls per layer: top_k x 2 h bytes per token / link; exposed",
-    "bubble": "(pp-1) / v micro-batches' time",
+    "expert parallel": "4 all-to-alls per layer, 2 h bytes per token and GPU met / link; a fifth "
+    "is left where they hide behind products",
+    "bubble": "(pp-1) / v micro-batches' time; a third of it in ZB-H1",
     "pipeline sends": "2 (m v + pp-1) x 2 s b h / (tp cp) bytes / link; half if interleaved",
-    "data parallel, exposed": "gradients + weights x (n-1)/n / link, less what backward hides",
+    "data parallel, exposed": "weights less what forward hides, gradients less what backward does",
     "optimizer": "states read and written once / HBM bandwidth (PCIe if offloaded)",
 }
 
 NOT_MODELED = (
     "energy, stragglers and failures, checkpoints, data loading, uneven routing of experts,",
-    "async tensor parallelism, zero-bubble schedules, the optimizer step of Muon",
+    "async tensor parallelism, activations kept in 8 bits, the optimizer step of Muon",
 )
 
 
@@ -86,8 +89,6 @@ def broken_rules(model: Model, job: Job, layout: Layout) -> dict[str, np.ndarray
     interleaved = layout.chunks > 1
     pieces = pp * layout.chunks
     _, least = layers_of_stages(model, pieces)
-    # embedding and loss may count as layers, as in NVIDIA's 405B: 126 layers in 64 pieces
-    uneven = (model.layers % pieces > 0) & ((model.layers + 2) % pieces > 0)
     return {
         "tp must divide the {model.heads} attention heads, and got {layout.tp}; take one "
         "of its divisors": model.heads % tp > 0,
@@ -103,8 +104,8 @@ def broken_rules(model: Model, job: Job, layout: Layout) -> dict[str, np.ndarray
         "tp={layout.tp}": job.sequence % (cp * tp) > 0,
         "interleaving needs pp > 1 and micro-batches in multiples of pp; got pp={layout.pp}, "
         "chunks={layout.chunks}": interleaved & ((pp == 1) | (micro_batches % pp > 0)),
-        "pp x chunks must divide the {model.layers} layers, or 2 more; got pp={layout.pp} x "
-        "chunks={layout.chunks}": interleaved & uneven,
+        "interleaving goes with 1F1B; got {job.schedule} and chunks={layout.chunks}": interleaved
+        & (job.schedule != "1f1b"),
     }
 
 

@@ -25,20 +25,15 @@ def definitions(source: str) -> dict[str, str]:
     return found
 
 
-# Lessons that hold the planner's formulas; its names, as Job, mean other things in others.
-PLANNERS = ("parallelism/10_planning_memory.py", "parallelism/11_planning_time.py")
-
-
-def passages(lesson: str) -> dict[str, str]:
-    """What a lesson holds to the letter, by name: of course/passages.py, or of course/plan.py."""
-    path = "course/plan.py" if lesson in PLANNERS else "course/passages.py"
-    return definitions((ROOT / path).read_text(encoding="utf-8"))
+def passages() -> dict[str, str]:
+    """What a lesson that uses it holds to the letter, by name."""
+    return definitions((ROOT / "course/passages.py").read_text(encoding="utf-8"))
 
 
 def written(lesson: str) -> str:
     """The lesson with plumbing and passages as course/ has them."""
     source = (ROOT / lesson).read_text(encoding="utf-8").removesuffix(plumbing_of(lesson))
-    shared = passages(lesson)
+    shared = passages()
     for name, text in definitions(source).items():
         source = source.replace(text, shared.get(name, text))
     return source + plumbing_of("course/plumbing.py")

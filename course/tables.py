@@ -232,7 +232,14 @@ def uses_device(lesson: str) -> bool:
     return bool(re.search(r"[=(] ?setup\(\)", (ROOT / lesson).read_text(encoding="utf-8")))
 
 
-MADE = (ran, sample, spine, paths, folders, exercises, held, results, figures, gpus, speed)
+def planned() -> str:
+    """The guide's scenarios, and what its advice costs."""
+    from course.plan_scenarios import advice, scenarios
+
+    return f"{scenarios()}\n\n{advice()}"
+
+
+MADE = (ran, sample, spine, paths, folders, exercises, held, results, figures, gpus, speed, planned)
 TABLES: dict[str, Callable[[], str]] = {table.__name__: table for table in MADE}
 TABLES |= {folder: partial(lessons_in, folder) for folder in FOLDERS}
 

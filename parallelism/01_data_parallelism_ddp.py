@@ -164,10 +164,10 @@ def my_share(train_set: TensorDataset, drawn: list[list[int]]) -> Iterator[Batch
 # Averaging by hand is right and slow: every tensor pays the latency of an all-reduce, and none
 # starts before backward has ended. `DistributedDataParallel` (DDP) wraps a module, broadcasts its
 # weights when it is built, and hangs hooks on its parameters. The hooks collect gradients in
-# **buckets**, flat buffers of 25 MiB (the first of 1 MiB; if you name a size, all have it). They are
-# filled from the last layer on, and the all-reduce of a bucket starts as soon as it has reached its
-# size. The gradients are averaged when `backward()` returns, not in
-# `optimizer.step()`. parallelism/04_buckets_and_overlap.py builds all of it.
+# **buckets**, flat buffers of 25 MiB (the first of 1 MiB; if you name a size, all have it), from
+# the last layer on. The all-reduce of a bucket starts as soon as the bucket has reached its size.
+# The gradients are averaged when `backward()` returns, not in `optimizer.step()`.
+# parallelism/04_buckets_and_overlap.py builds all of it.
 #
 # The training loop stays as it was. `device_ids` names this process's GPU and is None on CPU.
 

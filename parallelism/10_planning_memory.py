@@ -6,30 +6,33 @@ the most loaded GPU hold, and of what?
 
 **Predict**, and write it down before you run:
 
-1. How many parameters has Llama 3 8B: 32 layers, 4,096 wide, 8 heads of keys and values for 32 of
-   queries, an MLP of three matrices 14,336 wide, 128,256 tokens, no tied tables?
-2. FlashAttention keeps no matrix of scores. What share of a GPT-3 layer's activations was that
-   matrix (96 heads, 2,048 tokens, 12,288 wide)?
-3. Peaks were measured on 8 B200, and the formulas below have no constant to adjust. By what share
-   will they miss, in the median: 1%, 5% or 20%?
-4. The same on a node of H100, for what torch *reserved*, with one constant fitted: 1%, 5% or 20%?
+1. How many parameters has Llama 3 70B: 80 layers, 8,192 wide, 8 heads of keys and values for 64 of
+   queries, an MLP of three matrices 28,672 wide, 128,256 tokens, no tied tables?
+2. A GPT's block, h wide, trains in bfloat16 with FlashAttention. How many bytes does it keep per
+   token for the backward pass, in units of h? If the matrix of scores were stored, as before
+   FlashAttention, what share of all would it be (heads x tokens / h = 16, as in GPT-3)?
+3. Four pipeline stages follow 1F1B, with eight micro-batches. The whole model would keep A bytes of
+   activations for one micro-batch. How many A does the first stage hold at most? And the last?
+4. Llama 3 70B on 64 H100 of 80 GB: FSDP over all of them, one sequence of 8,192 tokens per GPU. All
+   that is kept per parameter is 18.5 GiB per GPU. Does the step fit without recomputation?
+5. Peaks of memory were measured on 8 B200 under four layouts. The sum below has no fitted constant.
+   By how much does it miss the worst of them: 1%, 5% or 20%?
 
 **Run.**
 
-    torchrun --standalone --nproc-per-node=4 10_planning_memory.py    # any number of ranks
+    torchrun --standalone --nproc-per-node=4 10_planning_memory.py    # NCCL on 4 GPUs, else gloo
     python 10_planning_memory.py                                      # the same, started for you
 
-It is arithmetic, held against published tables: rows marked t. Ranks share no work.
-Not run on several GPUs.
+Not run on several GPUs. Rows marked t hold the sum against what others have published.
 
-**Try.** In `saved_bytes` let `norms` be `2 * h`, a norm's input without its output: which claims
-fail? In `stage_bytes` let `in_flight` stay 1: which one now?
+**Try.** In `memory` let `in_flight` be 1: which claims fail? In the same function divide the
+activations by `dp`, as if ZeRO sharded them too: which fail now?
 
-**Before.** parallelism/05_zero2_and_zero3.py: what is sharded;
-parallelism/07_pipeline_schedules.py: micro-batches in flight;
-profiling/05_memory.py: the allocator.
+**Before.** parallelism/05_zero2_and_zero3.py: what ZeRO shards.
+parallelism/07_pipeline_schedules.py: micro-batches in flight.
 
-**Next.** parallelism/11_planning_time.py: how long a step takes. `course plan` is both.
+**Next.** parallelism/11_planning_time.py: how long a step takes. For a model of your own, `course
+plan --model llama-70b --gpus 64 --gpu h100`.
 """
 
 import argparse
@@ -44,13 +47,15 @@ import tempfile
 import time
 from collections import Counter
 from datetime import timedelta
-from types import SimpleNamespace
+from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 # A *rank* is one of WORLD_SIZE processes that run this same file. `claim(text, predicted,
 # measured)` prints one row of the ledger and must be called by every rank. It, `setup`, `print0`,
@@ -59,578 +64,491 @@ RANK = int(os.environ.get("RANK", "0"))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
 GiB = 2**30
+ROOM = 66.8 * GiB  # to plan for on an H100: 85% of what CUDA leaves of its 80 GB (see the end)
 
 # %% [markdown]
-# ## 1. Parameters: a shape is enough
+# ## 1. A sum of six parts, each divided by axes of its own
 #
-# Every byte below is a product of a few numbers that a model's config.json has. The same class
-# holds a GPT (two matrices per MLP, biases, learned positions), a Llama (three matrices, fewer
-# heads for keys and values), a mixture of experts, and DeepSeek's attention with small ranks.
+# Everything on a GPU that trains belongs to one of six parts. P is the number of parameters, h the
+# width of the model, V its vocabulary. A *token* is one of the micro-batch that a GPU works on.
+#
+#     part               bytes                                      divided by
+#     weights             2 per parameter, bfloat16                 tp, pp; from ZeRO-3 on dp
+#     gradients           4 per parameter, added up in float32      tp, pp; from ZeRO-2 on dp
+#     optimizer states   12 per parameter, in float32: a copy of    tp, pp; from ZeRO-1 on dp
+#                        the weights and Adam's two moments
+#     activations        about 34 h per token and layer             tp
+#     logits              6 V per token, on the last stage          tp
+#     one layer          what exists of it for a moment only        tp
+#
+# The first three are 18 P bytes, whatever the batch is. That is how Megatron trains. ZeRO's paper
+# counts 16 P, with gradients in bfloat16; torch's FSDP has 16 P as well, 4 + 4 + 8, with weights in
+# float32 that need no copy.
+#
+# **dp** ranks each train a copy of the model on other sequences; ZeRO keeps only 1/dp of the three
+# parts on each of them, one part more with every stage (FSDP is stage 3). **tp** ranks share each
+# layer, and by sequence parallelism each token between the layers as well. So tp divides
+# everything. **pp** stages hold 1/pp of the layers each. That divides the first three parts, and
+# not the activations: 1F1B has pp micro-batches in flight on the first stage, and pp x 1/pp is 1.
+#
+# So there are two kinds of bytes. Those per parameter can be divided by every axis. Those per token
+# yield to tp, to a smaller micro-batch, and to recomputation. No number of replicas or stages
+# helps.
+#
+# Two parts need a closer look before they can be added up: P, and the 34 h.
+
+# %% [markdown]
+# ## 2. P: what config.json says
+#
+# A Llama's layer has four matrices in its attention and three in its MLP. The queries and the
+# output are h x h. Keys and values have fewer heads, so their matrices are h x kv. The MLP (SwiGLU)
+# computes `down(silu(gate(x)) * up(x))`, with three matrices of h x ff. Outside of the layers there
+# are two tables of V x h: the embedding and the head.
 
 
 # %%
 class Model(NamedTuple):
-    """The shape of a transformer."""
+    """The shape of a dense Llama."""
 
     layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    qk_dim: int  # of one head
-    v_dim: int
-    ff: int  # width of a dense MLP
-    vocab: int
-    tied: bool  # one matrix is embedding and head
-    gated: bool  # three matrices in the MLP (SwiGLU), no biases; else two, with biases
-    positions: int = 0  # learned ones
-    experts: int = 0  # in each MoE layer
-    top_k: int = 0  # of them see a token
-    expert_ff: int = 0
-    shared_ff: int = 0  # of experts that see every token
-    dense_layers: int = 0  # that come before the first MoE layer
-    q_rank: int = 0  # of multi-head latent attention (MLA)
-    kv_rank: int = 0
-    rope_dim: int = 0
-    mtp: int = 0
+    hidden: int  # h
+    kv: int  # width of the keys, and of the values: their heads x the width of a head
+    ff: int
+    vocab: int  # V
+
+
+LLAMA_70B = Model(layers=80, hidden=8192, kv=1024, ff=28672, vocab=128256)
+
+
+def layer_parameters(model: Model) -> int:
+    h = model.hidden
+    attention = 2 * h * h + 2 * h * model.kv
+    mlp = 3 * h * model.ff
+    norms = 2 * h
+    return attention + mlp + norms
+
+
+def parameters(model: Model) -> int:
+    tables = 2 * model.vocab * model.hidden
+    return model.layers * layer_parameters(model) + tables + model.hidden  # and a last norm
 
 
 # %% [markdown]
-# A layer is attention, an MLP and two norms. Where there are experts, a layer has many MLPs, of
-# which a token sees `top_k`; all of them take memory.
+# ## 3. The 34 h: what a token leaves for the backward pass
+#
+# The backward pass of a matrix product needs the product's input again. A norm and an activation
+# function need their inputs, attention its queries, keys, values and output. In bfloat16 that is
+# two bytes per element. Go through a layer from top to bottom, and count per token. The left column
+# is the GPT of Korthikanti et al. (2022), with two matrices of h x 4h in its MLP and with dropout,
+# whose masks take one byte per element:
+#
+#     operation                what it keeps                      GPT          Llama
+#     norm                     its input                          2 h          2 h
+#     queries, keys, values    the norm's output, once for all    2 h          2 h
+#     attention                q, k, v                            6 h          2 h + 4 kv
+#     output matrix            attention's output                 2 h          2 h
+#     dropout                  a mask                               h
+#     norm                     its input                          2 h          2 h
+#     up (and gate)            the norm's output                  2 h          2 h
+#     GELU or SwiGLU           its input, or its two inputs       8 h          4 ff
+#     down                     its input                          8 h          2 ff
+#     dropout                  a mask                               h
+#                                                                34 h          12 h + 4 kv + 6 ff
+#
+# For Llama 3 70B, where kv is h/8 and ff is 3.5 h, the right column is 33.5 h. So "34 h" holds for
+# both. A micro-batch of b sequences of s tokens leaves 34 s b h bytes per layer.
+#
+# Missing in it is the matrix of scores, s x s for each of a heads. Stored, it takes 5 a s bytes per
+# token: two for the softmax, one for a mask of dropout, two for the product of both. FlashAttention
+# computes the scores twice and stores none of them. SwiGLU is assumed to be one kernel. As three
+# separate operations it also keeps silu(gate), 2 ff more.
+#
+# **Recomputation** of whole layers keeps a layer's input alone, 2 h, and runs its forward pass once
+# more when its backward pass comes. Then all 34 h exist, but of one layer at a time.
 
 
 # %%
-def layer_parameters(model: Model) -> SimpleNamespace:
-    """Parameters of one layer: attention, norms, MLP, what a MoE layer has, one expert."""
-    h = model.hidden
-    q_out = model.heads * model.qk_dim
-    attention = h * q_out + 2 * h * model.kv_heads * model.qk_dim + model.heads * model.v_dim * h
-    if model.kv_rank:  # MLA: down to a small rank, up again
-        up = model.heads * (model.qk_dim - model.rope_dim + model.v_dim)
-        attention = h * model.q_rank + (model.q_rank or h) * q_out
-        attention += h * (model.kv_rank + model.rope_dim) + model.kv_rank * up
-        attention += model.heads * model.v_dim * h
-    matrices = 3 if model.gated else 2
-    mlp = matrices * h * model.ff
-    norms = 2 * h + model.q_rank + model.kv_rank
-    if not model.gated:  # biases, as GPT has them
-        attention += q_out + 2 * model.kv_heads * model.qk_dim + h
-        mlp += model.ff + h
-        norms += 2 * h
-    shared = matrices * h * model.shared_ff + h * model.experts  # with the router
-    expert = matrices * h * model.expert_ff
-    return SimpleNamespace(attention=attention, norms=norms, mlp=mlp, shared=shared, expert=expert)
-
-
-def parameters(model: Model) -> dict[str, int]:
-    """Parameters of the model by part, without layers that predict further tokens."""
-    one = layer_parameters(model)
-    moe_layers = model.layers - model.dense_layers if model.experts else 0
-    return {
-        "embedding": (model.vocab + model.positions) * model.hidden,
-        "attention": model.layers * one.attention,
-        "dense MLPs": (model.layers - moe_layers) * one.mlp,
-        "experts": moe_layers * model.experts * one.expert,
-        "shared experts, router": moe_layers * one.shared,
-        "norms": model.layers * one.norms + model.hidden * (1 if model.gated else 2),
-        "head": 0 if model.tied else model.vocab * model.hidden,
-    }
+def saved_per_token(model: Model) -> int:
+    """Bytes that one token leaves in one layer for the backward pass."""
+    return 12 * model.hidden + 4 * model.kv + 6 * model.ff
 
 
 # %% [markdown]
-# ## 2. What each axis divides
+# ## 4. The sum
 #
-#     weights, gradients, states    tp, pp, ep; and dp x cp, as far as ZeRO goes
-#     activations                   tp, cp, and the micro-batch; not pp: a first stage holds pp of
-#                                   them in flight (1F1B), each of 1/pp of the layers
-#     logits                        tp, cp; on the last stage alone
-#
-# A job says how many bytes each part takes. ZeRO's 2 + 2 + 12 bytes per parameter are bfloat16
-# weights and gradients, and Adam in float32. Megatron keeps gradients in float32: 2 + 4 + 12.
+# Here is the table of section 1 as code, for one stage of the pipeline. ZeRO comes first:
 
 
 # %%
 class Layout(NamedTuple):
-    """How a job is spread over GPUs: each a number, or an array of as many as there are layouts."""
+    """How a model is split over dp x tp x pp GPUs, and how it runs there."""
 
     dp: int = 1
     tp: int = 1  # with sequence parallelism
-    pp: int = 1
-    cp: int = 1
-    ep: int = 1  # taken from dp x cp x tp
+    pp: int = 1  # must divide the layers
+    zero: int = 1
+    recompute: bool = False  # all layers
     micro_batch: int = 1  # sequences
-    chunks: int = 1  # of layers per stage: interleaving, v
-    zero: int = 1  # what is sharded over dp x cp: 1 states, 2 gradients too, 3 weights too
-    recompute: int = 0
 
 
-class Job(NamedTuple):
-    """What is computed, and in which bytes."""
-
-    sequence: int = 4096
-    batch: int = 256  # sequences per step, all GPUs together
-    weight_bytes: float = 2
-    grad_bytes: float = 4  # Megatron's are float32
-    state_bytes: float = 12  # Adam: a float32 copy of the weights, and two moments
-    bucket_bytes: float = 0  # DDP's buckets, if dp > 1 and nothing is sharded
-    half_bytes: float = 0  # gradients in bfloat16, before they are added to the float32 ones
-    layer_bytes: float = 2  # those of one layer, where they are added at once
-    keep_gathered: bool = False  # what tensor parallelism gathers is kept for the backward pass
-    mlp_saved: int = 6  # bytes per column of a gated MLP; 8 where SiLU and product are not fused
-    logit_bytes: float = 6  # fused loss: logits in bfloat16, softmax in float32; not fused: 12
-    reserve: float = 0  # what the allocator holds beyond the activations if tp > 1, as a share
-    by_cost: bool = False  # the head counts as layers when stages are cut; else it does not
-    compute: str = "bf16"  # or "fp8": matrix products alone
-    offload: bool = False  # states in the host's memory
-    lora: int = 0
+def bytes_per_parameter(zero: int, dp: int) -> dict[str, float]:
+    """Bytes that a rank keeps per parameter, of each of the three parts."""
+    weights = 2
+    gradients = 4
+    states = 12
+    if zero >= 1:
+        states = states / dp
+    if zero >= 2:
+        gradients = gradients / dp
+    if zero >= 3:
+        weights = weights / dp
+    return {"weights": weights, "gradients": gradients, "states": states}
 
 
 # %% [markdown]
-# ## 3. Activations: what a token leaves for the backward pass
+# Then the sum. The first stage holds the embedding, and the last one the head and the logits. A
+# logit is kept in bfloat16, and its softmax in float32, which makes 6 bytes.
 #
-# A matrix product needs its input again, a norm its input, SwiGLU both of its halves, attention
-# its queries, keys, values and output. Two bytes each. For a GPT with two matrices of width 4h,
-# dropout, and a matrix of scores for each of a heads, Korthikanti et al. (2022) counted
-#
-#     s b h (34 + 5 a s / h)  bytes per layer
-#
-# The second term is the matrix of scores. FlashAttention recomputes it and leaves 34 s b h. With
-# tensor *and* sequence parallelism all of it is divided by t.
+# Three things exist for a moment, all of one layer. Its gradients are computed in bfloat16, 2 bytes
+# each, before they are added to the float32 ones. ZeRO-3 gathers the whole weights of this layer
+# and, ahead of time, of the next one, 2 bytes each. With recomputation, the layer's activations are
+# there again.
 
 
 # %%
-def saved_bytes(model: Model, job: Job, recompute: int = 0) -> SimpleNamespace:
-    """Bytes that one token leaves for the backward pass: of attention, MLP, MoE, a layer's input.
+def memory(
+    model: Model, layout: Layout, sequence: int, micro_batches: int, stage: int
+) -> dict[str, float]:
+    """Bytes on each GPU of a stage at the worst moment of a step, by part."""
+    _, tp, pp = layout[:3]
+    layers = model.layers / pp
+    P = layers * layer_parameters(model)
+    if stage == 0:
+        P += model.vocab * model.hidden  # the embedding
+    if stage == pp - 1:
+        P += model.vocab * model.hidden  # the head
+    P = P / tp
+    tokens = layout.micro_batch * sequence / tp
+    in_flight = min(pp - stage, micro_batches)  # 1F1B
+    kept = 2 * model.hidden if layout.recompute else saved_per_token(model)
 
-    With FlashAttention, which keeps no matrix of scores; two bytes each. tp divides all of them.
-    """
-    h = model.hidden
-    q_out = model.heads * model.qk_dim
-    kv_out = model.kv_heads * (model.qk_dim + model.v_dim)
-    norms = 4 * h  # the input of a norm, and its output
-    lora = 4 * (model.q_rank + model.kv_rank)  # MLA's small ranks, before and after their norms
-    if model.kv_rank:  # the keys are assembled anew out of what the up-projection leaves
-        kv_out = model.heads * (2 * model.qk_dim - model.rope_dim + model.v_dim)
-    attention = norms + lora + 2 * q_out + 2 * kv_out + 2 * model.heads * model.v_dim
-    attention += 4 * model.heads  # FlashAttention's log of sums, in float32
-    width = job.mlp_saved if model.gated else 4
-    mlp = norms + width * model.ff
-    if not model.gated:
-        mlp += 2 * h  # dropout's masks, a byte each, twice
-    routed = model.top_k * (4 * h + job.mlp_saved * model.expert_ff)  # in and out of each expert
-    moe = norms + routed + job.mlp_saved * model.shared_ff
-    less = np.where(recompute == 1, 1, 0)
-    attention = attention - less * 2 * h
-    mlp = mlp - less * (2 * h + 2 * model.ff)
-    moe = moe - less * (2 * h + 2 * (model.top_k * model.expert_ff + model.shared_ff))
-    return SimpleNamespace(attention=attention, mlp=mlp, moe=moe, input=2 * h)
-
-
-# %% [markdown]
-# ## 4. A stage, and the most loaded GPU
-#
-# The first stage holds the most activations and the embedding, the last one the head and the
-# logits; each may be the worse. Stages have equal numbers of layers, or, in nanotron, equal costs,
-# where a head of 131,072 tokens counts as several layers.
-
-
-# %%
-def stages_by_cost(model: Model, pp: int) -> tuple[int, int]:
-    """Layers of the first and last stage, if a stage ends with the block that exceeds its share.
-
-    So nanotron cuts (src/nanotron/models/base.py): embedding, layers, norm, head, cast and loss are
-    blocks, and the head costs what its products cost. -1 says that the last stage gets no block.
-    """
-    layer = layer_parameters(model).attention + layer_parameters(model).mlp
-    costs = [0, *[layer] * model.layers, 0, model.vocab * model.hidden, 0, 0]
-    total = sum(costs)
-    stages = [[] for _ in range(pp)]
-    stage = 0
-    so_far = 0
-    for block, cost in enumerate(costs):
-        stages[stage].append(block)
-        so_far += cost
-        if so_far > total * ((stage + 1) / pp):
-            stage += 1
-    first = [block for block in stages[0] if 1 <= block <= model.layers]
-    last = [block for block in stages[-1] if 1 <= block <= model.layers]
-    return len(first), len(last) if stages[-1] else -1
-
-
-def layers_of_stages(model: Model, pp: int, by_cost: bool = False) -> tuple:
-    """Layers of the first and last stage; equal shares, the first stages one more, if not by cost.
-
-    A stage without layers is -1: such a layout does not run.
-    """
-    sizes, places = np.unique(pp, return_inverse=True)
-    ends = []
-    for size in sizes.tolist():
-        if by_cost:
-            ends.append(stages_by_cost(model, size))
-        else:
-            ends.append((-(-model.layers // size), model.layers // size or -1))
-    first, last = np.array(ends).T
-    return first[places].reshape(np.shape(pp)), last[places].reshape(np.shape(pp))
-
-
-# %% [markdown]
-# The sum, part by part. `plain` are parameters that every data-parallel rank has, `routed` those of
-# experts, which are spread over ep ranks and replicated over fewer.
-
-# %%
-WORKSPACE = GiB / 4  # of cuBLAS, and the ends of the allocator's segments; an order of magnitude
-
-
-def stage_bytes(
-    model: Model, job: Job, layout: Layout, layers: int, first: bool, last: bool
-) -> dict[str, np.ndarray]:
-    """Bytes on each GPU of a stage with so many layers, by part, at the worst moment of a step."""
-    one = layer_parameters(model)
-    dp, tp, pp, cp, ep = layout[:5]
-    moe = 0
-    if model.experts:  # the dense layers lie in the first stage
-        dense = np.minimum(model.dense_layers, layers) * (first | (pp == 1))
-        moe = layers - dense + (model.mtp if last else 0)
-    mlps = layers - moe + (model.mtp if last and model.experts else 0)
-    table = (model.vocab + model.positions * first) * model.hidden
-    tables = (first + last - (model.tied if first and last else 0)) * table
-    plain = layers * one.attention + mlps * one.mlp + moe * one.shared + tables
-    plain = plain / tp + layers * one.norms
-    routed = moe * model.experts * one.expert / ep
-    replicas = dp * cp
-    routed_replicas = np.maximum(replicas * tp / ep, 1)
-
-    def sharded(bytes_each: float, from_stage: int) -> np.ndarray:
-        cut = layout.zero >= from_stage
-        over = np.where(cut, replicas, 1)
-        return bytes_each * (plain / over + routed / np.where(cut, routed_replicas, 1))
-
-    widest = one.mlp
-    if model.experts and not model.dense_layers:
-        widest = one.shared + one.expert
-    trained = 1.0
-    if job.lora:  # an adapter adds rank x (in + out) to a matrix of in x out
-        trained = 2 * job.lora / model.hidden
-    tokens = layout.micro_batch * job.sequence / cp / tp
-    saved = saved_bytes(model, job, layout.recompute)
-    of_layer = layers * saved.attention + mlps * saved.mlp + moe * saved.moe
-    kept_whole = layers * job.keep_gathered * 4 * model.hidden * (tp - 1)
-    whole = np.where(layout.recompute == 2, layers * saved.input, of_layer)
-    micro_batches = job.batch / (dp * layout.micro_batch)
-    in_flight = 1
-    if first:
-        more = np.where(layout.chunks > 1, 1 + (pp - 1) / (pp * layout.chunks), 1)
-        in_flight = np.minimum(pp * more, micro_batches)
-    again = np.where(layout.recompute == 2, of_layer / np.maximum(layers, 1), 0)  # one layer's
-    logits = tokens * model.vocab * job.logit_bytes * last
-    activations = tokens * (whole * in_flight + again)
-    gathered = np.where(layout.zero == 3, 2 * 2 * (plain + routed) / np.maximum(layers, 1), 0)
-    return {
-        "weights": sharded(job.weight_bytes, 3),
-        "gradients": sharded(job.grad_bytes, 2) * trained,
-        "bfloat16 gradients": job.half_bytes * (plain + routed) * trained,
-        "one layer's gradients": job.layer_bytes * trained * (one.attention + widest) / tp,
-        "optimizer states": sharded(job.state_bytes, 1) * trained * (not job.offload),
-        "buckets": job.bucket_bytes * (plain + routed) * trained * (dp > 1) * (layout.zero == 0),
-        "layers gathered": gathered,  # this one and the next
-        "activations": activations + tokens * kept_whole * in_flight,
-        "allocator's reserve": job.reserve * activations * (tp > 1),
-        "logits": logits,
-        "workspaces": WORKSPACE + 0 * activations,
-    }
-
-
-# %% [markdown]
-# The worse of both ends. With one stage both are the same one.
-
-
-# %%
-def memory(model: Model, job: Job, layout: Layout) -> dict[str, np.ndarray]:
-    """Bytes on the most loaded GPU, by part: the worse of the first and the last stage."""
-    most, least = layers_of_stages(model, layout.pp, job.by_cost)
-    front = stage_bytes(model, job, layout, most, True, False)
-    back = stage_bytes(model, job, layout, least, False, True)
-    alone = stage_bytes(model, job, layout, model.layers, True, True)
-    worse = sum(back.values()) > sum(front.values())
     parts = {}
-    for part in front:
-        parts[part] = np.where(worse, back[part], front[part])
-        parts[part] = np.where(layout.pp == 1, alone[part], parts[part])
+    for part, each in bytes_per_parameter(layout.zero, layout.dp).items():
+        parts[part] = each * P
+    parts["activations"] = tokens * kept * layers * in_flight
+    parts["logits"] = 6 * tokens * model.vocab if stage == pp - 1 else 0
+    parts["one layer"] = 2 * layer_parameters(model) / tp  # its gradients
+    if layout.zero == 3:
+        parts["one layer"] += 2 * 2 * layer_parameters(model) / tp  # two layers' weights
+    if layout.recompute:
+        parts["one layer"] += tokens * saved_per_token(model)
     return parts
 
 
+def most_loaded(
+    model: Model, layout: Layout, sequence: int, micro_batches: int
+) -> dict[str, float]:
+    """The same on the first or the last stage, whichever holds more: those between have less."""
+    first = memory(model, layout, sequence, micro_batches, stage=0)
+    last = memory(model, layout, sequence, micro_batches, stage=layout.pp - 1)
+    return max(first, last, key=lambda parts: sum(parts.values()))
+
+
 # %% [markdown]
-# ## 5. How it is measured
+# ## 5. One case by hand: Llama 3 70B on 64 H100
 #
-# Parameters are counted in modules of torch's, made on the meta device, where they take no memory.
-# The rest is theory (t): the same functions against what others printed or measured.
+# Sequences have 8,192 tokens, a micro-batch is one of them, and a step has 128. Take tp = 8 inside
+# each node, pp = 4, and the dp = 2 that remain, with ZeRO-1. On a GPU of the first stage:
+#
+#     P               20 layers x 855.7 million + 1,050.7 million, / 8      2.27 billion
+#     weights          2 P                                                   4.2 GiB
+#     gradients        4 P                                                   8.5 GiB
+#     states          12 P / 2                                              12.7 GiB
+#     activations     8,192 / 8 tokens x 33.5 h x 20 layers x 4 in flight   20.9 GiB
+#     one layer        2 x 855.7 million / 8                                 0.2 GiB
+#                                                                           46.5 GiB of 66.8
+#
+# It fits. A GPU of the last stage has one micro-batch in flight instead of four, and 0.7 GiB of
+# logits: 31.5 GiB. The run prints this layout and six others:
+#
+#     layout                 weights  gradients  states  activations  logits  one layer     sum
+#     DDP 64                   131.4      262.8   788.5        167.5     5.9        1.6  1357.7  no
+#     FSDP 64                    2.1        4.1    12.3        167.5     5.9        4.8   196.6  no
+#     FSDP 64, recompute         2.1        4.1    12.3         10.0     5.9        6.9    41.2
+#     TP 8, DP 8                16.4       32.9    12.3         20.9     0.7        0.2    83.5  no
+#     TP 8, PP 2, DP 4           8.2       16.4    12.3         20.9     0.0        0.2    58.1
+#     TP 8, PP 4, DP 2           4.2        8.5    12.7         20.9     0.0        0.2    46.5
+#     TP 8, PP 8                 2.2        4.5    13.4         20.9     0.0        0.2    41.3
+#
+# ("One layer" of FSDP is (2 + 4) x 855.7 million bytes: its gradients, and two layers' weights.)
+#
+# Read it by columns. FSDP shrinks the first three and leaves the fourth as it is; recomputation
+# does the reverse. From PP 2 to PP 8 the activations do not move.
+#
+# That is how to go on when a plan does not fit. **Find the largest part, and turn a knob that
+# divides that part.** Too much per parameter: ZeRO first, for it costs the least; then tp inside
+# the NVLink domain, then pp. Too much per token: a smaller micro-batch, then tp, then recomputation
+# of whole layers, a third more of the computing. Too many logits: tp. What each knob costs in time
+# is the next lesson.
+
+# %%
+LAYOUTS = {  # 64 GPUs
+    "DDP 64": Layout(dp=64, zero=0),
+    "FSDP 64": Layout(dp=64, zero=3),
+    "FSDP 64, recompute": Layout(dp=64, zero=3, recompute=True),
+    "TP 8, DP 8": Layout(tp=8, dp=8),
+    "TP 8, PP 2, DP 4": Layout(tp=8, pp=2, dp=4),
+    "TP 8, PP 4, DP 2": Layout(tp=8, pp=4, dp=2),
+    "TP 8, PP 8": Layout(tp=8, pp=8),
+}
+
+
+def check_70b() -> None:
+    """Print the table above; claim what fits of FSDP alone."""
+    heads = "weights  gradients  states  activations  logits  one layer"
+    print0(f"\n  {'GiB per GPU':21}{heads}     sum")
+    total = {}
+    for name, layout in LAYOUTS.items():
+        parts = most_loaded(LLAMA_70B, layout, 8192, micro_batches=128 // layout.dp)
+        total[name] = sum(parts.values()) / GiB
+        cells = "  ".join(f"{parts[head] / GiB:{len(head)}.1f}" for head in heads.split("  "))
+        no = "no" if total[name] * GiB > ROOM else ""
+        print0(f"  {name:21}{cells}  {total[name]:6.1f}  {no}".rstrip())
+    room = ROOM / GiB
+    alone = total["FSDP 64"]
+    claim("70B, FSDP over 64 H100: GiB per GPU", room, alone, ">=", question=4, kind="theory")
+    again = total["FSDP 64, recompute"]
+    claim("the same, all layers recomputed: GiB", room, again, "<=", question=4, kind="theory")
+
+
+# %% [markdown]
+# ## 6. How it is measured
+#
+# **Parameters** are counted in torch's own modules, on the meta device, where a tensor has a shape
+# and takes no memory.
 
 
 # %%
-def llama(layers: int, hidden: int, heads: int, kv_heads: int, ff: int, vocab: int) -> Model:
-    d = hidden // heads
-    return Model(layers, hidden, heads, kv_heads, d, d, ff, vocab, tied=False, gated=True)
-
-
-def gpt(layers: int, hidden: int, heads: int) -> Model:
-    """Megatron's, with 2,048 positions and 51,200 tokens."""
-    d = hidden // heads
-    shape = (layers, hidden, heads, heads, d, d, 4 * hidden, 51200)
-    return Model(*shape, tied=True, gated=False, positions=2048)
-
-
 def counted_by_torch(model: Model) -> int:
-    """Parameters of a Llama of torch's modules."""
+    """Parameters of a Llama that is made of torch's modules."""
     h = model.hidden
-    kv_out = model.kv_heads * model.qk_dim
+    linear = partial(nn.Linear, bias=False)
     with torch.device("meta"):
-        parts = [nn.Embedding(model.vocab, h), nn.RMSNorm(h), nn.Linear(h, model.vocab, bias=False)]
+        modules = [nn.Embedding(model.vocab, h), nn.RMSNorm(h), linear(h, model.vocab)]
         for _ in range(model.layers):
-            parts += [nn.RMSNorm(h), nn.RMSNorm(h)]
-            parts += [nn.Linear(h, out, bias=False) for out in (h, kv_out, kv_out, h)]
-            parts += [nn.Linear(h, model.ff, bias=False) for _ in range(2)]
-            parts.append(nn.Linear(model.ff, h, bias=False))
-        whole = nn.ModuleList(parts)
-    return sum(parameter.numel() for parameter in whole.parameters())
-
-
-def check_parameters() -> None:
-    model = llama(32, 4096, 32, 8, 14336, 128256)
-    expected = sum(parameters(model).values())
-    claim("parameters of Llama 3 8B", expected, counted_by_torch(model), question=1)
-    right = 0
-    for row in MEGATRON.split():
-        printed, heads, hidden, layers = row.split(",")
-        found = sum(parameters(gpt(int(layers), int(hidden), int(heads))).values())
-        right += f"{found / 1e9:.1f}" == printed
-    claim("Megatron's Table 1: sizes right to the digit", 10, right, kind="theory")
-
-
-# Narayanan et al. (2021), Table 1: billions of parameters, heads, hidden, layers
-MEGATRON = """\
-1.7,24,2304,24 3.6,32,3072,30 7.5,32,4096,36 18.4,48,6144,40 39.1,64,8192,48
-76.1,80,10240,60 145.6,96,12288,80 310.1,128,16384,96 529.6,128,20480,105 1008.0,160,25600,128"""
+            modules += [nn.RMSNorm(h), linear(h, h), linear(h, model.kv), linear(h, model.kv)]
+            modules += [linear(h, h), nn.RMSNorm(h)]
+            modules += [linear(h, model.ff), linear(h, model.ff), linear(model.ff, h)]
+    return sum(parameter.numel() for parameter in nn.ModuleList(modules).parameters())
 
 
 # %% [markdown]
-# ZeRO's Table 1: GB per device for 7.5, 128 and 1,000 billion parameters, stages 1, 2, 3. The paper
-# rounds some cells and cuts others off, so a cell may be off by less than one printed unit.
+# **Activations** are counted by the hook that autograd calls for each tensor that it saves. A
+# storage counts once, however many operations keep it, and the weights do not count. The block is a
+# GPT's, small but real, in bfloat16. `torch.native_dropout` keeps a mask of one byte per element,
+# as dropout does on a GPU; on a CPU `F.dropout` would keep two. Besides the table's entries only a
+# few numbers per token are kept, for each norm a mean and a deviation and for each head a sum. They
+# set the slack.
 
 # %%
-ZERO = """\
-1,120,120,120,2048,2048,2048,16000,16000,16000
-4,52.5,41.3,30,896,704,512,7000,5500,4000
-16,35.6,21.6,7.5,608,368,128,4750,2875,1000
-64,31.4,16.6,1.88,536,284,32,4187,2218,250
-256,30.4,15.4,0.47,518,263,8,4046,2054,62.5
-1024,30.1,15.1,0.12,513,257,2,4011,2013,15.6"""
+WIDTH = 128
+HEADS = 4
+TOKENS = 16 * WIDTH // HEADS  # so that heads x tokens / width is 16, as in GPT-3
 
 
-def check_zero() -> None:
-    right = 0
-    for line in ZERO.splitlines():
-        dp, *cells = line.split(",")
-        for at, cell in enumerate(cells):
-            layout = Layout(dp=int(dp), zero=at % 3 + 1)
-            parts = memory(llama(1, 64, 1, 1, 64, 64), Job(grad_bytes=2, batch=2048), layout)
-            states = parts["weights"] + parts["gradients"] + parts["optimizer states"]
-            each = states / (parts["weights"] * (int(dp) if layout.zero == 3 else 1) / 2)
-            size = (7.5, 128, 1000)[at // 3]
-            right += abs(each * size - float(cell)) < 10.0 ** -len(cell.partition(".")[2])
-    claim("ZeRO's Table 1: cells within one printed unit", 54, right, kind="theory")
+class GptBlock(nn.Module):
+    """A GPT's block with dropout, on one sequence: (T, h) -> (T, h)."""
+
+    def __init__(self, stores_scores: bool = False) -> None:
+        super().__init__()
+        self.stores_scores = stores_scores
+        self.norm1 = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.norm2 = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        qkv_T3HK = self.qkv(self.norm1(x_TD)).view(1, TOKENS, 3, HEADS, -1)
+        y_HTK = self.attention(*qkv_T3HK.permute(2, 0, 3, 1, 4))
+        y_TD = self.out(y_HTK.transpose(1, 2).reshape(TOKENS, WIDTH))
+        x_TD = x_TD + dropout(y_TD)
+        return x_TD + dropout(self.down(F.gelu(self.up(self.norm2(x_TD)))))
+
+    def attention(
+        self, q_HTK: torch.Tensor, k_HTK: torch.Tensor, v_HTK: torch.Tensor
+    ) -> torch.Tensor:
+        if not self.stores_scores:
+            return F.scaled_dot_product_attention(q_HTK, k_HTK, v_HTK, is_causal=True)
+        future_TT = q_HTK.new_full((TOKENS, TOKENS), -math.inf).triu(1)
+        scores_HTT = q_HTK @ k_HTK.transpose(-1, -2) / math.sqrt(WIDTH // HEADS) + future_TT
+        return dropout(scores_HTT.softmax(-1)) @ v_HTK
+
+
+def dropout(x: torch.Tensor) -> torch.Tensor:
+    return torch.native_dropout(x, 0.1, True)[0]
 
 
 # %% [markdown]
-# Korthikanti's figures as numbers (GiB, from Calculon's llm/validation.py): activations of the
-# first stage with sequence parallelism and no matrix of scores. The formula with the matrix gives
-# its share, and three percentages of plain tensor parallelism.
+# The counter, and what it finds of one block in each way: with FlashAttention, with the scores
+# stored, and recomputed.
+
 
 # %%
-# heads, hidden, layers, tp, pp, sequences, chunks, GiB; percent of plain tp: sp, selective, both
-KORTHIKANTI = (
-    (64, 6144, 48, 8, 1, 4, 1, 9.56, 66.84, 49.42, 16.18),
-    (96, 12288, 96, 8, 8, 1, 3, 12.35, 62.04, 56.53, 18.49),
-    (128, 20480, 105, 8, 35, 1, 3, 23.08, 58.31, 62.04, 20.27),
-    (160, 25600, 128, 8, 64, 1, 1, 26.56, 58.31, 62.04, 20.27),
-)
+def forward_counted(layers: nn.Module, recompute: bool = False) -> tuple[torch.Tensor, int]:
+    """Return the output on random tokens, and the bytes that autograd keeps for backward."""
+    weights = {weight.untyped_storage().data_ptr() for weight in layers.parameters()}
+    kept = {}  # by address
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    x_TD = next(layers.parameters()).new_empty(TOKENS, WIDTH).normal_()
+    run = partial(checkpoint, layers, use_reentrant=False) if recompute else layers
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        y_TD = run(x_TD)
+    return y_TD, sum(kept.values())
 
 
-def check_activations() -> None:
-    gib = []
-    points = []
-    for heads, hidden, layers, tp, pp, sequences, chunks, published, *percent in KORTHIKANTI:
-        layout = Layout(tp=tp, pp=pp, micro_batch=sequences, chunks=chunks)
-        job = Job(sequence=2048, batch=sequences * 4 * pp)
-        first = stage_bytes(gpt(layers, hidden, heads), job, layout, layers / pp, True, pp == 1)
-        gib.append(abs(first["activations"] / GiB / published - 1))
-        scores = 5 * heads * 2048 / hidden
-        plain = 10 + 24 / tp + scores / tp
-        cures = ((34 + scores) / tp, 10 + 24 / tp, 34 / tp)
-        for found, printed in zip(cures, percent, strict=True):
-            points.append(abs(100 * found / plain - printed))
-    share = 5 * 96 * 2048 / 12288
-    claim("GPT-3: scores / all activations", 0.7, share / (34 + share), atol=0.005, question=2,
-          kind="theory")  # fmt: skip
-    claim("Korthikanti's activations: largest miss", 0, max(gib), atol=0.002, kind="theory")
-    claim("Korthikanti's percentages: points off", 0, max(points), atol=0.15, kind="theory")
+def check_blocks(device: torch.device) -> None:
+    """Claim what a block keeps per token, in units of h."""
+    block = GptBlock().to(device, torch.bfloat16)
+    with_scores = GptBlock(stores_scores=True).to(device, torch.bfloat16)
+    _, flash = forward_counted(block)
+    _, stored = forward_counted(with_scores)
+    _, again = forward_counted(block, recompute=True)
+    unit = TOKENS * WIDTH
+    slack = (4 * HEADS + 4 * 4) / WIDTH  # in float32: a sum per head; of two norms two numbers each
+    claim("bytes kept per token / h", 34, flash / unit, atol=slack, question=2)
+    share = 1 - flash / stored
+    claim("scores stored: their share of all", 80 / 114, share, atol=0.005, question=2)
+    claim("recomputed: bytes kept per token / h", 2, again / unit)
 
 
 # %% [markdown]
-# SimuMax 1.2 (Moore Threads) published the peaks that Megatron allocated on a node of 8 B200, for
-# 12 layers of Llama 70B and 4 of DeepSeek-V2, whose first layer is dense. The loss is fused.
+# **Micro-batches in flight.** Every rank is one stage of two blocks. It follows 1F1B's order and
+# keeps count of what its micro-batches hold. No messages are sent: the bytes are the same whatever
+# arrives, so each stage makes up its own inputs and gradients.
+
 
 # %%
-# layers of Llama 70B: tp, pp, dp, cp, tokens, GiB measured
-LLAMAS = (
-    (1, 2, 4, 1, 4096, 66.55),
-    (2, 1, 4, 1, 4096, 60.68),
-    (4, 1, 2, 1, 4096, 39.07),
-    (8, 1, 1, 1, 4096, 28.29),
-    (2, 1, 1, 4, 32768, 68.43),
-    (1, 1, 1, 8, 32768, 104.51),
-    (2, 1, 1, 4, 131072, 112.67),
-    (1, 1, 1, 8, 131072, 147.99),
-)
-# of DeepSeek-V2: ep, pp, dp, GiB measured
-DEEPSEEKS = ((8, 1, 8, 45.63), (4, 2, 4, 44.70))
-DEEPSEEK = Model(
-    4, 5120, 128, 128, 192, 128, 12288, 102400, False, True, experts=160, top_k=6, expert_ff=1536,
-    shared_ff=3072, dense_layers=1, q_rank=1536, kv_rank=512, rope_dim=64,
-)  # fmt: skip
+def most_held(layers: nn.Module, ahead: int, micro_batches: int) -> int:
+    """The most bytes that micro-batches hold which wait for their backward pass.
+
+    1F1B on one stage: `ahead` forward passes, then one forward and one backward in turn.
+    """
+    waiting = []
+    most = 0
+    for _ in range(micro_batches):
+        waiting.append(forward_counted(layers))
+        most = max(most, sum(kept for _, kept in waiting))
+        if len(waiting) > ahead:
+            y_TD, _ = waiting.pop(0)
+            y_TD.sum().backward()
+    for y_TD, _ in waiting:
+        y_TD.sum().backward()
+    return most
 
 
-def check_simumax() -> None:
+def check_pipeline(device: torch.device) -> None:
+    """Claim what the first and the last stage hold, against all stages' layers once."""
+    layers = nn.Sequential(GptBlock(), GptBlock()).to(device, torch.bfloat16)
+    _, of_a_stage = forward_counted(layers)
+    held = most_held(layers, ahead=WORLD_SIZE - 1 - RANK, micro_batches=2 * WORLD_SIZE)
+    share = held / (WORLD_SIZE * of_a_stage)
+    claim("first stage holds / whole model keeps", 1, share, question=3, rank=0)
+    last = WORLD_SIZE - 1
+    claim("last stage holds / whole model keeps", 1 / WORLD_SIZE, share, question=3, rank=last)
+
+
+# %% [markdown]
+# **Published figures**: rows of kind theory. Korthikanti et al. print the activations of a GPU of
+# the first stage, for GPTs of 22 billion and of a trillion parameters with tp = 8. And SimuMax
+# (Moore Threads, version 1.2) has the peak that Megatron allocated on each of 8 B200, for 12 layers
+# of Llama 3 70B, four micro-batches of 4,096 tokens, and ZeRO-1.
+
+# %%
+KORTHIKANTI = {  # name: layers, h, stages, sequences per micro-batch, GiB
+    "22B": (48, 6144, 1, 4, 9.56),
+    "1T": (128, 25600, 64, 1, 26.56),
+}
+B200 = {  # GiB, docs/b200/b200_release_v1.2_summary.md
+    Layout(dp=4, pp=2): 66.55,
+    Layout(dp=4, tp=2): 60.68,
+    Layout(dp=2, tp=4): 39.07,
+    Layout(dp=1, tp=8): 28.29,
+}
+
+
+def check_published() -> None:
+    for name, (layers, h, pp, sequences, published) in KORTHIKANTI.items():
+        gpt = Model(layers, h, kv=h, ff=3 * h, vocab=51200)  # 12 h + 4 h + 18 h: the GPT's 34 h
+        layout = Layout(tp=8, pp=pp, micro_batch=sequences)
+        ours = memory(gpt, layout, 2048, micro_batches=4 * pp, stage=0)["activations"] / GiB
+        claim(f"GPT {name}: GiB of activations", published, ours, atol=0.005, kind="theory")
     misses = []
-    for tp, pp, dp, cp, tokens, measured in LLAMAS:
-        layout = Layout(dp=dp, tp=tp, pp=pp, cp=cp)
-        parts = memory(llama(12, 8192, 64, 8, 28672, 128256), Job(tokens, 4 * dp), layout)
-        misses.append(shown(f"Llama 70B, {tokens // 1024}k tokens", layout, parts, measured))
-    for ep, pp, dp, measured in DEEPSEEKS:
-        layout = Layout(dp=dp, pp=pp, ep=ep)
-        parts = memory(DEEPSEEK, Job(4096, 4 * dp), layout)
-        misses.append(shown("DeepSeek-V2, 4k tokens", layout, parts, measured))
-    half = np.median(misses)
-    claim("8 B200, peak allocated: median miss", 0.05, half, "<=", question=3, kind="theory")
-    claim("8 B200, peak allocated: largest miss", 0.05, max(misses), "<=", kind="theory")
-
-
-def shown(what: str, layout: Layout, parts: dict, measured: float) -> float:
-    """Print a prediction by parts; return by what share it misses."""
-    total = float(sum(parts.values())) / GiB
-    axes = "dp {} tp {} pp {} cp {} ep {}".format(*layout[:5])
-    states = sum(float(parts[part]) for part in ("weights", "gradients", "optimizer states"))
-    said = f"{states / GiB:5.1f} states {float(parts['activations']) / GiB:5.1f} activations"
-    print0(f"  {what:22} {axes:24} {said} {total:5.1f} of {measured:.1f} GiB")
-    return abs(total / measured - 1)
-
-
-# %% [markdown]
-# The Ultra-Scale Playbook's grid, one node: model (1.34B or 8.86B), dp, tp, pp, micro-batches,
-# sequences in each, ZeRO stage, GiB that rank 0 reserved; a dash where the run crashed. nanotron
-# keeps bfloat16 gradients until they are added, DDP's buckets without ZeRO, and a loss that is not
-# fused. What torch reserves is more than what it allocates: 0.2 of the activations where there is
-# tensor parallelism, the one constant that is fitted.
-
-# %%
-GRID = """\
-1 8 1 1 16 2 0 50.2, 1 8 1 1 32 1 0 36.7, 1 8 1 1 32 1 1 24.2, 1 4 1 2 16 4 1 41.8,
-1 4 1 2 32 2 1 26.4, 1 4 1 2 64 1 0 26.8, 1 4 1 2 64 1 1 20.6, 1 4 2 1 8 8 0 68.3,
-1 2 1 4 128 1 1 18.1, 1 2 1 4 64 2 1 26.2, 1 2 1 4 128 1 0 20.8, 1 2 1 4 32 4 1 42.6,
-1 2 2 2 16 8 1 47.8, 1 2 2 2 32 4 1 27.7, 1 1 2 4 32 8 0 49.8, 1 2 4 1 8 16 0 66.7,
-1 1 4 2 16 16 0 56.1, 1 1 4 2 32 8 0 30.4, 1 4 2 1 64 1 0 19.5, 1 1 8 1 16 16 0 38.3,
-1 4 2 1 64 1 1 12.5, 1 1 1 8 256 1 0 18.4, 1 2 2 2 64 2 1 14.4, 1 1 2 4 256 1 0 11.1,
-1 2 2 2 128 1 0 14.7, 1 2 1 4 4 2 1 29.0, 1 2 2 2 128 1 1 11.3, 1 2 4 1 128 1 0 10.4,
-1 2 4 1 128 1 1 8.2, 1 1 4 2 256 1 0 7.6, 1 1 8 1 256 1 0 5.4, 1 1 1 8 128 1 1 18.4,
-1 4 1 2 1 64 1 -, 1 4 1 2 2 32 1 -, 1 4 1 2 4 16 1 -, 1 4 1 2 8 8 1 -, 1 2 2 2 1 128 1 -,
-1 2 2 2 2 64 1 -, 1 2 2 2 4 32 1 -, 1 2 2 2 8 16 1 -, 1 2 1 4 4 32 1 -, 1 2 1 4 8 16 1 -,
-1 2 1 4 16 8 1 -, 1 1 2 4 16 16 0 -, 1 1 1 8 32 8 0 -, 1 1 4 2 4 64 0 -, 1 1 4 2 8 32 0 -,
-1 1 2 4 4 64 0 -, 1 1 2 4 8 32 0 -, 1 1 1 8 8 32 0 -, 1 1 4 2 1 256 0 -, 1 1 4 2 2 128 0 -,
-1 1 1 8 16 16 0 -, 1 1 8 1 1 256 0 -, 1 1 8 1 2 128 0 -, 1 1 8 1 4 64 0 -, 1 1 8 1 8 32 0 -,
-1 2 4 1 8 16 0 -, 1 4 2 1 8 8 0 -, 1 8 1 1 16 2 0 -, 1 1 2 4 1 256 0 -, 1 1 2 4 2 128 0 -,
-1 1 1 8 1 256 0 -, 1 1 1 8 2 128 0 -, 1 1 1 8 4 64 0 -, 8 2 1 4 128 1 1 63.1, 8 4 2 1 64 1 1 65.2,
-8 2 2 2 64 2 1 62.6, 8 1 1 8 256 1 0 62.5, 8 2 2 2 128 1 0 63.6, 8 2 2 2 128 1 1 53.7,
-8 1 2 4 256 1 0 40.9, 8 2 4 1 128 1 0 51.4, 8 2 4 1 128 1 1 36.1, 8 1 8 1 32 8 0 60.1,
-8 1 4 2 256 1 0 30.8, 8 1 8 1 256 1 0 24.4, 8 4 1 2 64 1 1 71.5, 8 2 4 1 32 4 0 -,
-8 4 2 1 32 2 1 -, 8 1 4 2 32 8 0 -, 8 4 1 2 1 64 1 -, 8 4 1 2 2 32 1 -, 8 4 1 2 4 16 1 -,
-8 4 1 2 8 8 1 -, 8 4 1 2 16 4 1 -, 8 4 1 2 32 2 1 -, 8 2 2 2 1 128 1 -, 8 2 2 2 2 64 1 -,
-8 2 2 2 4 32 1 -, 8 2 2 2 8 16 1 -, 8 2 2 2 16 8 1 -, 8 2 2 2 32 4 1 -, 8 2 1 4 4 32 1 -,
-8 2 1 4 8 16 1 -, 8 2 1 4 16 8 1 -, 8 2 1 4 32 4 1 -, 8 2 1 4 64 2 1 -, 8 4 1 2 64 1 0 -,
-8 2 1 4 128 1 0 -, 8 1 4 2 16 16 0 -, 8 1 2 4 16 16 0 -, 8 1 2 4 32 8 0 -, 8 1 1 8 16 16 0 -,
-8 1 1 8 32 8 0 -, 8 1 4 2 4 64 0 -, 8 1 4 2 8 32 0 -, 8 1 2 4 4 64 0 -, 8 1 2 4 8 32 0 -,
-8 1 1 8 8 32 0 -, 8 1 4 2 1 256 0 -, 8 1 4 2 2 128 0 -, 8 1 8 1 1 256 0 -, 8 1 8 1 2 128 0 -,
-8 1 8 1 4 64 0 -, 8 1 8 1 8 32 0 -, 8 1 8 1 16 16 0 -, 8 8 1 1 32 1 1 -, 8 8 1 1 32 1 0 -,
-8 4 2 1 64 1 0 -, 8 4 2 1 32 2 1 -, 8 1 2 4 1 256 0 -, 8 1 2 4 2 128 0 -, 8 1 1 8 1 256 0 -,
-8 1 1 8 2 128 0 -, 8 1 1 8 4 64 0 -"""
-
-
-def check_grid() -> None:
-    tied = llama(16, 2048, 32, 32, 8192, 131072)._replace(tied=True)
-    models = {"1": tied, "8": llama(32, 4096, 32, 32, 14336, 131072)}
-    job = Job(bucket_bytes=2, half_bytes=2, layer_bytes=0, mlp_saved=8, logit_bytes=12)
-    job = job._replace(by_cost=True, reserve=0.2)
-    misses = []
-    impossible = Counter()
-    for row in GRID.replace("\n", " ").split(","):
-        name, *numbers, measured = row.split()
-        dp, tp, pp, count, sequences, zero = (int(number) for number in numbers)
-        layout = Layout(dp=dp, tp=tp, pp=pp, micro_batch=sequences, zero=zero)
-        one = job._replace(batch=dp * sequences * count)
-        worst = sum(memory(models[name], one, layout).values()) / GiB
-        impossible[measured != "-", worst > 78.6 or count < pp - 1] += 1
-        if measured != "-":
-            # with one stage, older code: it kept what tensor parallelism gathers
-            one = one._replace(keep_gathered=pp == 1)
-            layers, _ = layers_of_stages(models[name], pp, True)
-            first = stage_bytes(models[name], one, layout, layers, True, pp == 1)
-            misses.append(abs(sum(first.values()) / GiB / float(measured) - 1))
-    half = np.median(misses)
-    claim("8 H100, reserved: median miss", 0.08, half, "<=", question=4, kind="theory")
-    claim("8 H100, reserved: miss of the 90th percentile", 0.2, np.quantile(misses, 0.9), "<=",
-          kind="theory")  # fmt: skip
-    claim("ran, and is called impossible", 0, impossible[True, True], kind="theory")
-    failed = impossible[False, True] + impossible[False, False]
-    found = impossible[False, True] / failed
-    claim("crashed, and is called impossible", 0.75, found, ">=", kind="theory")
+    for layout, measured in B200.items():
+        parts = most_loaded(LLAMA_70B._replace(layers=12), layout, 4096, micro_batches=4)
+        total = sum(parts.values()) / GiB
+        axes = f"TP {layout.tp}, PP {layout.pp}, DP {layout.dp}"
+        print0(f"{'':13}8 B200, {axes}: {total:.1f} of {measured:.1f} GiB")
+        misses.append(abs(total / measured - 1))
+    claim("8 B200: largest miss", 0, max(misses), atol=0.01, question=5, kind="theory")
 
 
 # %% [markdown]
 # ## What you should have seen
 #
-# 1. 8,030,261,248: 2 x 525 million in the tables, 5.64 billion in the MLPs, 1.34 billion in
-#    attention. At 18 bytes each that is 135 GiB before the first activation.
-# 2. 70%: 80 of 34 + 80. It grows with the sequence, which is why long contexts had to wait for a
-#    kernel that does not store it.
-# 3. 0.6% of what was *allocated*, and 3.1% at most. The last few percent are moments: a layer's
-#    gradients, while they are made and not yet added to the float32 ones.
-# 4. 4% on one node, and 90% of the rows within 12%. Over all 1,643 rows that the repository has
-#    (tests/data, up to 64 nodes) it is 6.7% in the median and 19.8% at the 90th percentile. The
-#    misses are mostly tensor parallelism of 16 and 32: some of these rows kept the gathered inputs
-#    and others did not, and nothing in the table says which.
+# 1. 70,553,706,496. Of these, 56.4 billion are in the MLPs, 12.1 in attention, and 2.1 in the two
+#    tables. At 18 bytes each that is 1.27 TB before the first token arrives.
+# 2. 34 h, the left column of the table. The scores would add 5 x 16 h = 80 h, which is 70% of 114
+#    h. Their share grows with the sequence: that is why long contexts waited for a kernel that does
+#    not store them.
+# 3. The first stage holds A: four micro-batches in flight, each of a quarter of the layers. The
+#    last stage holds A/4. However many stages there are, the first one holds A.
+# 4. No. It needs 197 GiB, of which 168 are activations, and FSDP divides none of them. With all
+#    layers recomputed it needs 41 GiB. More GPUs would not help: each has a sequence of its own.
+# 5. 1%. The sum is below each of the four peaks, by a quarter to half of a GiB: workspaces of
+#    cuBLAS, and the ends of the allocator's segments.
 #
-# **What crashed, and why.** Of 616 rows that crashed, the bytes say so for most; some break a rule
-# of the trainer instead (1F1B in nanotron asks for pp - 1 micro-batches; 16 layers leave some of 16
-# stages without a block): together 78%. A formula without any constant finds 61%. The rest is
-# no matter of bytes: tied tables with several stages and DDP, time limits, machines.
+# **Try.** With one micro-batch in flight a first stage seems as light as a last one; the GPT of a
+# trillion and the B200 with two stages do not agree. With activations divided by dp, FSDP alone
+# seems to fit, and a job planned so ends in its first forward pass: "CUDA out of memory".
 #
-# **Try.** Without the norm's output the B200 rows miss by more, and Korthikanti's 34 becomes 30.
-# With one micro-batch in flight a first stage seems to hold as little as the last one.
+# **Where it goes wrong in practice.** The first forward pass fails if activations were forgotten,
+# the first `optimizer.step()` if the states were: Adam makes its moments there, not before. What
+# grows later is something else, such as longer sequences (profiling/05_memory.py).
 #
-# **What is not in it.** Fragmentation in general, the moments of MoE routing when experts are
-# uneven, activations in 8 bits, offloaded activations. Where NVIDIA's published runs do not say
-# what they recompute (tests/data/megatron_bridge_perf.csv), 76 of 115 fit only with recomputation.
+# **On GPUs** the driver shows more than this sum, which is what tensors take. CUDA and NCCL need
+# about a GiB of an H100's 79.6. And the allocator *reserves* more than it has allocated, as freed
+# pieces do not always fit what comes next: on the H100 rows of the Ultra-Scale Playbook, a fifth of
+# the activations more under tensor parallelism. So plan to 85%, 66.8 GiB. In the same table, rows
+# that were fuller ran three times slower: the allocator had to empty its cache and ask again.
+#
+# **What is not in it.** Experts are divided by an axis of their own. Context parallelism divides
+# tokens as tp does. Multi-head latent attention keeps small ranks instead of keys. Layers that
+# predict further tokens have a second head. LoRA has gradients and states of its adapters alone.
+# Interleaved schedules hold up to half more micro-batches. Offloading moves states to the host.
+# Stages may be uneven. `course plan` has the general sum, and `course plan --validate` shows how it
+# does on thousands of published runs, those that crashed included.
 
 
 # %%
 def main() -> None:
     command_line()
     launch()
-    setup()
-    check_parameters()
-    check_zero()
-    check_activations()
-    print0()
-    check_simumax()
-    check_grid()
+    device = setup()
+    ours = parameters(LLAMA_70B) / 1e6
+    counted = counted_by_torch(LLAMA_70B) / 1e6
+    claim("parameters of Llama 3 70B, in millions", ours, counted, question=1)
+    check_blocks(device)
+    check_pipeline(device)
+    check_70b()
+    check_published()
     finish()
 
 

@@ -1,11 +1,13 @@
 """The planner: units by hand, algebra, bad input, and every published row that lies in tests/data.
 
-Sources of the rows: tests/data/README.md. No constant belongs to a row; the two that are fitted,
-an efficiency per type of GPU and the allocator's reserve on H100, stand in course/plan_data.
+Sources of the rows: tests/data/README.md. No constant belongs to a row; those that are fitted, at
+most two per type of GPU (efficiency, and that of experts or the allocator's reserve), stand in
+course/plan_data.
 """
 
 import csv
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -21,24 +23,41 @@ from course.plan import (
     Job,
     Layout,
     Model,
+    data_parallel_seconds,
+    dispatch_seconds,
     flops_per_token,
     group_rate,
+    groups_met,
+    hides,
     known_gpus,
     known_models,
     layers_of_stages,
     memory,
     parameters,
     read_config,
+    saved_bytes,
     seconds,
+    slowest_stage,
 )
-from course.plan_emit import WRITERS, settings
-from course.plan_rows import model_named, predicted, simumax_row, with_predictions
-from course.plan_validate import classes, conversions, figures, ranks_of_nvidias_choices
+from course.plan_emit import WRITERS, pieces, settings
+from course.plan_rows import bridge_row, model_named, predicted, simumax_row, with_predictions
+from course.plan_scenarios import ADVICE, SCENARIOS, advice, scenarios
+from course.plan_validate import (
+    AIM,
+    classes,
+    conversions,
+    figures,
+    fits,
+    hidden_exchange,
+    not_reached,
+    ranks_of_nvidias_choices,
+)
 from course.planning import (
     HEADROOM,
     Cluster,
     all_layouts,
     best,
+    broken_rules,
     check_layout,
     chosen,
     evaluate,
@@ -89,6 +108,11 @@ def test_bytes_by_hand() -> None:
     assert parts["logits"] == 20 * 32 * 6
 
 
+def test_an_expert_keeps_its_input_and_no_output() -> None:
+    model = preset("qwen3-30b-a3b")  # 8 of 128 experts, 768 wide, see a token
+    assert saved_bytes(model, Job()).moe == 4 * 2048 + 8 * (2 * 2048 + 6 * 768)
+
+
 def test_seconds_by_hand() -> None:
     layout = Layout(dp=2, micro_batch=2)
     parts = seconds(TINY, Job(sequence=10, batch=8), layout, H100)
@@ -114,6 +138,121 @@ def test_presets_have_the_sizes_they_are_named_for() -> None:
     }.items():  # fmt: skip
         found = sum(parameters(preset(name)).values()) / 1e9
         assert found == pytest.approx(billions, rel=1e-3), name
+
+
+def test_experts_met_by_hand() -> None:
+    """8 of 128 experts on 128 GPUs are 8 GPUs; on 2, nearly always both; 2 of 4 on 2: 1 + 2/3."""
+    model = preset("qwen3-30b-a3b")
+    assert groups_met(model, 128) == pytest.approx(8)
+    assert groups_met(model, 1) == pytest.approx(1)
+    assert groups_met(model._replace(experts=4, top_k=2), 2) == pytest.approx(5 / 3)
+
+
+def test_an_all_to_all_by_hand() -> None:
+    """Inside a node by NVLink; over 8 nodes a copy per node by the GPU's own card; at most 4."""
+    model = preset("deepseek-v3")
+    met = groups_met(model, 8)
+    inside = dispatch_seconds(model, H100, 8, 1e6) - 20e-6
+    assert inside == pytest.approx(1e6 * met * 7 / 8 / (0.8 * 450e9))
+    across = dispatch_seconds(model, H100, 64, 1e6) - 20e-6
+    assert met > 4 == model.top_groups
+    assert across == pytest.approx(1e6 * 4 * 7 / 8 / (0.8 * 50e9))
+
+
+@pytest.mark.parametrize(("pp", "chunks", "each"), [(4, 4, 16), (8, 2, 8), (8, 1, 8), (16, 1, 4)])
+def test_stages_are_cut_as_nvidia_cuts_deepseek(pp: int, chunks: int, each: int) -> None:
+    """Megatron-Bridge's recipes/deepseek/h100/deepseek_v3.py: 61 layers, the last has MTP."""
+    model = preset("deepseek-v3")
+    layout = Layout(pp=pp, chunks=chunks)
+    assert sum(pieces(model, layout)) == 61
+    assert set(pieces(model, layout)[:-1]) == {each // chunks}
+    assert slowest_stage(61, 0, pp, chunks) == each
+    assert slowest_stage(61, 3.2, 16, 1) == pytest.approx(4.2)  # one layer, MTP and two heads
+
+
+def test_what_hides() -> None:
+    job = Job(batch=64)
+    assert hides(job, Layout(dp=8, ep=8))
+    assert hides(job, Layout(dp=8, pp=2, chunks=2, ep=8))
+    for layout in (
+        Layout(dp=8), Layout(dp=64, ep=8), Layout(dp=8, pp=2, ep=8), Layout(dp=8, ep=8, recompute=2)
+    ):  # fmt: skip
+        assert not hides(job, layout)
+    assert not hides(job._replace(hide=False), Layout(dp=8, ep=8))
+    model = preset("qwen3-30b-a3b")
+    parts = [
+        seconds(model, job._replace(hide=hide), Layout(dp=8, ep=8), H100)["expert parallel"]
+        for hide in (True, False)
+    ]
+    assert parts[0] == pytest.approx(0.2 * parts[1])
+
+
+def test_schedules_by_hand() -> None:
+    """4 stages, 8 micro-batches: GPipe holds 8, 1F1B 4; ZB-H1 idles a third as long."""
+    model, layout = preset("llama-7b"), Layout(pp=4)
+    job = Job(batch=8)
+    held = {}
+    idle = {}
+    for schedule in ("1f1b", "gpipe", "zb-h1"):
+        one = job._replace(schedule=schedule)
+        held[schedule] = float(memory(model, one, layout)["activations"])
+        idle[schedule] = float(seconds(model, one, layout, H100)["bubble"])
+    assert held["gpipe"] == 2 * held["1f1b"] == 2 * held["zb-h1"]
+    assert idle["gpipe"] == idle["1f1b"] == pytest.approx(3 * idle["zb-h1"])
+    full = layout._replace(recompute=2)
+    zero = float(seconds(model, job._replace(schedule="zb-h1"), full, H100)["bubble"])
+    assert zero == pytest.approx(float(seconds(model, job, full, H100)["bubble"]) / 2)
+
+
+def test_data_parallel_by_hand() -> None:
+    """What is sent, if nothing hides it: an all-reduce; its halves; per micro-batch in ZeRO-3."""
+    count = sum(parameters(TINY).values())
+    ring = 7 / 8 * count / (0.8 * 450e9)
+    job = Job(sequence=10, batch=32)
+    for zero, sent in ((0, 2 * 4), (1, 4 + 2), (2, 4 * 4 + 2), (3, 4 * (4 + 2 + 2))):
+        layout = Layout(dp=8, zero=zero)
+        parts = data_parallel_seconds(TINY, job, layout, H100, one=0.0)
+        assert parts["data parallel, exposed"] == pytest.approx(sent * ring), zero
+    hidden = data_parallel_seconds(TINY, job, Layout(dp=8, zero=3), H100, one=1.0)
+    assert hidden["data parallel, exposed"] == 0
+    # ZeRO-2 sums after each of four micro-batches, and each hides its own: 4 bytes in 2/3 of 6
+    hidden = data_parallel_seconds(TINY, job, Layout(dp=8, zero=2), H100, one=6.01 * ring)
+    assert hidden["data parallel, exposed"] == 0
+    for zero, share in ((0, 1), (1, 8)):  # weights and gradients once, states read and written
+        parts = data_parallel_seconds(TINY, job, Layout(dp=8, zero=zero), H100, one=0.0)
+        assert parts["optimizer"] == pytest.approx((2 + 4 + 2 * 12) * count / share / H100.hbm)
+
+
+def test_experts_have_fewer_replicas() -> None:
+    """With ep = dp no two GPUs hold the same experts: nothing of them is summed, all is updated."""
+    model, job = preset("qwen3-30b-a3b"), Job(batch=64)
+    spread = data_parallel_seconds(model, job, Layout(dp=8, ep=8), H100, one=0.0)
+    whole = data_parallel_seconds(model, job, Layout(dp=8), H100, one=0.0)
+    plain = sum(parameters(model).values()) - parameters(model)["experts"]
+    share = plain / sum(parameters(model).values())
+    sent = [float(one["data parallel, exposed"]) for one in (spread, whole)]
+    assert sent[0] / sent[1] == pytest.approx(share)
+    assert spread["optimizer"] == pytest.approx(whole["optimizer"])
+
+
+def test_adapters_communicate_as_the_whole_does() -> None:
+    model, job, layout = preset("llama-7b"), Job(batch=64), Layout(dp=2, tp=4)
+    whole = seconds(model, job, layout, H100)
+    adapters = seconds(model, job._replace(lora=16), layout, H100)
+    assert adapters["tensor parallel"] == whole["tensor parallel"]
+    full = seconds(model, job, layout._replace(recompute=2), H100)
+    assert full["tensor parallel"] == pytest.approx(1.5 * whole["tensor parallel"])
+    assert adapters["matrix products"] == pytest.approx(2 / 3 * whole["matrix products"])
+
+
+def test_mla_makes_its_keys_again() -> None:
+    """Selective recomputation of DeepSeek-V3 drops queries, keys and values, 2 bytes each."""
+    model, job, layout = preset("deepseek-v3"), Job(batch=1), Layout()
+    less = [memory(model, job, layout._replace(recompute=one))["activations"] for one in (0, 1)]
+    latent = 2 * 128 * (192 + 2 * 192 - 64 + 128)
+    norm = 2 * 7168  # of attention and of an MLP, dense or MoE; one MoE layer more, of MTP
+    dropped = 61 * (norm + latent) + 3 * (norm + 2 * 18432) + 59 * (norm + 2 * 9 * 2048)
+    assert less[0] - less[1] == 4096 * dropped
 
 
 # Algebra
@@ -263,11 +402,21 @@ def test_memory_of_simumax() -> None:
     rows = with_predictions(DATA / "simumax_b200_measured.csv")
     wrong = errors(rows, "pred_GiB", "real_alloc_GiB")
     assert np.median(abs(wrong)) <= 0.05, worst_ten(rows, wrong)
-    assert max(abs(wrong)) <= 0.05, worst_ten(rows, wrong)
+    assert max(abs(wrong)) <= 0.03, worst_ten(rows, wrong)
 
 
 def bridge() -> list[dict]:
     return with_predictions(DATA / "megatron_bridge_perf.csv")
+
+
+def test_bridge_trains_as_its_recipes_say() -> None:
+    """Gradients in bfloat16; Adam's moments in bfloat16 for DeepSeek alone."""
+    jobs = {}
+    for row in csv.DictReader((DATA / "megatron_bridge_perf.csv").open()):
+        if row["model"] in ("DeepSeekV3", "Qwen3_30B_a3B"):
+            jobs[row["model"]] = bridge_row(row, {}).job
+    assert {job.grad_bytes for job in jobs.values()} == {2}
+    assert (jobs["DeepSeekV3"].state_bytes, jobs["Qwen3_30B_a3B"].state_bytes) == (8, 12)
 
 
 def test_flops_per_token_of_megatron_bridge() -> None:
@@ -291,18 +440,33 @@ def test_flops_per_token_of_megatron_bridge() -> None:
     assert {name.split("_")[0].split()[0] for name in unread} == {"DeepSeekV4", "Nemotron"}
 
 
-# The figure that is not reached. The experts' all-to-alls count whole here, and a trainer may hide
-# some behind products: so we spread experts over fewer GPUs, and layers over more.
-NOT_AMONG_TEN = {("DeepSeekV3", gpu, 256) for gpu in ("gb300", "gb200", "b300")}
-NOT_AMONG_TEN |= {("DeepSeekV3", "h100", 1024), ("Qwen3_30B_a3B", "gb300", 8)}
-NOT_AMONG_TEN |= {("Qwen3_235B_a22B", "b200", 64)}
+# The figure that is not reached; plan_validate.WHY_RANK says why.
+NOT_AMONG_TEN = {("DeepSeekV3", "b200", 256)}
 
 
-def test_nvidias_choice_is_among_the_first_ten_but_for_experts() -> None:
+def test_nvidias_choice_is_among_the_first_ten_but_once() -> None:
     ranks = ranks_of_nvidias_choices()
     missed = {cell for cell, rank in ranks.items() if rank > 10}
     assert missed == NOT_AMONG_TEN, ranks
-    assert len(ranks) >= 18
+    assert len(ranks) == 21
+    exposed = ranks_of_nvidias_choices(hide=False)
+    assert sum(rank <= 10 for rank in exposed.values()) < 15  # what hides is what decides
+
+
+def test_hiding_all_to_alls_is_worth_what_nvidia_measured() -> None:
+    """On H100, whose constants come from dense models: nothing is fitted to these two runs."""
+    found = hidden_exchange()
+    assert found["exposed"] == pytest.approx(1, abs=0.1)
+    assert found["hidden"] == pytest.approx(1, abs=0.1)
+
+
+def test_constants_are_fitted_as_they_say(grid: list[dict]) -> None:
+    """Half of the rows are faster, half slower; rows and median error are those of gpus.json."""
+    for kind, wrong in fits(grid).items():
+        said = known_gpus()[kind].fitted
+        assert f", {len(wrong)} rows" in said, kind
+        assert f"median error {np.median(abs(wrong)):.0%}" in said, kind
+        assert abs(np.median(wrong)) < 0.02, kind
 
 
 def test_conversions_of_a_table_s_own_figures() -> None:
@@ -313,8 +477,12 @@ def test_what_is_not_reached_is_said(grid: list[dict]) -> None:
     """`course plan --validate` shows every figure; these are all that are not met."""
     missed = {figure.name for figure in figures(grid) if not figure.met}
     ranks = {name for name in missed if "NVIDIA's choice" in name}
-    assert missed - ranks == {"the same, the aim"}
+    assert missed - ranks == {AIM}
     assert len(ranks) == len(NOT_AMONG_TEN)
+    said = not_reached(grid)
+    assert said.count("GiB spare") == 10
+    for model, gpu, gpus in NOT_AMONG_TEN:
+        assert f"{model}, {gpus} {gpu}: NVIDIA tp" in said
     assert sum(classes(grid).values()) == sum(not row["mem_GB"] for row in grid)
 
 
@@ -352,6 +520,8 @@ def test_course_plan_imports_no_torch_and_says_what_it_does_not_model() -> None:
         ("--model llama-8b --gpu h100 --gpus 0", "at least 1 GPU, got 0"),
         ("--model llama-8b --gpu h100 --gpus 67 --batch 32", "a multiple of 67"),
         ("--rows nowhere.csv", "--rows needs --out"),
+        ("--model llama-8b --gpu h100 --pp 2 --chunks 2 --schedule gpipe", "goes with 1F1B"),
+        ("--model llama-8b --gpu h100 --pp 2 --schedule zb-h1 --emit megatron", "knows 1F1B"),
     ],
 )
 def test_bad_input_is_one_line(argv: str, said: str) -> None:
@@ -396,14 +566,95 @@ def test_a_config_of_hugging_face_is_read(tmp_path: Path) -> None:
     assert "Best of" in ran.stdout
 
 
+# Every name that --emit writes, and where it is defined in the version that is said.
+NAMES = {
+    "torchtitan": {  # @b5bcd76 torchtitan/config/configs.py: ParallelismConfig, TrainingConfig
+        "parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree",
+        "parallelism.fsdp_reshard_after_forward", "parallelism.tensor_parallel_degree",
+        "parallelism.pipeline_parallel_degree", "parallelism.pipeline_parallel_schedule",
+        "parallelism.pipeline_parallel_layers_per_stage", "parallelism.num_pp_microbatches",
+        "parallelism.context_parallel_degree", "parallelism.expert_parallel_degree",
+        "training.num_tokens_per_microbatch_per_dp_rank", "training.num_tokens_per_train_step",
+        "training.max_context_length", "training.enable_cpu_offload",
+    },
+    "megatron": {  # @d98e8a6
+        # megatron/core/model_parallel_config.py, whose fields are flags
+        "tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size",
+        "expert-model-parallel-size", "expert-tensor-parallel-size", "sequence-parallel", "bf16",
+        "overlap-moe-expert-parallel-comm",
+        # megatron/core/transformer/transformer_config.py, likewise
+        "moe-token-dispatcher-type", "recompute-granularity", "recompute-method",
+        "recompute-num-layers", "recompute-modules", "fp8-format",
+        # megatron/training/config/training_config.py, common_config.py, likewise
+        "micro-batch-size", "global-batch-size", "use-megatron-fsdp",
+        # megatron/training/arguments.py
+        "seq-length", "num-virtual-stages-per-pipeline-rank", "pipeline-model-parallel-layout",
+        "use-distributed-optimizer", "data-parallel-sharding-strategy", "optimizer-cpu-offload",
+    },
+    "deepspeed": {  # @edaa722
+        "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",  # runtime/constants.py
+        "bf16", "enabled", "zero_optimization", "stage",  # runtime/constants.py, zero/config.py
+        "offload_optimizer", "device", "pin_memory",  # runtime/zero/offload_config.py
+        "tensor_parallel", "autotp_size",  # runtime/tensor_parallel/config.py
+    },
+    "accelerate": {  # @16cb6eb src/accelerate/commands/launch.py
+        "use_fsdp", "fsdp_version", "use_parallelism_config", "fsdp_reshard_after_forward",
+        "parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size",
+        "parallelism_config_tp_size", "parallelism_config_cp_size",
+        "fsdp_activation_checkpointing", "mixed_precision", "gradient_accumulation_steps",
+    },
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("trainer", WRITERS)
-def test_settings_name_every_axis(trainer: str) -> None:
-    said = settings(trainer, Layout(dp=4, tp=2, zero=3), Job(batch=64))
-    assert any(version in said.splitlines()[0] for version in ("2026-08", "0.19", "1.15"))
-    assert "2" in said.partition("\n")[2]
+def test_settings_write_the_listed_names_and_no_others(trainer: str) -> None:
+    model = preset("deepseek-v3")
+    layouts = [Layout(dp=4, tp=2, zero=zero, recompute=1) for zero in range(4)]
+    if trainer not in ("deepspeed", "accelerate"):
+        layouts.append(Layout(dp=4, pp=4, ep=4, chunks=4, recompute=1))
+        layouts.append(Layout(dp=4, pp=4, recompute=2))
+    found = set()
+    for layout in layouts:
+        for one in (model, preset("llama-70b")):
+            said = settings(trainer, one, layout, Job(batch=64, offload=True, compute="fp8"))
+            version, _, text = said.partition("\n")
+            assert any(word in version for word in ("b5bcd76", "d98e8a6", "edaa722", "16cb6eb"))
+            names = r'"(\w+)":' if trainer == "deepspeed" else r"--([\w.-]+)"
+            found |= set(re.findall(names, text))
+    assert found == NAMES[trainer]
     if trainer in ("deepspeed", "accelerate"):
         with pytest.raises(ValueError, match="--emit"):
-            settings(trainer, Layout(dp=4, pp=2), Job(batch=64))
+            settings(trainer, model, Layout(dp=4, pp=2), Job(batch=64))
+
+
+def test_megatron_gets_the_layout_that_was_planned() -> None:
+    """Layers that do not divide: as NVIDIA writes it for DeepSeek-V3, unrolled."""
+    said = settings("megatron", preset("deepseek-v3"), Layout(pp=4, chunks=2), Job())
+    assert "--pipeline-model-parallel-layout 'Et*8|t*8|t*8|t*8|t*8|t*8|t*8|t*5mL'" in said
+    said = settings("megatron", preset("llama-70b"), Layout(pp=4, chunks=2), Job())
+    assert "--num-virtual-stages-per-pipeline-rank 2" in said
+
+
+def test_torchtitan_counts_tokens() -> None:
+    layout = Layout(dp=4, pp=2, micro_batch=2)
+    said = settings("torchtitan", preset("llama-8b"), layout, Job(sequence=8192, batch=64))
+    assert "num_tokens_per_microbatch_per_dp_rank=16384 " in said
+    assert "num_tokens_per_train_step=524288 " in said
+    assert "num_pp_microbatches=8" in said
+
+
+def test_scenarios_and_advice_are_tables() -> None:
+    assert len(scenarios().splitlines()) == 2 + len(SCENARIOS)
+    lines = advice().splitlines()
+    assert len(lines) == 2 + len(ADVICE)
+    assert sum("1.00 x" in line for line in lines) < len(ADVICE)
+
+
+def test_interleaving_goes_with_1f1b() -> None:
+    layout = Layout(dp=2, pp=2, chunks=2)
+    broken = broken_rules(preset("llama-8b"), Job(schedule="gpipe"), layout)
+    (said,) = [rule for rule, is_broken in broken.items() if is_broken]
+    assert said.startswith("interleaving goes with 1F1B")
 
 
 def test_why_not_tells_the_parts() -> None:
