@@ -1,20 +1,21 @@
 """Traversal orders, pages and memory: what a shuffle costs a loader
 =================================================================
 
-**Question.** How many pages of a file, and how much memory, does each traversal order need, and do
-the ranks of one machine share it?
+**Question.** How many pages of a file does each traversal order keep in memory, or read from disk
+again if memory is too small, and do the ranks of one machine share them?
 
 **Predict**, and write it down before you run:
 
 1. A file has 8 pages. A loader takes one sample after the other. How many pages are open at once,
    from a page's first sample to its last, in file order, in FFCV's quasi-random order, and in a
    random order?
-2. All n ranks have mapped this file into memory. How many copies of it does the machine hold? How
-   many does `top` (RES, or RSS) seem to show?
+2. No page of the file is in memory. Now all n ranks map it and read all of it. How many times does
+   the disk deliver the file? How many copies of it does `top` (RES, or RSS) seem to show?
 3. A loader with `os_cache=False` keeps pages in memory of its own, each from three batches before
    its first sample to its last. It reads the file in quasi-random order, one sample per batch. How
    many of the 8 pages does it hold at most?
-4. 130 samples are shared by n ranks, which must all take equally many. How many come twice?
+4. Memory has room for 4 of the 8 pages, and for each of 130 samples its page is read whole. How
+   many pages does the disk deliver in quasi-random order, and how many in random order?
 
 **Run.**
 
@@ -22,15 +23,14 @@ the ranks of one machine share it?
     python 03_orders_pages_memory.py                                     # the same
 
 Not run on several GPUs. One node. FFCV needs the Debian packages of packages.txt, then `pip install
--e '.[ffcv]'`.
+-e '.[ffcv]'`. Question 4 needs root and memory cgroups.
 
 **Try.** In `shard` begin each share one sample later: which claims fail? In `check_shares` leave
 out `indices=mine`: training would go on as before, so what tells you?
 
 **Before.** data-loading/02_beton_file.py: pages, and what a loader's buffers are.
 
-**Next.** Back to the README's path. What a network file system adds is measured nowhere in this
-course.
+**Next.** data-loading/04_jit_augmentation.py: what happens to a sample once its page is there.
 """
 
 import argparse
@@ -40,19 +40,23 @@ import gc
 import json
 import logging
 import math
+import mmap
 import multiprocessing
 import os
 import re
+import resource
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -76,7 +80,10 @@ N = 130  # images, HEIGHT x WIDTH pixels of three bytes
 HEIGHT = 160
 WIDTH = 240
 PAGE = 2**21  # bytes: 2 MiB, which 18 images share
+ROOM = 4  # pages that memory has room for in section 4
 SEED = 0
+A_DISK = "a temporary folder on a disk: set TMPDIR"
+SMALL = "pages from disk, if memory holds half of them"
 
 # %% [markdown]
 # ## 1. Sequential, quasi-random and random order
@@ -94,8 +101,7 @@ SEED = 0
 #
 # QUASI_RANDOM shuffles the pages, opens some of them, and draws at random from these; when one is
 # used up, the next is opened. (FFCV opens twice as many pages as a batch has samples; the paper
-# says as many.) RANDOM costs nothing while the file fits into memory, and a page read for nearly
-# each sample when it does not.
+# says as many.) RANDOM costs nothing while the file fits into memory.
 
 
 # %%
@@ -121,12 +127,46 @@ def open_at_once(batches: Iterable[Iterable[int]], ahead: int = 0) -> int:
 # ## 2. One page cache for all ranks
 #
 # With `os_cache=True`, the default, FFCV **maps** the file into its address space. The kernel reads
-# a page from disk when somebody touches it, and keeps it in its **page cache**, once per machine:
+# a page from disk when somebody touches it, which is a **major fault**, and keeps it in its **page
+# cache**, once per machine:
 #
 #     rank 0 ── map ──┐
 #     rank 1 ── map ──┼──> the page cache: one copy of each page ──> disk
 #     rank 2 ── map ──┘
 #
+# Three calls show what happens. `posix_fadvise` drops a file from the page cache, if nobody has
+# it mapped; `mincore` says which of its bytes are there; and /proc/self/io says how many bytes the
+# disk has delivered for this process. (The kernel's own pages have 4 KiB. Around a fault it reads
+# more than one of them: 128 KiB, unless /sys/block/*/queue/read_ahead_kb says otherwise.)
+
+
+# %%
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def drop(path: Path) -> None:
+    """Write a file to its disk, and drop it from the page cache."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def bytes_in_page_cache(path: Path) -> int:
+    length = path.stat().st_size
+    data = np.memmap(path, np.uint8, "r")  # mapped, and not touched
+    present = np.zeros(math.ceil(length / mmap.PAGESIZE), np.uint8)  # a byte for each 4 KiB
+    pointer = ctypes.c_void_p
+    whole = [pointer(data.ctypes.data), ctypes.c_size_t(length), pointer(present.ctypes.data)]
+    if libc.mincore(*whole) != 0:
+        raise OSError(f"mincore: {os.strerror(ctypes.get_errno())}")
+    return mmap.PAGESIZE * int((present & 1).sum())
+
+
+def bytes_from_disk() -> int:
+    return psutil.Process().io_counters().read_bytes
+
+
+# %% [markdown]
 # Tools mislead here. **RSS**, a process's resident set, counts each shared page in full, in every
 # process; **PSS** divides it by the number of processes that share it, so that sums are true.
 
@@ -155,9 +195,9 @@ def mapped_bytes(path: Path, measure: str) -> int:
 # divide N, the last rank begins again at sample 0. There is a price: a share stays the same in
 # every epoch, and only the order within it changes.
 #
-# For files larger than memory there is `os_cache=False`: a rank then reads pages into memory of its
-# own, three batches ahead, and frees each after its last sample. Nothing is shared, but little is
-# held.
+# For files larger than memory there is `os_cache=False`: a rank then reads whole pages into memory
+# of its own, three batches ahead, and frees each after its last sample. Each is read once, and the
+# order decides how many must be held.
 
 
 # %%
@@ -168,7 +208,88 @@ def shard(rank: int, ranks: int, samples: int) -> np.ndarray:
 
 
 # %% [markdown]
-# ## 4. The file and its loader
+# ## 4. Memory that is smaller than the file
+#
+# If the page cache is too small, the kernel forgets what was not used for longest, and a page may
+# be read again. How much that costs depends on the **unit** of a read. If each sample were read
+# alone, random order would cost nothing: each byte is still used once per epoch. But few things
+# read so. The unit is a page of FFCV's own cache, 1 MiB of NFS, a stripe of Lustre, a range on S3;
+# a sample is a small part of it, and in random order the rest is forgotten before it is used.
+#
+# How often a page is read, the **least recently used** being forgotten, is simple to count:
+
+
+# %%
+def pages_read(order: Iterable[int], room: int) -> int:
+    """Return how often a page is read, if `room` pages fit and the least recently used goes."""
+    held = []  # the page that was used last stands at the end
+    reads = 0
+    for page in order:
+        if page in held:
+            held.remove(page)
+        else:
+            reads += 1
+        held = [*held, page][-room:]
+    return reads
+
+
+# %% [markdown]
+# To see it on a file of 16 MiB, memory must be made small. A **control group** (cgroup) does that;
+# containers and Slurm jobs live in one. All that its processes allocate counts against its limit,
+# and so does each page of a file that they are the first to read. Rank 0 moves into a group of its
+# own, reads, and moves back.
+
+
+# %%
+@contextlib.contextmanager
+def limited_memory(limit: int) -> Iterator[None]:
+    """Charge what this process reads or allocates to a memory cgroup of `limit` bytes.
+
+    Raises OSError where none can be made.
+    """
+    home, parent, name = own_group()
+    if not (home / "cgroup.procs").exists():
+        raise OSError(f"{home} is no memory cgroup")
+    group = parent / f"lesson-{os.getpid()}"
+    group.mkdir()
+    remove = 'read _; for _ in 1 2 3 4 5 6 7 8 9; do rmdir "$0" 2>&- && break; sleep 0.1; done'
+    sweep = {"stdin": subprocess.PIPE, "start_new_session": True}  # it outlives us, and Ctrl-C
+    sweeper = subprocess.Popen(["sh", "-c", remove, str(group)], **sweep)
+    try:
+        (group / name).write_text(str(limit))
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        yield
+    finally:
+        (home / "cgroup.procs").write_text(str(os.getpid()))
+        sweeper.communicate()  # the end of its input: it removes the group
+
+
+def own_group() -> tuple[Path, Path, str]:
+    """Return this process's memory cgroup, where another can be made, and the limit's file."""
+    groups = {}
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, place = line.split(":", 2)
+        groups |= dict.fromkeys(controllers.split(","), place)
+    if "memory" in groups:  # version 1
+        home = Path(f"/sys/fs/cgroup/memory{groups['memory']}")
+        return home, home, "memory.limit_in_bytes"
+    home = Path(f"/sys/fs/cgroup{groups['']}")  # version 2: no processes in inner groups
+    return home, home if groups[""] == "/" else home.parent, "memory.max"
+
+
+def read_whole_pages(path: Path, pages: Iterable[int]) -> float:
+    """Read these pages one after the other; return how many the disk delivered."""
+    buffer = mmap.mmap(-1, PAGE)  # new memory, so that it is charged
+    with open(path, "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # nothing ahead
+        before = bytes_from_disk()
+        for page in pages:
+            os.preadv(file.fileno(), [buffer], PAGE * int(page))
+        return (bytes_from_disk() - before) / PAGE
+
+
+# %% [markdown]
+# ## 5. The file and its loader
 #
 # As in data-loading/02_beton_file.py: crops of two photographs, raw pixels, and one thread per
 # rank, since the ranks share the cores.
@@ -226,13 +347,15 @@ def open_beton(path: Path, batch_size: int, order: str = "RANDOM", **options: ob
 
 
 # %% [markdown]
-# ## 5. How it is measured
+# ## 6. How it is measured
 #
 # The page of a sample stands in the file's allocation table, which FFCV's reader holds. Orders are
-# taken from FFCV itself, and pages are counted as if batches had one sample. Memory is what the
-# kernel says in /proc/self/smaps, after all ranks have read everything. The own cache is the array
-# that FFCV has allocated. What a rank was delivered is counted, not what was planned: each sample
-# carries its index.
+# taken from FFCV itself, and pages are counted as if batches had one sample. The own cache is the
+# array that FFCV has allocated. What a rank was delivered is counted, not what was planned: each
+# sample carries its index.
+#
+# Before a count of what the disk delivers, an epoch is read and the file is dropped, so that
+# compiling reads nothing more. That needs a file system on a disk: one in memory drops nothing.
 
 
 # %%
@@ -261,29 +384,116 @@ def gather_objects(value: object) -> list:
 def check_orders(loader: "Loader", page_of: np.ndarray) -> None:
     pages = len(set(page_of))
     expected = {Sequential: ("=", 1), QuasiRandom: ("=", 2), Random: (">=", pages - 1)}
-    batch_size = loader.batch_size
-    loader.batch_size = 1
     for order, (sign, predicted) in expected.items():
-        samples = order(loader).sample_order(0)
+        samples = samples_in(order, loader)
         measured = open_at_once([page] for page in page_of[samples])
         text = f"{order.__name__}: pages open at once, of {pages}"
         claim(text, predicted, measured, sign, question=1)
+
+
+def samples_in(order: type, loader: "Loader") -> np.ndarray:
+    """Return FFCV's order of the samples in epoch 0, as if batches had one sample."""
+    batch_size = loader.batch_size
+    loader.batch_size = 1
+    samples = order(loader).sample_order(0)
     loader.batch_size = batch_size
+    return samples
 
 
-def check_page_cache(loader: "Loader", path: Path) -> None:
-    """Read all on every rank; claim what their maps hold together, by RSS and by PSS."""
+# %% [markdown]
+# All ranks read the whole file through their maps: first with nothing in memory, then once more.
+
+
+# %%
+def read_all(loader: "Loader") -> dict[str, int]:
+    """Read an epoch; return what all ranks together got from the disk, and their major faults."""
+    before = [bytes_from_disk(), resource.getrusage(resource.RUSAGE_SELF).ru_majflt]
     for _ in loader:
         pass
-    dist.barrier()  # all have read everything, and their maps stay
-    pages_bytes = path.stat().st_size - PAGE  # the header's page is not read through the map
+    after = [bytes_from_disk(), resource.getrusage(resource.RUSAGE_SELF).ru_majflt]
+    mine = np.subtract(after, before)
+    disk, faults = np.sum(gather_objects(mine), axis=0)  # and so all ranks have read everything
+    return {"from disk": int(disk), "major faults": int(faults)}
+
+
+def empty_page_cache(loader: "Loader", path: Path) -> None:
+    """Let every rank unmap the file, and rank 0 drop it from memory."""
+    loader.memory_manager.context.mmap = None  # FFCV maps it again when it reads
+    gc.collect()
+    dist.barrier()
+    if RANK == 0:
+        drop(path)
+    dist.barrier()
+
+
+def check_page_cache(loader: "Loader", path: Path) -> bool:
+    """Claim how often the disk delivers the file; return whether it can be dropped from memory."""
+    read_all(loader)  # which compiles
+    empty_page_cache(loader, path)
+    left = bytes_in_page_cache(path)
+    on_disk = from_rank_0(left < path.stat().st_size)
+    if on_disk:
+        claim("bytes of the file in memory after it was dropped", 0, left)
+        first = read_all(loader)
+        print0(f"{'':13}first epoch, all ranks: {first['major faults']} major faults")
+        times = first["from disk"] / max(1, bytes_in_page_cache(path))
+        claim("times that the disk delivers what is in memory", 1, times, atol=0.02, question=2)
+    else:
+        for text in ("times that the disk delivers what is in memory", SMALL):
+            blocked(text, needs=A_DISK)
+    again = read_all(loader)
+    claim("major faults of all ranks in a second epoch", 0, again["major faults"], varies=True)
+    read = N * HEIGHT * WIDTH * 3  # bytes, and a little more around them
     for measure, copies in (("Rss", WORLD_SIZE), ("Pss", 1)):
-        held = sum(gather_objects(mapped_bytes(path, measure))) / pages_bytes
+        held = sum(gather_objects(mapped_bytes(path, measure))) / read
         text = f"copies of the file in memory, by {measure.upper()}"
-        claim(text, copies, held, atol=0.1 * copies, question=2)
-    dist.barrier()  # nobody unmaps before all have looked
+        claim(text, copies, held, atol=0.15 * copies, question=2)
+    empty_page_cache(loader, path)
+    return on_disk
 
 
+# %% [markdown]
+# Then rank 0 reads whole pages in memory that holds half of them. The limit has room for one page
+# more, into which it reads, and half a MiB for what else the kernel charges to the group. The
+# kernel forgets not quite the least recently used; that is what the slack is for.
+
+
+# %%
+def count_reads(path: Path, page_of: np.ndarray, orders: dict[str, np.ndarray]) -> dict | str:
+    """Return the pages that the disk delivers for each order, or why memory has no limit."""
+    counted = {}
+    try:
+        for name, samples in orders.items():
+            drop(path)
+            with limited_memory((ROOM + 1) * PAGE + 2**19):
+                counted[name] = read_whole_pages(path, page_of[samples])
+    except OSError as error:
+        return str(error)
+    drop(path)
+    counted["without a limit"] = read_whole_pages(path, page_of[orders["Random"]])
+    return counted
+
+
+def check_small_memory(loader: "Loader", path: Path, page_of: np.ndarray) -> None:
+    """Claim how many pages the disk delivers if memory holds half of the file, or all of it."""
+    orders = {order.__name__: samples_in(order, loader) for order in (QuasiRandom, Random)}
+    counted = from_rank_0(count_reads(path, page_of, orders) if RANK == 0 else None)
+    if isinstance(counted, str):
+        print0(f"{'':13}no limit: {counted}")
+        blocked(SMALL, needs="root and a memory cgroup")
+        return
+    for name, samples in orders.items():
+        expected = pages_read(page_of[samples], ROOM) if name == "Random" else 8
+        text = f"{name}: pages from disk, room for {ROOM} of 8"
+        claim(text, expected, counted[name], atol=0.2 * expected, question=4)
+    claim("Random: pages from disk, room for all", 8, counted["without a limit"], atol=0.1)
+
+
+# %% [markdown]
+# The last checks are of FFCV's own cache, and of the shares of all ranks.
+
+
+# %%
 def check_refusal(path: Path) -> None:
     """FFCV itself: no quasi-random order over ranks."""
     refusal = "none"
@@ -306,15 +516,19 @@ def check_own_cache(path: Path, page_of: np.ndarray) -> None:
 
 
 def check_shares(path: Path, page_of: np.ndarray) -> None:
-    """Read one share per rank in quasi-random order; claim who got which samples."""
+    """Read one share per rank in quasi-random order; claim who got what, and what was read."""
     mine = shard(RANK, WORLD_SIZE, N)
     loader = open_beton(path, 4, "QUASI_RANDOM", indices=mine, os_cache=False)
     delivered = np.concatenate([index.numpy().flatten() for *_, index in loader])
-    text = "pages of the samples that a rank was delivered"
-    claim(text, len(set(page_of[mine])), len(set(page_of[delivered])))
+    before = psutil.Process().io_counters().read_chars  # of this process, from disk or memory
+    for _ in loader:
+        pass
+    asked = psutil.Process().io_counters().read_chars - before
+    expected = len(set(page_of[mine]))
+    claim("pages that a rank reads in an epoch", expected, asked / PAGE, atol=0.01)
     times = np.bincount(np.concatenate(gather_objects(delivered)), minlength=N)
     claim("samples that an epoch leaves out", 0, int((times == 0).sum()))
-    claim("samples that come twice", -N % WORLD_SIZE, int((times - 1).sum()), question=4)
+    claim("samples that come twice", -N % WORLD_SIZE, int((times - 1).sum()))
 
 
 def check_shards() -> None:
@@ -335,20 +549,26 @@ def check_shards() -> None:
 # 1. One, two, and (nearly) all 8. Random order opens every page at the beginning and closes it at
 #    the end; quasi-random order keeps twice the batch size open, here 2. With batches of 256 and
 #    pages of 8 MiB that is 4 GiB at worst: small pages or small batches keep it in bounds.
-# 2. One copy, as PSS shows. RSS shows n: added up over the 8 ranks of a node it frightens people
-#    into copying data that is shared already. In a container, the page cache counts against the
-#    memory limit, but it is given back when something else needs it.
+# 2. Once, whatever n is: what one rank has touched the others find in the page cache, and in the
+#    second epoch nobody waits for the disk. In memory there is one copy, as PSS shows. RSS shows n:
+#    added up over the 8 ranks of a node it frightens people into copying data that is shared.
 # 3. Three: the two that quasi-random order has open, and the next, which is read three batches
 #    ahead. That is 6 MiB, however large the file. But nothing is shared: every rank of a machine
 #    holds its own pages, and where two shares meet in a page both read it.
-# 4. -N mod n: two on 4 ranks and on 3, none on 2, where the ledger rightly says so.
+# 4. Eight, each once, and some 60, since about every second page is no longer there when a sample
+#    of it comes. An ImageNet of JPEGs has about 80 samples in a page of 8 MiB: on a machine whose
+#    memory holds half of it, random order would read 40 times the file. In a container the page
+#    cache counts against the limit, so a job that is fast on a free machine may read everything
+#    again and again under Kubernetes or Slurm. With `os_cache=False` each page is read once in any
+#    order, and random order has to *hold* them all instead.
 #
 # **Try.** Shares that begin one sample late leave out sample 0 (and `check_shards` says in how many
-# cases). Without `indices=mine` every rank reads the whole file: the pages of what it was delivered
-# and the samples that come twice give it away; a loss curve would not.
+# cases). Without `indices=mine` every rank reads the whole file: the pages that it reads and the
+# samples that come twice give it away; a loss curve would not.
 #
 # On a thousand ranks with data on Lustre or S3, the choice is the same but dearer: pages of many
-# MiB in quasi-random order, one share per *node*, so that its ranks share a page cache.
+# MiB in quasi-random order, one share per *node*, so that its ranks share a page cache. Nodes do
+# not: n of them draw a file from its server n times, in every epoch unless it fits their memory.
 
 
 # %%
@@ -371,7 +591,8 @@ def main() -> None:
         loader = open_beton(path, batch_size=8)
         page_of = pages_of_samples(loader)
         check_orders(loader, page_of)
-        check_page_cache(loader, path)
+        if check_page_cache(loader, path):
+            check_small_memory(loader, path, page_of)
         check_refusal(path)
         check_own_cache(path, page_of)
         check_shares(path, page_of)

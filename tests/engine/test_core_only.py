@@ -109,7 +109,7 @@ def test_the_doctor_names_what_is_missing(core: Path, monkeypatch: pytest.Monkey
     code = "from course import doctor\nfor row in doctor.findings(): print(row)"
     told = run(core, "-c", code).stdout
     assert "all 9 of the core" in told
-    for package in ("deepspeed", "ffcv", "nvtx"):
+    for package in ("deepspeed", "ffcv", "numba", "nvtx"):
         assert f"! {package:12} not installed: BLOCKED in " in told
     assert "✗" not in told
 
@@ -163,8 +163,8 @@ PROVIDERS = importlib.metadata.packages_distributions()
         ("course/*.py", ()),
         ("exercises/*/test_exercise.py", ("ffcv",)),
         ("benchmarks/*.py", ()),
-        ("[!e]*/[0-9][0-9]_*.py", ("deepspeed", "ffcv", "profiling")),
-        ("tests/**/test_*.py", ("deepspeed", "ffcv", "profiling", "test")),
+        ("[!e]*/[0-9][0-9]_*.py", ("data", "deepspeed", "ffcv", "profiling")),
+        ("tests/**/test_*.py", ("data", "deepspeed", "ffcv", "profiling", "test")),
     ],
 )
 def test_what_is_imported_is_named_in_pyproject(files: str, extras: tuple[str, ...]) -> None:

@@ -121,9 +121,9 @@ def test_a_torch_that_is_missing_old_or_broken(
 def test_what_an_extra_blocks_is_read_off_the_lessons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "version_of", lambda package: "")
     blocked = {row.label: row.found for row in doctor.extras()}
-    assert set(blocked) == {"deepspeed", "ffcv", "nvtx"}
+    assert set(blocked) == {"deepspeed", "ffcv", "numba", "nvtx"}
     assert blocked["deepspeed"].endswith("fsdp/09_inference, fsdp/10_offload")
-    assert blocked["ffcv"].count("data-loading/") == 3
+    assert blocked["ffcv"].count("data-loading/") == 5
     assert "profiling/03" in blocked["nvtx"]
     missing = doctor.core()
     assert missing.state == "bad"

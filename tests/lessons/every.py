@@ -19,6 +19,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -125,6 +126,10 @@ def may_be_blocked(needs: str) -> bool:
         return bool(os.system("unshare --net true 2>&- || unshare --user --net true 2>&-"))
     if needs.startswith("root with bpf(2)"):
         return bool(os.system("bpftrace -e 'BEGIN { exit(); }' >/dev/null 2>&1"))
+    if needs.startswith("root and a memory cgroup"):
+        return os.geteuid() != 0 or not os.access("/sys/fs/cgroup", os.W_OK)
+    if needs.startswith("a temporary folder on a disk"):
+        return os.path.ismount(tempfile.gettempdir())
     return bool(re.match(LACKING, needs))
 
 

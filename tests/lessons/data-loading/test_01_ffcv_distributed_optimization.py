@@ -16,16 +16,14 @@ LESSON = "data-loading/01_ffcv_distributed_optimization.py"
 pytestmark = pytest.mark.skipif(find_spec("ffcv") is None, reason="FFCV is not installed")
 
 LOADERS = ("        core = check_loaders(place)\n", "        core = {}\n")
-STATIONS = ("        stations = check_stations(place, device)\n", "        stations = {}\n")
-UNTIMED = [STATIONS, LOADERS]
-# What rank 0 alone does or starts is the same whatever the lesson's world size is.
-SIZES = {
-    ranks: [
-        ("    if RANK != 0:\n        os.environ", "    if RANK >= 0:\n        os.environ"),
-        *UNTIMED,
-    ]
-    for ranks in (1, 3)
-}
+STATIONS = (
+    "        stations, alone = check_stations(place, device)\n",
+    "        stations, alone = {}, 0\n",
+)
+LIMITS = ("        check_limits(stations, alone, core)\n", "")
+KNOBS = ("    check_draws()\n    check_prefetching()\n", "")
+UNTIMED = [STATIONS, LOADERS, LIMITS]
+SIZES = {ranks: UNTIMED for ranks in (1, 3)}
 IMPORT = "    with contextlib.suppress(ImportError):  # the extra [ffcv]\n"
 GONE = (IMPORT, IMPORT + "        raise ImportError\n")
 WITHOUT = {
@@ -35,12 +33,12 @@ WITHOUT = {
 }
 ON_GPUS = OnGpus(
     changes=[  # FFCV copies on streams of CUDA's, in a thread of its own
-        (IMPORT, "    with contextlib.suppress(ImportError):\n        raise ImportError\n"),
-        (
-            'all")\n        finish()',
-            'all")\n        measure_copies(device)\n        finish()',
-        ),
-        ("torch.randn(256, 3,", "torch.randn(4, 3,"),
+        GONE,
+        ("cores < 4:", "cores < 0:"),
+        ('"num_workers": cores - 1', '"num_workers": WORKERS'),
+        ('"pin_memory": True', '"pin_memory": False'),  # its thread asks C++ for CUDA
+        ("return 512", "return 64"),
+        ("max(1, min(1000, round(loading / 2 / computing)))", "2"),
     ]
 )
 NO_DEVICE = {
@@ -52,24 +50,15 @@ NO_DEVICE = {
 
 def test_training_crops_are_drawn_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NUMBA_OPT", "0")  # which the lesson sets, and nobody else is to see
-    monkeypatch.setenv("RANK", "1")  # a launcher does not import FFCV, rank 0 torchvision too
+    monkeypatch.setenv("RANK", "0")  # which alone imports FFCV
     crop = load(LESSON).crops_by_ffcv()[0]
     drawn = {crop.get_crop_generator(375, 500, crop.scale, crop.ratio) for _ in range(9)}
     assert len(drawn) > 1
 
 
-LEFT = "samples that an epoch leaves out"
-TWICE = "samples that come twice"
-PLACE = "share of samples at their place in 2 epochs"
 MEANS = {f"mean of normalized crops, {name} - DataLoader's" for name in ("jpg", "raw")}
 
 LINES = {
-    # Nothing is left out, and only the order says that nothing was shuffled.
-    "epochs in file order, as in Try": (
-        "    order = OrderOption.RANDOM\n",
-        "    order = OrderOption.SEQUENTIAL\n",
-        {PLACE},
-    ),
     # The mean of what is delivered gives it away.
     "red and blue are exchanged": (
         "NormalizeImage(255 * MEAN, 255 * STD, np",
@@ -86,18 +75,10 @@ LINES = {
         "num_workers=0",
         {"processes that DataLoader started"},
     ),
-    "what fills no batch is dropped": (
-        '"drop_last": False',
-        '"drop_last": True',
-        {LEFT, TWICE},
-    ),
-    "raw.beton holds JPEGs, too": (
-        'RGBImageField("raw")',
-        'RGBImageField("jpg", jpeg_quality=97)',
-        {"bytes per image in raw.beton"},
-    ),
 }
 ONCE = ("alternate(loaders, 2)", "alternate(loaders, 1)")
+DECODING = "time to decode a JPEG, FFCV's / DataLoader's"
+WORKERS = "core time, 2 workers / none"
 SLOW = {
     # Its workers stay, as those of the first do, and are counted.
     "another DataLoader in FFCV's place": (
@@ -107,6 +88,7 @@ SLOW = {
             "core time, DataLoader's / FFCV's, jpg",
             "core time, DataLoader's / FFCV's, raw",
             "processes that FFCV started",
+            DECODING,
         },
     ),
     "augmenting is not timed": (
@@ -117,17 +99,79 @@ SLOW = {
     "an image is opened and not decoded": (
         'folders.Image.open(file).convert("RGB")',
         "folders.Image.open(file)",
-        {"time to read / time to decode"},
+        {"time to read / time to decode", DECODING},
+    ),
+    "what workers spend is not counted": (
+        "for process in [me, *me.children()]]",
+        "for process in [me]]",
+        {
+            WORKERS,
+            "core time, DataLoader's / FFCV's, jpg",
+            "core time, DataLoader's / FFCV's, raw",
+            DECODING,
+        },
+    ),
+}
+FORKED = "different draws, generator made before the fork"
+ALIKE = "different draws of torch, ranks seeded alike"
+CURED = {
+    f"different draws of {kind}, cured"
+    for kind in ("its own generator", "torch", "random", "numpy")
+}
+STARTED = "workers of a rank in two epochs"
+TURNED = {
+    "workers keep the generator of before the fork": (
+        "    dataset.generator = np.random.default_rng(torch.initial_seed())\n",
+        "",
+        {"different draws of its own generator, cured"},
+    ),
+    "all ranks draw alike, as in Try": (
+        "two_epochs(generator=seeds, **knobs)",
+        "two_epochs(**knobs)",
+        CURED,
+    ),
+    "ranks are seeded apart": (
+        "    torch.manual_seed(SEED)  # alike",
+        "    torch.manual_seed(SEED + RANK)  # alike",
+        {ALIKE},
+    ),
+    "each draw is seeded by the clock": (
+        "int(self.generator.integers(2**62))",
+        "int(np.random.default_rng().integers(2**62))",
+        {FORKED},
+    ),
+    "global states are seeded by none": (
+        '            "random": random.getrandbits(62),\n'
+        '            "numpy": int(np.random.randint(2**62)),\n',
+        '            "random": random.Random(index).getrandbits(62),\n'
+        '            "numpy": int(np.random.RandomState(index).randint(2**62)),\n',
+        {"different draws of random, cured", "different draws of numpy, cured"},
+    ),
+    "workers persist from the beginning": (
+        "naive = two_epochs()",
+        "naive = two_epochs(persistent_workers=True)",
+        {FORKED, STARTED},
+    ),
+    "workers are started for each epoch": (
+        '"persistent_workers": True}\n    cured',
+        '"persistent_workers": False}\n    cured',
+        {f"{STARTED}, persistent"},
+    ),
+    "batches are asked for as if nothing were said": (
+        '"prefetch_factor": factor, "multi',
+        '"multi',
+        {"batches asked for before the first, factor 3"},
     ),
 }
 BREAKS = [
-    Breaks(LINES, changes=[STATIONS, ONCE], deadline=150),
-    Breaks(SLOW, deadline=150, clock=True),
+    Breaks(TURNED, changes=[GONE], alone=["each draw is seeded by the clock"]),
+    Breaks(LINES, changes=[STATIONS, LIMITS, KNOBS, ONCE], deadline=150),
+    Breaks(SLOW, changes=[KNOBS], deadline=150, clock=True),
 ]
 
 
 @pytest.mark.deep
-def test_images_of_ones_own_and_a_dropped_last_batch(tmp_path: Path) -> None:
+def test_images_of_ones_own_of_any_size(tmp_path: Path) -> None:
     from PIL import Image
     from sklearn.datasets import load_sample_images
 
@@ -135,9 +179,8 @@ def test_images_of_ones_own_and_a_dropped_last_batch(tmp_path: Path) -> None:
         (tmp_path / label).mkdir()
         for name, box in ("tall.JPEG", (0, 0, 200, 427)), ("wide.png", (0, 0, 640, 100)):
             Image.fromarray(photograph).crop(box).save(tmp_path / label / name)
-    broken, data = ('"drop_last": False', '"drop_last": True'), ("--data", str(tmp_path))
-    played = play(LESSON, 2, *UNTIMED, broken, argv=data, deadline=120)
-    assert played.failed in ({LEFT}, {LEFT, "samples that come twice"}), played.output
+    data = ("--data", str(tmp_path))
+    play(LESSON, 2, *UNTIMED, argv=data, deadline=120).expect(set())
 
 
 def test_each_round_of_the_dataloader_brings_every_photo_once() -> None:
@@ -152,7 +195,7 @@ def test_each_round_of_the_dataloader_brings_every_photo_once() -> None:
 def test_both_loaders_draw_the_same_crops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Smaller ones would have the same mean, and take less time."""
     monkeypatch.setenv("NUMBA_OPT", "0")
-    monkeypatch.setenv("RANK", "0")  # which imports torchvision, too
+    monkeypatch.setenv("RANK", "0")
     lesson = load(LESSON)
     theirs = lesson.crops_by_torchvision().transforms[0]
     ours = lesson.crops_by_ffcv()[0]
@@ -171,16 +214,6 @@ def test_both_loaders_decode_jpegs_of_quality_97(tmp_path: Path) -> None:
     image.save.assert_called_once_with(tmp_path / "photos/a/0000.jpg", quality=97)
     written = {given.args[1].name: given.args[2] for given in lesson.write_photos.call_args_list}
     assert written == {"jpg.beton": ("jpg", {"jpeg_quality": 97}), "raw.beton": ("raw", {})}
-
-
-def test_a_step_takes_32_images_over_all_ranks() -> None:
-    lesson = load(LESSON)
-    lesson.WORLD_SIZE = 4
-    lesson.decoders = lesson.ToTensor = lesson.OrderOption = Mock()
-    lesson.ffcv_loader = Mock()
-    lesson.rank_loader(Path("raw.beton"))
-    (_, _, batch_size), options = lesson.ffcv_loader.call_args
-    assert (batch_size, options["distributed"]) == (8, True)
 
 
 def test_loaders_take_turns_and_their_seconds_are_per_image() -> None:
@@ -239,6 +272,16 @@ def test_what_is_saved_is_the_dataloaders_time_of_a_core_over_ffcvs() -> None:
     assert "6000.00 ms of a core per image" in said[0]
 
 
+def test_workers_do_the_same_work_and_decoding_is_what_jpegs_take_beyond_raw() -> None:
+    lesson = load(LESSON)
+    lesson.RANK = 1
+    claims = {}
+    lesson.claim = lambda text, predicted, measured, *_, **__: claims.update({text: measured})
+    core = {"DataLoader": 8.0, "jpg": 5.0, "raw": 2.0}
+    lesson.check_limits({"read": 1.0, "decode": 1.0}, 4.0, core)
+    assert claims == {WORKERS: 2.0, DECODING: 0.75}
+
+
 def test_bars_are_as_long_as_the_times_of_a_core() -> None:
     figure = pytest.importorskip("matplotlib.figure").Figure
     lesson = load(LESSON)
@@ -264,6 +307,7 @@ def test_each_station_is_timed_by_itself_and_all_are_the_whole(tmp_path: Path) -
     lesson.N = 2
     now = [0.0]
     lesson.time = SimpleNamespace(perf_counter=lambda: now[0])
+    lesson.core_seconds = lambda: now[0] / 2
 
     def takes(seconds: float, result: object = None) -> Callable:
         def work(*_: object, **__: object) -> object:
@@ -294,5 +338,6 @@ def test_each_station_is_timed_by_itself_and_all_are_the_whole(tmp_path: Path) -
     with read, collate:
         seconds = lesson.station_seconds(tmp_path, torch.device("cpu"))
     stations = {"read": 1.0, "decode": 10.0, "augment": 100.0, "collate": 100.0, "copy": 2000.0}
-    assert seconds == stations | {"whole": sum(stations.values())}
+    whole = sum(stations.values())
+    assert seconds == stations | {"whole": whole, "core": whole / 2}
     assert batch.to.call_args == call(torch.device("cpu"), copy=True)

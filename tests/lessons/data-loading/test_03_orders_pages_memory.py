@@ -1,5 +1,8 @@
-"""Orders against sets, open pages against a count, claims against broken lines."""
+"""Orders against sets, pages against other counts, memory that ends; claims, broken lines."""
 
+import functools
+import os
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from unittest.mock import Mock
@@ -66,10 +69,89 @@ def test_pages_open_equal_a_count_batch_by_batch(batches: list, ahead: int) -> N
     assert lesson.open_at_once(batches, ahead) == due
 
 
+@given(st.lists(st.integers(0, 7)), st.integers(1, 8))
+def test_pages_read_are_the_misses_of_a_least_recently_used_cache(order: list, room: int) -> None:
+    fetch = functools.lru_cache(maxsize=room)(lambda page: page)
+    for page in order:
+        fetch(page)
+    assert lesson.pages_read(order, room) == fetch.cache_info().misses
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> Path:
+    """A file of four pages, none of which is in memory."""
+    path = tmp_path / "pages"
+    path.write_bytes(bytes(4 * lesson.PAGE))
+    lesson.drop(path)
+    if lesson.bytes_in_page_cache(path):
+        pytest.skip("the temporary folder is not on a disk")
+    return path
+
+
+def test_what_is_read_is_in_the_page_cache_until_it_is_dropped(on_disk: Path) -> None:
+    assert lesson.read_whole_pages(on_disk, [1, 1, 3]) == 2
+    assert lesson.bytes_in_page_cache(on_disk) == 2 * lesson.PAGE
+    assert lesson.read_whole_pages(on_disk, [1, 0]) == 1
+    lesson.drop(on_disk)
+    assert lesson.bytes_in_page_cache(on_disk) == 0
+
+
+def groups_left(pid: int) -> list[Path]:
+    return list(load(LESSON).own_group()[1].glob(f"lesson-{pid}"))
+
+
+def in_a_small_memory(path: Path) -> list[str] | str:
+    """The groups of this process before, within and after; or why it can have none."""
+    lesson = load(LESSON)
+    where = [Path("/proc/self/cgroup").read_text()]
+    try:
+        with lesson.limited_memory(2 * lesson.PAGE + 2**19):
+            where.append(Path("/proc/self/cgroup").read_text())
+            lesson.read_whole_pages(path, range(4))
+            left = lesson.bytes_in_page_cache(path)
+    except OSError as error:
+        return str(error)
+    where.append(Path("/proc/self/cgroup").read_text())
+    assert lesson.PAGE / 2 < left <= 2 * lesson.PAGE + 2**19
+    assert groups_left(os.getpid()) == []
+    return where
+
+
+def test_a_process_comes_back_from_its_small_memory(on_disk: Path) -> None:
+    (where,) = run(in_a_small_memory, 1, on_disk, group=False)
+    if isinstance(where, str):
+        pytest.skip(where)
+    before, within, after = where
+    assert before == after != within
+
+
+def test_the_group_of_a_killed_process_is_removed() -> None:
+    try:
+        with lesson.limited_memory(2**28):
+            pass
+    except OSError as error:
+        pytest.skip(str(error))
+    child = os.fork()
+    if child == 0:
+        with lesson.limited_memory(2**28):
+            os.kill(os.getpid(), 9)
+    os.waitpid(child, 0)
+    stop = time.monotonic() + 10
+    while groups_left(child) and time.monotonic() < stop:
+        time.sleep(0.05)
+    assert groups_left(child) == []
+
+
 LEFT = "samples that an epoch leaves out"
 TWICE = "samples that come twice"
-READS = "pages of the samples that a rank was delivered"
+READS = "pages that a rank reads in an epoch"
 CACHE = "pages in a cache of one's own, of 8"
+DROPPED = "bytes of the file in memory after it was dropped"
+TIMES = "times that the disk delivers what is in memory"
+FAULTS = "major faults of all ranks in a second epoch"
+QUASI = "QuasiRandom: pages from disk, room for 4 of 8"
+RANDOM = "Random: pages from disk, room for 4 of 8"
+ROOMY = "Random: pages from disk, room for all"
 LINES = {
     "a share begins late, as in Try": (
         "np.arange(rank * each, (rank",
@@ -77,9 +159,10 @@ LINES = {
         {"cases, of 312, in which shares miss or add some", LEFT, TWICE},
     ),
     "only rank 0 keeps its map": (
-        "    dist.barrier()  # all have read everything, and their maps stay\n",
+        "    read = N * HEIGHT",
         "    if RANK: loader.memory_manager.context.mmap = None; gc.collect()\n"
-        "    dist.barrier()\n",
+        "    dist.barrier()\n"
+        "    read = N * HEIGHT",
         {"copies of the file in memory, by RSS"},
     ),
     "a cache that reads nothing ahead": (
@@ -95,29 +178,60 @@ LINES = {
         {READS, TWICE},
     ),
     "random order where quasi-random is asked": (
-        "        samples = order(loader)",
-        "        samples = Random(loader)",
+        "        samples = samples_in(order, loader)\n        measured",
+        "        samples = samples_in(Random, loader)\n        measured",
         {"Sequential: pages open at once, of 8", "QuasiRandom: pages open at once, of 8"},
     ),
     "quasi-random order where random is asked": (
-        "        samples = order(loader)",
-        "        samples = QuasiRandom(loader)",
+        "        samples = samples_in(order, loader)\n        measured",
+        "        samples = samples_in(QuasiRandom, loader)\n        measured",
         {"Sequential: pages open at once, of 8", "Random: pages open at once, of 8"},
     ),
     "each rank has a file of its own": (
-        "        loader = open_beton(path, batch_size=8)\n",
-        '        own = Path(f"{path}-{RANK}")\n'
-        "        own.write_bytes(path.read_bytes())\n"
-        "        loader = open_beton(own, batch_size=8)\n",
-        {"copies of the file in memory, by PSS"},
+        [
+            (
+                "        loader = open_beton(path, batch_size=8)\n",
+                '        own = Path(f"{path}-{RANK}")\n'
+                "        own.write_bytes(path.read_bytes())\n"
+                "        loader = open_beton(own, batch_size=8)\n",
+            ),
+            ("if check_page_cache(loader, path)", "if check_page_cache(loader, own)"),
+            ("    if RANK == 0:\n        drop(path)\n", "    drop(path)\n"),
+        ],
+        {TIMES, "copies of the file in memory, by PSS"},
+    ),
+    "the file is dropped once more": (
+        "    again = read_all(loader)\n",
+        "    empty_page_cache(loader, path)\n    again = read_all(loader)\n",
+        {FAULTS},
     ),
     "FFCV is not told of other ranks": (
         '"QUASI_RANDOM", distributed=True)',
         '"QUASI_RANDOM")',
         {"QUASI_RANDOM with distributed=True is refused"},
     ),
+    "memory has no limit": (
+        "(group / name).write_text(str(limit))",
+        "(group / name).write_text(str(2**40))",
+        {RANDOM},
+    ),
+    "memory is small for quasi-random order, too": (
+        "samples_in(order, loader) for order in (Quasi",
+        "samples_in(Random, loader) for order in (Quasi",
+        {QUASI},
+    ),
+    "what is in memory already is read": (
+        "    drop(path)\n    counted[",
+        "    counted[",
+        {ROOMY},
+    ),
+    "the maps stay while the file is dropped": (
+        "    loader.memory_manager.context.mmap = None  # FFCV",
+        "    # FFCV",
+        {DROPPED, TIMES, QUASI, RANDOM, ROOMY},
+    ),
 }
-BREAKS = Breaks(LINES, changes=[NO_JIT], deadline=120)
+BREAKS = Breaks(LINES, changes=[NO_JIT], alone=["memory has no limit"], deadline=120)
 
 
 def test_a_share_is_of_neighbors() -> None:
