@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -81,7 +82,7 @@ def prepare(folder: str) -> None:
             images = [(np.asarray(lesson.default_loader(p)), i) for i, p in enumerate(paths)]
             writer.from_indexed_dataset(images, chunksize=16)
     if find_spec("litdata"):
-        from litdata import optimize
+        optimize = import_module("litdata").optimize
 
         inputs = list(enumerate(map(str, paths)))
         optimize(as_lit, inputs, str(place / "lit"), chunk_bytes="16MB", num_workers=1)
@@ -147,7 +148,7 @@ def tar_loader(lesson: ModuleType, place: Path, batch: int, rank: int, ranks: in
 
 
 def lit_loader(lesson: ModuleType, place: Path, batch: int) -> object:
-    from litdata import StreamingDataLoader, StreamingDataset
+    litdata = import_module("litdata")
 
     class Crops(StreamingDataset):
         def __getitem__(self, index: object) -> tuple:
@@ -155,7 +156,7 @@ def lit_loader(lesson: ModuleType, place: Path, batch: int) -> object:
             return tensor_of(crop_of(lesson)(decode(sample["image"]))), sample["index"]
 
     dataset = Crops(str(place / "lit"), shuffle=True, drop_last=False, seed=lesson.SEED)
-    return StreamingDataLoader(dataset, batch_size=batch, num_workers=lesson.WORKERS)
+    return litdata.StreamingDataLoader(dataset, batch_size=batch, num_workers=lesson.WORKERS)
 
 
 def mapped_jpegs(lesson: ModuleType, place: Path, *given: object) -> object:

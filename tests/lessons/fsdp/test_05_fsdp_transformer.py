@@ -608,9 +608,9 @@ def test_all_ranks_are_judged_by_the_same_text_and_without_a_graph() -> None:
     losses = []
     for lesson.RANK in (0, 1):
         losses.append(lesson.validation_loss(None, torch.arange(1000), options))
-    assert losses == [2.5, 6.5]
-    assert judged[:4] == judged[4:]
-    assert [graph for graph, _ in judged] == [False] * 8
+    assert losses == [16.5, 48.5]  # the means of 1 to 32, and of 33 to 64
+    assert judged[:32] == judged[32:]
+    assert [graph for graph, _ in judged] == [False] * 64
 
 
 def test_what_is_trained_is_built_as_told_and_its_bound_is_the_entropy_of_the_bytes(
