@@ -150,7 +150,7 @@ def tar_loader(lesson: ModuleType, place: Path, batch: int, rank: int, ranks: in
 def lit_loader(lesson: ModuleType, place: Path, batch: int) -> object:
     litdata = import_module("litdata")
 
-    class Crops(StreamingDataset):
+    class Crops(litdata.StreamingDataset):
         def __getitem__(self, index: object) -> tuple:
             sample = super().__getitem__(index)
             return tensor_of(crop_of(lesson)(decode(sample["image"]))), sample["index"]
@@ -161,7 +161,7 @@ def lit_loader(lesson: ModuleType, place: Path, batch: int) -> object:
 
 def mapped_jpegs(lesson: ModuleType, place: Path, *given: object) -> object:
     """The lesson's loader by hand over JPEGs in one mapped file, decoded by OpenCV in threads."""
-    import cv2
+    cv2 = import_module("cv2")  # which FFCV brings
 
     cv2.setNumThreads(1)  # the threads are ours
     bytes_of_all = np.asarray(np.memmap(place / "photos.jpgs", np.uint8, "r"))
@@ -340,7 +340,7 @@ def limits(folder: str, repeats: int) -> dict[str, float]:
     crop = lesson.transforms.CenterCrop(lesson.CROP)(decode(paths[0].read_bytes()))
     works["make normalized floats of a crop"] = lambda: [floats(crop) for _ in range(N)]
     if find_spec("cv2"):
-        import cv2
+        cv2 = import_module("cv2")  # which FFCV brings
 
         cv2.setNumThreads(1)
         mode = cv2.IMREAD_COLOR_RGB
@@ -431,7 +431,7 @@ def pixels(folder: str) -> dict[str, float]:
     raw = np.memmap(place / "photos.raw", np.uint8, "r")[: photos_NHWC.size]
     told = {"bytes that differ: raw file, Pillow": (raw != photos_NHWC.flatten()).sum()}
     if find_spec("cv2"):
-        import cv2
+        cv2 = import_module("cv2")  # which FFCV brings
 
         theirs = [cv2.imdecode(np.fromfile(p, np.uint8), cv2.IMREAD_COLOR_RGB) for p in some]
         told["bytes that differ: OpenCV, Pillow"] = (theirs != photos_NHWC).sum()

@@ -162,7 +162,7 @@ PROVIDERS = importlib.metadata.packages_distributions()
     [
         ("course/*.py", ()),
         ("exercises/*/test_exercise.py", ("ffcv",)),
-        ("benchmarks/*.py", ()),
+        ("benchmarks/*.py", ("data", "ffcv")),
         ("[!e]*/[0-9][0-9]_*.py", ("data", "deepspeed", "ffcv", "profiling")),
         ("tests/**/test_*.py", ("data", "deepspeed", "ffcv", "profiling", "test")),
     ],

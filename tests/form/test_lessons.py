@@ -18,7 +18,7 @@ from course.shared_code import definitions, passages, plumbing_of
 from tests.helpers.tricks import tricks
 
 IMPORTABLE = {"torch", "numpy", "sklearn", "matplotlib", "tqdm", "psutil", "pynvml"}
-IMPORTABLE |= {"deepspeed", "ffcv", "numba", "torchvision", "nvtx", "tokenizers", "PIL", "cv2"}
+IMPORTABLE |= {"deepspeed", "ffcv", "numba", "torchvision", "nvtx", "tokenizers", "PIL"}
 
 READ_ALOUD = LESSONS + [
     str(path.relative_to(ROOT))
