@@ -5,6 +5,7 @@ lessons and results/ (`make results`, `course write tables`); nobody types a fig
 begin at the repository's root; `written` makes them relative to the README that holds the table.
 """
 
+import json
 import os.path
 import re
 from collections import Counter
@@ -13,6 +14,7 @@ from contextlib import redirect_stdout
 from functools import partial
 from io import StringIO
 from pathlib import Path
+from statistics import median
 
 from course import outline
 from course.book import exercises as book
@@ -239,7 +241,19 @@ def planned() -> str:
     return f"{scenarios()}\n\n{advice()}"
 
 
-MADE = (ran, sample, spine, paths, folders, exercises, held, results, figures, gpus, speed, planned)
+def loaders() -> str:
+    """Every loader of images on 1, 2 and 4 ranks: benchmarks/loaders.py."""
+    head = "Loader | Ranks | Images/s | ms of a core | Own MB | First batch, s | Twice | Again"
+    rows = [f"| {head} |", "|---|--:|--:|--:|--:|--:|--:|--:|"]
+    for row in json.loads((ROOT / "results/bench/loaders.json").read_text())["rows"]:
+        speed = f"{1e3 / median(row['wall_ms']):,.0f} | {median(row['core_ms']):.2f}"
+        rest = f"{row['own_mb']:.0f} | {row['first_s']:.1f} | {row['twice']} | {row['again']}"
+        rows.append(f"| {row['loader']} | {row['ranks']} | {speed} | {rest} |")
+    return "\n".join(rows)
+
+
+MADE = (ran, sample, spine, paths, folders, exercises, held, results, figures, gpus, speed)
+MADE += (planned, loaders)
 TABLES: dict[str, Callable[[], str]] = {table.__name__: table for table in MADE}
 TABLES |= {folder: partial(lessons_in, folder) for folder in FOLDERS}
 
