@@ -19,11 +19,7 @@ from tests.helpers.together import changes_of
 from tests.lessons.every import Breaks, Change, OnGpus
 
 # {lesson: {claim: why no broken line is named}}; 25 at most.
-UNBROKEN: dict[str, dict[str, str]] = {
-    "data-loading/08_loaders_compared.py": {
-        "own memory: FFCV / DataLoader": "what both hold is theirs; `memory` has a value test"
-    }
-}
+UNBROKEN: dict[str, dict[str, str]] = {}
 
 
 @functools.cache
