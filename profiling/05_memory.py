@@ -913,7 +913,7 @@ class Recorder(TorchDispatchMode):
 
     def note_sizes(self) -> None:
         """FSDP empties and refills the storages of whole parameters: note their sizes."""
-        for number, entry in self.alive.items():
+        for number, entry in list(self.alive.items()):  # another thread may free one meanwhile
             if self.category[number] == "gathered":
                 size = entry[0]().nbytes()
                 if size != entry[1]:
