@@ -3,8 +3,8 @@
 The two halves of an all-reduce, which ZeRO-1 by hand is made of, are NCCL's cheapest. On gloo each
 of them copies through a buffer of its own: `reduce_scatter_tensor` costs more than DDP's whole
 all-reduce, and `all_gather_into_tensor` twice what ZeroRedundancyOptimizer's broadcasts cost. DDP
-also starts its all-reduces during backward. ZeRO-1 by hand cannot: it lets micro-batches add up
-until `step`.
+also starts its all-reduces during backward. ZeRO-1 by hand starts its
+reduce-scatters in `step`, one bucket after the other, so that none of them is hidden.
 """
 
 import time
@@ -45,19 +45,41 @@ def zero1_of_torch():
     return model, optimizer.zero_grad, optimizer.step
 
 
-def zero3_by_hand():
+class Embeddings(nn.Module):
+    """What a GPT computes before its blocks."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.token = model.token
+        self.position = model.position
+
+    def forward(self, x_BT: torch.Tensor) -> torch.Tensor:
+        return self.token(x_BT) + self.position.weight[: x_BT.shape[1]]
+
+
+def units_of_gpt() -> list[nn.Module]:
+    """The GPT as a chain: its embeddings, each of its blocks, its norm and head."""
     model = gpt()
-    load("parallelism/05_zero2_and_zero3.py").MiniFSDP(model, units=model.blocks)
+    return [Embeddings(model), *model.blocks, nn.Sequential(model.norm, model.head)]
+
+
+def zero3_by_hand():
+    model = load("parallelism/05_zero2_and_zero3.py").ZeRO(units_of_gpt())
     optimizer = ADAM(model.parameters())
-    return model, optimizer.zero_grad, optimizer.step
+
+    def step() -> None:
+        optimizer.step()
+        model.free()
+
+    return model, optimizer.zero_grad, step
 
 
 def zero3_of_torch():
     from torch.distributed.fsdp import fully_shard
 
-    model = gpt()
-    for block in model.blocks:
-        fully_shard(block)
+    model = nn.Sequential(*units_of_gpt())
+    for unit in model:
+        fully_shard(unit)
     optimizer = ADAM(fully_shard(model).parameters())
     return model, optimizer.zero_grad, optimizer.step
 

@@ -54,9 +54,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 # A *rank* is one of WORLD_SIZE processes that run this same file. `claim(text, predicted,
 # measured)` prints one row of the ledger and must be called by every rank. It, `setup`, `print0`,
@@ -347,19 +344,6 @@ def micro_batch_step(
 
 
 # %% [markdown]
-# For comparison, **data parallelism** (parallelism/01_data_parallelism_ddp.py) in the same words:
-# every rank holds the whole model and works on its share of the examples; the gradients are added
-# up over the ranks before the optimizer steps.
-
-
-# %%
-def data_parallel_step(model: nn.Module, x_BI: torch.Tensor, target_B: torch.Tensor) -> None:
-    loss_of(model(my_share(x_BI, 0)), my_share(target_B, 0)).backward()
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-
-
-# %% [markdown]
 # ## 6. How it is measured
 #
 # Every way to split trains the same model on the same batches of scikit-learn's digits. The
@@ -439,68 +423,45 @@ def relative_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 # %% [markdown]
-# Messages are counted beneath torch's dispatcher, where all communication passes, by whatever name
-# it was called. This counter is the same in all lessons that need elements or peers.
+# Messages and all-reduces are counted where they are handed to torch.distributed: in its block,
+# `Traffic` puts functions that take notes in the place of the two that this lesson calls.
 
 
 # %%
-class Call(NamedTuple):
-    """One collective, send or receive of this rank, as it was handed to the process group."""
+class Event(NamedTuple):
+    """A message or an all-reduce of this rank, or a pass of its part of the model."""
 
-    operation: str  # "all_reduce", "all_gather", "reduce_scatter", "send", ...
-    elements: int  # of its input or its output, whichever is larger
-    nbytes: int  # of the same
-    ranks: tuple[int, ...]  # of the group
-    peer: int | None  # of a send or receive: the other rank; None: any
+    operation: str  # "send", "recv", "all_reduce", "F" or "B"
+    elements: int = 0
+    peer: int | None = None
 
 
-class CountedCommunication(TorchDispatchMode):
-    """Records this rank's communication in `log`, beneath torch's dispatcher: DDP's and FSDP's too.
+class Traffic(list):
+    """The calls of this rank in its block, in order."""
 
-    It sees what is handed to a backend, not what the backend then sends.
-    """
+    def __enter__(self) -> "Traffic":
+        self.batch_isend_irecv = dist.batch_isend_irecv
+        self.all_reduce = dist.all_reduce
+        dist.batch_isend_irecv = self.note_messages
+        dist.all_reduce = self.note_sum
+        return self
 
-    NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier")
-    NAMES += ("send", "recv", "reduce", "gather", "scatter")  # "_allgather_base_" is an all_gather
+    def __exit__(self, *error: object) -> None:
+        dist.batch_isend_irecv = self.batch_isend_irecv
+        dist.all_reduce = self.all_reduce
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.log: list[Call] = []
+    def note_messages(self, messages: list[dist.P2POp]) -> list[dist.Work]:
+        for message in messages:
+            way = "send" if message.op is dist.isend else "recv"
+            self.append(Event(way, message.tensor.numel(), message.peer))
+        return self.batch_isend_irecv(messages)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if DTensor in types:
-            return NotImplemented  # its local tensors come by here in a moment
-        if func.namespace.lstrip("_").startswith("c10d"):
-            self.record(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+    def note_sum(self, x: torch.Tensor, group: Group = None) -> None:
+        self.append(Event("all_reduce", x.numel()))
+        self.all_reduce(x, group=group)
 
-    def record(self, func, args: tuple, kwargs: dict) -> None:
-        spelled = func._schema.name.replace("_", "")
-        names = [name for name in self.NAMES if name.replace("_", "") in spelled]
-        if not names:
-            return  # it waits for a result or wraps one
-        given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}
-        given |= kwargs
-        if "process_group" in given:
-            group = dist.ProcessGroup.unbox(given["process_group"])
-        else:
-            group = dist.distributed_c10d._resolve_process_group(given["group_name"])
-        ranks = tuple(dist.get_process_group_ranks(group))
-        sizes = [(0, 0)]
-        for argument in args:
-            tensors = [leaf for leaf in tree_leaves(argument) if isinstance(leaf, torch.Tensor)]
-            sizes.append((sum(t.numel() for t in tensors), sum(t.nbytes for t in tensors)))
-        peer = given.get("dst", given.get("src")) if names[0] in ("send", "recv") else None
-        peer = None if peer is None or peer < 0 else ranks[peer]
-        self.log.append(Call(names[0], *max(sizes), ranks, peer))
-
-    def calls(self, operation: str = "") -> list[Call]:
-        """The calls of one operation, in order; of all without a name."""
-        return [call for call in self.log if operation in ("", call.operation)]
-
-    def elements(self, operation: str = "") -> int:
-        """Elements handed over in all calls of one operation."""
-        return sum(call.elements for call in self.calls(operation))
+    def elements(self, operation: str) -> int:
+        return sum(event.elements for event in self if event.operation == operation)
 
 
 # %% [markdown]
@@ -514,15 +475,13 @@ class CountedCommunication(TorchDispatchMode):
 SLOTS = {"F": 1, "B": 2}
 
 
-def log_passes(part: nn.Module, log: list[Call]) -> None:
+def log_passes(part: nn.Module, log: list[Event]) -> None:
     """Write F into `log` before each forward pass of a part, B before each backward pass."""
-    forward = Call("F", 0, 0, (), None)
-    backward = Call("B", 0, 0, (), None)
-    part.register_forward_pre_hook(lambda *_: log.append(forward))
-    part.register_full_backward_pre_hook(lambda *_: log.append(backward))
+    part.register_forward_pre_hook(lambda *_: log.append(Event("F")))
+    part.register_full_backward_pre_hook(lambda *_: log.append(Event("B")))
 
 
-def replay(logs: list[list[Call]]) -> float:
+def replay(logs: list[list[Event]]) -> float:
     """Return the idle share of all ranks' slots, given what each rank did, in order."""
     mail = defaultdict(deque)  # (sender, receiver): the slots at whose start messages were there
     clocks = [0] * len(logs)
@@ -531,28 +490,28 @@ def replay(logs: list[list[Call]]) -> float:
     while any(logs_left):
         for rank, log in enumerate(logs_left):
             while log:
-                call = log[0]
-                if call.operation == "recv" and not mail[call.peer, rank]:
+                event = log[0]
+                if event.operation == "recv" and not mail[event.peer, rank]:
                     break  # the sender has not come that far; let the other ranks go on
                 log.popleft()
-                if call.operation == "send":
-                    mail[rank, call.peer].append(clocks[rank])
-                elif call.operation == "recv":
-                    clocks[rank] = max(clocks[rank], mail[call.peer, rank].popleft())
+                if event.operation == "send":
+                    mail[rank, event.peer].append(clocks[rank])
+                elif event.operation == "recv":
+                    clocks[rank] = max(clocks[rank], mail[event.peer, rank].popleft())
                 else:
-                    clocks[rank] += SLOTS[call.operation]
-                    busy += SLOTS[call.operation]
+                    clocks[rank] += SLOTS[event.operation]
+                    busy += SLOTS[event.operation]
     return 1 - busy / (len(logs) * max(clocks))
 
 
-def count_step(step: Callable, model: nn.Module, device: torch.device) -> CountedCommunication:
+def count_step(step: Callable, model: nn.Module, device: torch.device) -> Traffic:
     """Take one step with a copy of the model; return its messages, and its passes among them."""
     model = copy.deepcopy(model)
     x_BI, target_B = next(batches(device, epochs=1))
-    with CountedCommunication() as counted:
-        log_passes(model, counted.log)
+    with Traffic() as traffic:
+        log_passes(model, traffic)
         step(model, x_BI, target_B)
-    return counted
+    return traffic
 
 
 def gather_objects(value: object) -> list:
@@ -606,16 +565,16 @@ def check_pipeline(device: torch.device, oracle: nn.Module) -> None:
     count_messages("naive", naive_log)
     count_messages("micro-batches", filled_log)
     p = WORLD_SIZE
-    idle = replay(gather_objects(naive_log.log))
+    idle = replay(gather_objects([*naive_log]))
     what = "naive: share of slots idle"
     claim(what, (p - 1) / p, idle, atol=1e-12, question=1, kind="simulated")
-    idle = replay(gather_objects(filled_log.log))
+    idle = replay(gather_objects([*filled_log]))
     bubble = (p - 1) / (M + p - 1)
     what = "micro-batches: share of slots idle"
     claim(what, bubble, idle, atol=1e-12, question=4, kind="simulated")
 
 
-def count_messages(name: str, counted: CountedCommunication) -> None:
+def count_messages(name: str, counted: Traffic) -> None:
     """Claim the elements that a stage and all stages together hand to sends in one step."""
     neighbors = (RANK > 0) + (RANK < WORLD_SIZE - 1)
     elements = counted.elements("send")
@@ -625,7 +584,7 @@ def count_messages(name: str, counted: CountedCommunication) -> None:
     claim(f"{name}: elements that all send per step", 2 * (WORLD_SIZE - 1) * B * D, total)
 
 
-def train_stage(step: Callable, device: torch.device) -> tuple[nn.Module, CountedCommunication]:
+def train_stage(step: Callable, device: torch.device) -> tuple[nn.Module, Traffic]:
     """Train this rank's stage; return it, and the messages and passes of one step."""
     stage = train(step, part_of(untrained(device), RANK, WORLD_SIZE), device)
     return stage, count_step(step, stage, device)
@@ -640,9 +599,7 @@ def pipelined_accuracy(stage: nn.Module, device: torch.device) -> float:
 
 
 # %% [markdown]
-# Tensor parallelism is counted in all-reduces, one MLP first, then a whole training step. Data
-# parallelism stands next to it for comparison; as each of its steps makes an all-reduce per
-# parameter tensor, which is slow, it trains for one epoch, and so does its oracle.
+# Tensor parallelism is counted in all-reduces, one MLP first, then a whole training step.
 
 
 # %%
@@ -653,12 +610,12 @@ def check_tensor(device: torch.device, oracle: nn.Module) -> None:
         return
     mlp = ParallelMLP(oracle[1])
     x_BD = torch.randn(B, D, device=device, dtype=torch.float64, requires_grad=True)
-    with CountedCommunication() as forward:
+    with Traffic() as forward:
         y_BD = mlp(x_BD)
-    with CountedCommunication() as backward:
+    with Traffic() as backward:
         y_BD.sum().backward()
-    claim("MLP: all-reduces forward", 1, len(forward.calls("all_reduce")), question=2)
-    claim("MLP: all-reduces backward", 1, len(backward.calls("all_reduce")), question=2)
+    claim("MLP: all-reduces forward", 1, len(forward), question=2)
+    claim("MLP: all-reduces backward", 1, len(backward), question=2)
     held = mlp.up_weight.numel() + mlp.down_weight.numel()
     e = 4 * D // WORLD_SIZE + (RANK < 4 * D % WORLD_SIZE)
     claim("MLP: elements held of its weights / D", 2 * e, held / D)
@@ -676,29 +633,13 @@ def check_tensor(device: torch.device, oracle: nn.Module) -> None:
     claim(what, 2 * MLPS * B * D, elements, question=3)
 
 
-def check_data(device: torch.device) -> None:
-    """Train with the examples split, for comparison; claim weights and messages."""
-    if WORLD_SIZE == 1:
-        blocked("data parallelism: its weights and all-reduces", needs="2 ranks")
-        return
-    oracle = train(one_process_step, untrained(device), device, epochs=1)
-    model = train(data_parallel_step, untrained(device), device, epochs=1)
-    error = weights_error(model, oracle)
-    claim("data: error of the trained weights", 0, error, atol=TOLERANCE)
-    counted = count_step(data_parallel_step, model, device)
-    P = sum(parameter.numel() for parameter in model.parameters())
-    per_P = counted.elements("all_reduce") / P
-    claim("data: elements all-reduced per step / parameters", 1, per_P)
-
-
 # %% [markdown]
 # ## 7. On GPUs: one process, two GPUs, and what each is busy with
 #
 # A process only *launches* work on GPUs and runs ahead of them, so one process is enough to let two
-# GPUs work at the same time, if there are micro-batches to work on. CUDA events before and after
-# every pass of a part tell how long its GPU was busy; the events of one GPU can be compared, so the
-# step is measured on GPU 0, where it begins and ends. `.to()` waits for the other GPU on the GPUs,
-# not on the host.
+# GPUs work at the same time, if there are micro-batches to work on. A step begins and ends on GPU
+# 0, where CUDA events time it; how long GPU 0 works in it is the time of its part alone. `.to()`
+# waits for the other GPU on the GPUs, not on the host.
 
 
 # %%
@@ -725,45 +666,33 @@ def check_two_gpus(device: torch.device) -> None:
 
 
 def idle_of_two_gpus(m: int, width: int = 8192) -> float:
-    """Return the mean share of a step in which each of two GPUs idles; the median of five steps."""
+    """Return the share of a step in which GPU 0 has nothing to do."""
     gpus = [torch.device("cuda", number) for number in (0, 1)]
     factory = {"dtype": torch.bfloat16}
     layers = nn.Sequential(*[nn.Linear(width, width, **factory) for _ in range(LAYERS)])
     model = OnDevices(layers, gpus)
-    marks = {gpu: [] for gpu in gpus}
-    for part, gpu in zip(model.parts, gpus, strict=True):
-        mark_passes(part, gpu, marks[gpu])
     x = torch.randn(width, width, device=gpus[0], requires_grad=True, **factory)
-    idle = []
-    for _ in range(6):
-        for gpu in gpus:
-            marks[gpu].clear()
-        outputs = [model(x_b) for x_b in x.chunk(m)]
-        for y in outputs:
+
+    def step_of(layers: nn.Module) -> None:
+        for y in [layers(x_b) for x_b in x.chunk(m)]:
             y.sum().backward()
-        for gpu in gpus:
-            torch.cuda.synchronize(gpu)
-        step_ms = marks[gpus[0]][0].elapsed_time(marks[gpus[0]][-1])
-        busy_ms = 0.0
-        for gpu in gpus:
-            for before, after in zip(marks[gpu][::2], marks[gpu][1::2], strict=True):
-                busy_ms += before.elapsed_time(after)
-        idle.append(1 - busy_ms / (2 * step_ms))
-    return sorted(idle[1:])[2]  # the first step warms up
+
+    alone = milliseconds(lambda: step_of(model.parts[0]))
+    return 1 - alone / milliseconds(lambda: step_of(model))
 
 
-def mark_passes(part: nn.Module, gpu: torch.device, marks: list[torch.cuda.Event]) -> None:
-    """Record an event on the part's GPU before and after each of its passes, both ways."""
-
-    def mark(*_: object) -> None:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(gpu))
-        marks.append(event)
-
-    part.register_forward_pre_hook(mark)
-    part.register_forward_hook(mark)
-    part.register_full_backward_pre_hook(mark)
-    part.register_full_backward_hook(mark)
+def milliseconds(work: Callable) -> float:
+    """Return the median time of five on the current GPU, after one to warm up."""
+    times = []
+    for _ in range(6):
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return sorted(times[1:])[2]
 
 
 # %% [markdown]
@@ -783,8 +712,9 @@ def mark_passes(part: nn.Module, gpu: torch.device, marks: list[torch.cuda.Event
 #    section 5, a step takes 3 (m+p-1) = 21 of them, and without micro-batches it takes 3 p m = 48.
 #    So four devices are 16/7 times as fast as one, not 4 times.
 #
-# All four ways to split end at the weights of one process, so what chooses among them is what a
-# rank must hold, what it must send, and when it waits. P are the model's parameters:
+# Every way to split ends at the weights of one process, so what chooses among them is what a rank
+# must hold, what it must send, and when it waits. P are the model's parameters; the line of data
+# parallelism is that of 01_data_parallelism_ddp.py:
 #
 #     split          a rank holds   it hands over per step      it waits
 #     data           P              P, all-reduce               once per step; can be hidden
@@ -796,12 +726,12 @@ def mark_passes(part: nn.Module, gpu: torch.device, marks: list[torch.cuda.Event
 # 93 %, which could have many causes. Every forward pass is right, but the gradients below the last
 # MLP are not, because each rank follows its own summand of them. What says so are the weights,
 # compared with one process, and the counts: no all-reduce backward, and half of the elements. With
-# `/ len(y_bC)` every micro-batch counts like a whole batch. So micro-batches and data parallelism,
-# where a part of the batch is seen at a time, take steps that are too large, and the claims of
-# their weights fail. Naive and tensor parallelism see the whole batch and notice nothing.
+# `/ len(y_bC)` every micro-batch counts like a whole batch. So micro-batches, where a part of the
+# batch is seen at a time, take steps that are too large, and the claim of their weights fails.
+# Naive and tensor parallelism see the whole batch and notice nothing.
 #
 # On GPUs the same cuts meet links. The sums of tensor parallelism want NVLink, the messages of a
-# pipeline pass over a network. On real systems all are combined (parallelism/09_3d_parallelism.py),
+# pipeline pass over a network. On real systems all are combined (parallelism/12_3d_parallelism.py),
 # the schedule keeps fewer micro-batches in memory than this one (07_pipeline_schedules.py), and
 # attention is split by heads (06_tensor_parallel.py). parallelism/README.md helps to choose.
 
@@ -818,7 +748,6 @@ def main() -> None:
     check_one_process(device, oracle)
     check_pipeline(device, oracle)
     check_tensor(device, oracle)
-    check_data(device)
     check_two_gpus(device)
     finish()
 

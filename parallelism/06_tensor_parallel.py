@@ -26,7 +26,8 @@ Not run on several GPUs.
 **Before.** communication/01_nccl_collectives.py: what an all-reduce does. The map of which this is
 one part is parallelism/03_model_tensor_pipeline_parallel.py.
 
-**Next.** exercises/10_tensor_parallel_mlp; then parallelism/07_pipeline_schedules.py
+**Next.** exercises/10_tensor_parallel_mlp; then parallelism/18_vocabulary_parallel.py: the two
+ends of a language model.
 """
 
 import argparse

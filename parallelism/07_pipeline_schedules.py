@@ -29,8 +29,7 @@ anything but the gradients tell?
 
 **Before.** parallelism/03_model_tensor_pipeline_parallel.py: the three ways to split a model.
 
-**Next.** exercises/11_pipeline_micro_batches: one step further, the backward pass in two halves and
-a third of the bubble; then parallelism/08_pipeline_deadlocks.py
+**Next.** parallelism/08_interleaved_zero_bubble.py: orders that idle less, and what they pay.
 """
 
 import argparse
@@ -149,7 +148,7 @@ def one_f_one_b(stage: int, p: int, m: int) -> list[Action]:
 #
 # Between two actions a stage sends what the first one made and receives what the second one needs.
 # Both go into one batch, since in 1F1B's steady state neighbors have something for each other: if
-# both sent first and waited, neither would ever receive (parallelism/08_pipeline_deadlocks.py).
+# both sent first and waited, neither would ever receive (parallelism/09_pipeline_deadlocks.py).
 #
 # What arrives forward is a leaf of this rank's autograd graph. The stage keeps it and the output.
 # When the output's gradient arrives, `y.backward(gradient)` runs through this stage only, and

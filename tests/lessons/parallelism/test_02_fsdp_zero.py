@@ -1,6 +1,6 @@
-"""ZeRO-1: the paper's table; each claim fails when the line that it guards is broken."""
+"""ZeRO-1: each claim fails when the line that it guards is broken; what ZeRO1 does for a module."""
 
-from unittest.mock import MagicMock, patch
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,221 +11,168 @@ from course.ranks import run
 from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
 
 LESSON = "parallelism/02_fsdp_zero.py"
-TABLE_1 = """\
-1    120  120  120  2048 2048 2048 16000 16000 16000
-4    52.5 41.3 30   896  704  512  7000  5500  4000
-16   35.6 21.6 7.5  608  368  128  4750  2875  1000
-64   31.4 16.6 1.88 536  284  32   4187  2218  250
-256  30.4 15.4 0.47 518  263  8    4046  2054  62.5
-1024 30.1 15.1 0.12 513  257  2    4011  2013  15.6"""  # n; GB in stages 1 2 3 of 7.5B, 128B, 1T
-
-
-def test_the_formula_gives_the_papers_table_1() -> None:
-    """Rajbhandari et al. (2019): 54 cells, some rounded and some truncated."""
-    bytes_held = load(LESSON).bytes_held
-    cells = 0
-    for row in TABLE_1.splitlines():
-        n, *printed = row.split()
-        for i, cell in enumerate(printed):
-            gigabytes = (7.5, 128, 1000)[i // 3] * sum(bytes_held(i % 3 + 1, int(n)))
-            assert abs(gigabytes - float(cell)) < 10.0 ** -len(cell.partition(".")[2]), (n, cell)
-            cells += 1
-    assert cells == 54
-
-
-def steps_of_clipped_gradients() -> list[list[float]]:
-    """How SGD moves two weights whose gradient is 5 long, at other values of `clip`."""
-    lesson, moved = load(LESSON), []
-    for clip in 2.5, 100.0:
-        weight = nn.Parameter(torch.zeros(2))
-        zero = lesson.ZeRO1([weight], torch.optim.SGD, clip=clip, lr=1.0)
-        weight.grad = torch.tensor([3.0, 4.0])
-        zero.step()
-        moved.append(weight.tolist())
-    return moved
-
-
-def test_clipping_shortens_a_long_gradient_and_leaves_a_short_one() -> None:
-    for shortened, as_it_was in run(steps_of_clipped_gradients, 2):
-        assert shortened == pytest.approx([-1.5, -2.0])
-        assert as_it_was == [-3.0, -4.0]
-
 
 # One line of the lesson broken: exactly these claims must FAIL at two ranks
 
-LOW = ("bfloat16", "float32")
+DDP = "PyTorch's DDP: error against one process"
 ERROR = {stage: f"stage {stage}, float32: error against one process" for stage in (0, 1)}
-BOTH = set(ERROR.values())
-UNLIKE = {f"stage {stage}, bfloat16: weights unlike their master" for stage in (0, 1)}
-
-
-def held(*stages: int) -> set[str]:
-    return {f"stage {s}, {low}: bytes held per parameter" for s in stages for low in LOW}
+HELD = {stage: f"stage {stage}, bfloat16: bytes held per parameter" for stage in (0, 1)}
+UNLIKE = {stage: f"stage {stage}, bfloat16: weights unlike their master" for stage in (0, 1)}
+STEP_FIRST = "step waits: gathers over before layer 0"
+LAYERS_FIRST = "layers wait: gathers over before layer 0"
+LAYERS_LAST = "layers wait: gathers over before layer 3"
+LAYERS_ERROR = "layers wait: error against one process"
+SHARDED = {ERROR[1], LAYERS_ERROR}  # what trains in float32 with shards
+BOTH = SHARDED | {ERROR[0]}
 
 
 def elements(stage: int, *operations: str) -> set[str]:
-    return {f"stage {stage}, {low}: {op}, elements / P" for op in operations for low in LOW}
+    return {f"stage {stage}, bfloat16: {op}, elements / P" for op in operations}
 
 
-def handed(stage: int) -> set[str]:
-    return {f"stage {stage}, {low}: bytes handed over / P" for low in LOW}
-
-
+ALL = ("all_reduce", "reduce_scatter", "all_gather")
+REDUCE_SCATTER = "dist.reduce_scatter_tensor(b.gradients_K, b.gradients_N)"
+GATHER = "b.gathering = dist.all_gather_into_tensor(b.weights_N, b.weights_K, async_op=True)"
+SHARDS = "WORLD_SIZE if sharded else 1"
+STAGES = "zero1_step if sharded else data_parallel_step"
 LINES = {
-    "no broadcast": (
-        "        dist.broadcast(dense, group_src=0, group=zero.group)\n",
-        "",
-        BOTH,
+    "no broadcast": ("            dist.broadcast(whole, src=0)\n", "", BOTH),
+    "no average in stage 0": (
+        "        b.gradients_N.div_(WORLD_SIZE)\n        dist.all_reduce(",
+        "        dist.all_reduce(",
+        {ERROR[0]},
     ),
-    "no average": ("self.buffer_N.div_(dist.get_world_size(self.group))", "pass", BOTH),
+    "no average in stage 1": (
+        f"        b.gradients_N.div_(WORLD_SIZE)\n        {REDUCE_SCATTER}",
+        f"        {REDUCE_SCATTER}",
+        SHARDED,
+    ),
+    "stage 0 averages nothing": (
+        "        dist.all_reduce(b.gradients_N)\n",
+        "",
+        {ERROR[0]} | elements(0, "all_reduce"),
+    ),
     "stage 1 shards nothing": (
-        "self.shards = dist.get_world_size(group) if sharded else 1",
-        "self.shards = 1",
-        held(1) | elements(1, "all_reduce", "reduce_scatter", "all_gather") | handed(1),
+        [(SHARDS, "1"), (STAGES, "data_parallel_step")],
+        {HELD[1], LAYERS_FIRST} | elements(1, *ALL),
     ),
     "stage 0 shards as stage 1 does": (
-        "dist.get_world_size(group) if sharded else 1",
-        "dist.get_world_size(group)",
-        held(0) | elements(0, "all_reduce", "reduce_scatter", "all_gather") | handed(0),
-    ),
-    "a shard off by one": (
-        "self.shard_K = self.full_N.tensor_split(shards)[mine]",
-        "self.shard_K = self.full_N.tensor_split(shards)[mine - 1]",
-        {ERROR[1]},  # in bfloat16 masters and weights are exchanged alike
+        [(SHARDS, "WORLD_SIZE"), (STAGES, "zero1_step")],
+        {HELD[0]} | elements(0, *ALL),
     ),
     "stage 1 all-reduces": (
-        "if self.shards == 1:",
-        "if True:",
+        REDUCE_SCATTER,
+        "dist.all_reduce(b.gradients_N)",
         elements(1, "all_reduce", "reduce_scatter"),
     ),
     "stage 1 gathers nothing": (
-        "gathering.append(bucket.gather())",
+        GATHER,
         "pass",
-        elements(1, "all_gather")
-        | handed(1)
-        | {ERROR[1], "stage 1, bfloat16: weights unlike their master"},
+        elements(1, "all_gather") | SHARDED | {LAYERS_FIRST},
     ),
-    "each rank its own norm": (
-        "        dist.all_reduce(square, group=zero.group)\n",
-        "        pass\n",
-        {ERROR[1]},
+    "gradients that are no views": (
+        "                p.grad = view\n",
+        "                p.grad = None\n",
+        {*HELD.values()},
     ),
-    "gradients that are no views": ("            p.grad = view\n", "", held(0, 1)),
-    "float32 gradients stay": (
-        "        self.optimizer.zero_grad()\n",
-        "",
-        {f"stage {s}, bfloat16: bytes held per parameter" for s in (0, 1)},
+    "gradients in higher precision stay": (
+        "        self.optimizer.zero_grad()  #",
+        "        pass  #",
+        {*HELD.values()},
     ),
     "masters and moments in float64": (
         "torch.promote_types(dtype, master_dtype or dtype)",
         "torch.promote_types(dtype, torch.float64)",
-        held(0, 1),
+        {*HELD.values()},
     ),
-    "weights never see an update in bfloat16": (
-        "                bucket.shard_K.copy_(bucket.master_K)\n",
-        "                pass\n",
-        UNLIKE,
+    "weights of stage 0 never see an update": (
+        "        b.weights_N.copy_(b.master_K)\n",
+        "        pass\n",
+        {UNLIKE[0]},
     ),
-    "gradients of the step before stay": ("        self.zero_grad()  #", "        pass  #", BOTH),
-    "an unused parameter keeps its old gradient": (
-        "            view.zero_()",
-        "            pass",
-        BOTH,
+    "weights of stage 1 never see an update": (
+        "        b.weights_K.copy_(b.master_K)\n",
+        "        pass\n",
+        {UNLIKE[1]},
     ),
-    "every parameter counts as used": ("{p: p.grad is not None for p", "{p: True for p", BOTH),
+    "gradients of the step before stay": ("            b.gradients_N.zero_()\n", "", BOTH),
     "the last micro-batch alone": (
-        "for half_BD in x_BD.chunk(2):",
-        "for half_BD in x_BD.chunk(2)[1:]:",
+        "in x_BD.chunk(micro_batches):",
+        "in x_BD.chunk(micro_batches)[-1:]:",
         BOTH,
     ),
     "DDP forgotten": (
-        "    if ddp:\n",
-        "    if False:\n",
-        {"PyTorch's DDP: error against one process"},
+        "nn.parallel.DistributedDataParallel(net(0, x_BD.device))",
+        "net(0, x_BD.device)",
+        {DDP},
+    ),
+    "the step waits although layers do": (
+        "        if not self.units:",
+        "        if True:",
+        {LAYERS_FIRST},
+    ),
+    "each layer waits for all": (
+        "needed = [b for b in buckets if not parameters.isdisjoint(b.gradient_of)]",
+        "needed = buckets",
+        {LAYERS_FIRST},
+    ),
+    "what has arrived is not noted": (
+        "            self.gathering.wait()\n            self.gathering = None\n",
+        "            self.gathering.wait()\n",
+        {STEP_FIRST, LAYERS_FIRST, LAYERS_LAST},
     ),
 }
 
-BREAKS = Breaks(LINES, alone=["stage 0 shards as stage 1 does"])
-
-# A CUDA tensor in an object would be unpickled onto its sender's GPU, by every rank.
-OBJECTS = "        dist.all_gather_object(by_rank, mine, zero.group)\n"
-LOOK = "        assert not any(value.is_cuda for s in mine.values() for value in s.values())\n"
-ON_GPUS = OnGpus(
-    changes=[(OBJECTS, LOOK + OBJECTS)],
-    ranks=(1, 2),  # four ranks are there what two are: no rings, no stages, no mesh
-)
+BREAKS = Breaks(LINES, alone=["stage 1 shards nothing", "stage 0 shards as stage 1 does"])
+ON_GPUS = OnGpus(ranks=(1, 2))  # four ranks are there what two are: no rings, no stages, no mesh
 
 
-@pytest.mark.parametrize(
-    ("dtype", "weight", "gradient", "optimizer"),
-    [(torch.bfloat16, 2, 2, 12), (torch.float32, 4, 4, 8)],
-)
-def test_stage_1_shards_the_optimizer_2_the_gradients_too_3_all(
-    dtype: torch.dtype, weight: int, gradient: int, optimizer: int
-) -> None:
-    lesson = load(LESSON)
-    assert [lesson.bytes_held(stage, 4, dtype) for stage in range(4)] == [
-        [weight, gradient, optimizer],
-        [weight, gradient, optimizer / 4],
-        [weight, gradient / 4, optimizer / 4],
-        [weight / 4, gradient / 4, optimizer / 4],
-    ]
+@pytest.mark.deep
+@pytest.mark.parametrize("stage", [0, 1])
+def test_the_allocator_tells_what_is_not_sharded_as_it_should_be(stage: int) -> None:
+    from tests.helpers.pretended_gpus import play_on_gpus
+
+    changes, failed = LINES[("stage 0 shards as stage 1 does", "stage 1 shards nothing")[stage]]
+    played = play_on_gpus(LESSON, 2, *changes)
+    played.expect(failed | {f"GPU: bytes allocated per parameter, stage {stage}"})
 
 
-def test_the_table_that_is_printed_is_the_papers(capsys: pytest.CaptureFixture) -> None:
-    load(LESSON).print_table(7.5)
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert rows[1] == ["ranks", "DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
-    assert ["64", "120.00", "31.41", "16.64", "1.88"] in rows
+# What ZeRO1 does for a module (its training: test_zero1_on_odd_modules.py)
 
 
 def three_small_steps() -> tuple[list[float], list[float]]:
-    """Masters and weights after steps that bfloat16 is too coarse for."""
+    """This rank's masters, and all weights, after steps that bfloat16 is too coarse for."""
     weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     zero = load(LESSON).ZeRO1([weight], torch.optim.SGD, torch.float32, lr=1e-4)
     for _ in range(3):
         weight.grad = torch.ones_like(weight)
         zero.step()
-    return zero.state_dict()["state"][0]["master"].tolist(), weight.tolist()
+    return zero.buckets[0].master_K.tolist(), weight.tolist()
 
 
 def test_masters_add_up_what_their_weights_cannot_show() -> None:
     for masters, weights in run(three_small_steps, 2):
-        assert masters == pytest.approx([1 - 3e-4] * 4, abs=1e-6)
+        assert masters == pytest.approx([1 - 3e-4] * 2, abs=1e-6)
         assert weights == [1.0] * 4
 
 
 def elements_of_buckets() -> list[int]:
     weights = [nn.Parameter(torch.zeros(6)) for _ in range(4)]
     zero = load(LESSON).ZeRO1(weights, torch.optim.SGD, numel=12, lr=1.0)
-    return [len(bucket.full_N) for bucket in zero.buckets]
+    return [len(b.weights_N) for b in zero.buckets]
 
 
 def test_a_bucket_holds_about_as_many_elements_as_it_is_told() -> None:
     assert run(elements_of_buckets, 2) == [[12, 12]] * 2
 
 
-def test_the_figure_shows_the_formula_and_what_was_measured() -> None:
-    lesson = load(LESSON)
-    lesson.WORLD_SIZE = 4
-    panels = [MagicMock() for _ in range(4)]
-    with patch("matplotlib.figure.Figure") as figure:
-        figure.return_value.subplots.return_value = panels
-        lesson.draw({(0, torch.bfloat16): 16.0, (1, torch.bfloat16): 7.0}, "memory.png")
-    heights = [panel.stackplot.call_args.args[1] for panel in panels]  # of 1, 2, 4, 8 ... ranks
-    assert [each[:, 2].sum().item() for each in heights] == pytest.approx([112, 49, 38.5, 28])
-    assert [each[:, 3].sum().item() for each in heights] == pytest.approx([112, 38.5, 26.25, 14])
-    points = [panel.plot.call_args.args[:2] for panel in panels[:2]]
-    assert points == [(2, 112), (2, 49)]
-
-
 def moved_by_one_step() -> list[bool]:
     """Which of two layers a step has changed, if rank 0 used the first alone, rank 1 neither."""
     lesson = load(LESSON)
     layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-    before = [layer.weight.detach().clone() for layer in layers]
     zero = lesson.ZeRO1(layers.parameters(), torch.optim.Adam, lr=0.1)
-    if lesson.dist.get_rank() == 0:
+    before = [layer.weight.detach().clone() for layer in layers]
+    if lesson.RANK == 0:
         layers[0](torch.ones(2, 4)).sum().backward()
     zero.step()
     return [not torch.equal(a, layer.weight) for a, layer in zip(before, layers, strict=True)]
@@ -233,3 +180,37 @@ def moved_by_one_step() -> list[bool]:
 
 def test_what_one_rank_has_used_is_trained_on_all() -> None:
     assert run(moved_by_one_step, 2) == [[True, False]] * 2
+
+
+def waits_of_units() -> tuple[list[str], list[str], int]:
+    """What each of two units waits for before its forward, and `wait`; how many a step leaves."""
+    lesson = load(LESSON)
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    zero = lesson.ZeRO1(model.parameters(), torch.optim.SGD, numel=9, units=model, lr=0.1)
+    model(torch.ones(2, 3)).sum().backward()
+    zero.step()
+    under_way = sum(b.gathering is not None for b in zero.buckets)
+    zero.wait()
+    waited = []
+    for name, b in zip(("first", "second"), zero.buckets, strict=True):
+        b.gathering = SimpleNamespace(wait=lambda name=name: waited.append(name))
+    model[1](torch.ones(2, 3))
+    by_unit = list(waited)
+    zero.wait()
+    return by_unit, waited, under_way
+
+
+def test_a_unit_waits_for_its_own_weights_and_wait_for_the_rest() -> None:
+    assert run(waits_of_units, 2) == [(["second"], ["second", "first"], 2)] * 2
+
+
+def units_that_leave_a_layer_out() -> str:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    with pytest.raises(ValueError, match="units must hold") as raised:
+        load(LESSON).ZeRO1(model.parameters(), torch.optim.SGD, units=[model[0]], lr=0.1)
+    return str(raised.value)
+
+
+def test_units_must_hold_all_that_is_trained() -> None:
+    rule = "units must hold every trained parameter, got fewer: add their modules"
+    assert run(units_that_leave_a_layer_out, 1) == [rule]

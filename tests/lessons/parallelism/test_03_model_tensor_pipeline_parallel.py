@@ -5,7 +5,6 @@ import functools
 import os
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
 import pytest
@@ -90,44 +89,16 @@ def test_parts_on_devices_equal_one_model(devices: int) -> None:
         assert torch.equal(ours.grad, expected.grad)
 
 
-def test_marks_surround_each_parts_passes_both_ways() -> None:
-    lesson = load(LESSON)
-    parts = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    order = []
-    lesson.torch = type("torch", (), {"cuda": FakeCuda(order), "device": torch.device})
-    for number, part in enumerate(parts):
-        lesson.mark_passes(part, number, order)
-    parts(torch.randn(3, 4, requires_grad=True)).sum().backward()
-    assert [event.stream for event in order] == [0, 0, 1, 1, 1, 1, 0, 0]
-
-
-class FakeCuda:
-    """Just enough of torch.cuda for an event to say on which GPU it was recorded."""
-
-    def __init__(self, order: list) -> None:
-        self.order = order
-
-    def current_stream(self, gpu: int) -> int:
-        return gpu
-
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self, stream: int) -> None:
-            self.stream = stream
-
-
 def gpipe_log(lesson: object, stage: int, p: int, m: int) -> list:
     """What a stage does in GPipe: passes and messages."""
     log = []
     for kind, before, after in ("F", stage - 1, stage + 1), ("B", stage + 1, stage - 1):
         for _ in range(m):
             if 0 <= before < p:
-                log.append(lesson.Call("recv", 1, 1, (), before))
-            log.append(lesson.Call(kind, 0, 0, (), None))
+                log.append(lesson.Event("recv", 1, before))
+            log.append(lesson.Event(kind))
             if 0 <= after < p:
-                log.append(lesson.Call("send", 1, 1, (), after))
+                log.append(lesson.Event("send", 1, after))
     return log
 
 
@@ -140,10 +111,10 @@ def test_replay_finds_the_bubble(p: int, m: int) -> None:
 
 def test_a_message_that_was_there_already_sets_no_clock_back() -> None:
     """Rank 1 works through slots 0 and 1; what came at the end of slot 0 is read after them."""
-    forward = here().Call("F", 0, 0, (), None)
-    backward = here().Call("B", 0, 0, (), None)
-    send = here().Call("send", 1, 1, (), 1)
-    receive = here().Call("recv", 1, 1, (), 0)
+    forward = here().Event("F")
+    backward = here().Event("B")
+    send = here().Event("send", 1, 1)
+    receive = here().Event("recv", 1, 0)
     idle = here().replay([[forward, send], [backward, receive, forward]])
     assert idle == pytest.approx(1 - 4 / 6)  # rank 0 works in 1 of 3 slots, rank 1 in all
 
@@ -241,7 +212,7 @@ LINES = {
     ),
     "micro-batches count like batches (Try)": (
         [('reduction="sum") / B', 'reduction="sum") / len(y_bC)')],
-        {"micro-batches" + ERROR, "data" + ERROR},
+        {"micro-batches" + ERROR},
     ),
     "g is missing": (
         [("ReduceFromRanks.apply(F.linear(x_Be, weight_De))", "F.linear(x_Be, weight_De)")],
@@ -319,10 +290,6 @@ LINES = {
         [("m: int = M", "m: int = 1")],
         {"micro-batches: share of slots idle"},
     ),
-    "gradients are not added up over ranks": (
-        [("        dist.all_reduce(parameter.grad)\n", "        pass\n")],
-        {"data" + ERROR, "data: elements all-reduced per step / parameters"},
-    ),
 }
 UNTRAINED = {
     "an untrained model": (
@@ -371,7 +338,7 @@ def test_a_pass_is_logged_each_way() -> None:
     part, log = nn.Linear(2, 2), []
     here().log_passes(part, log)
     part(torch.ones(1, 2, requires_grad=True)).sum().backward()
-    assert [call.operation for call in log] == ["F", "B"]
+    assert [event.operation for event in log] == ["F", "B"]
 
 
 def test_the_error_is_that_of_the_worst_parameter() -> None:
@@ -392,25 +359,33 @@ def test_a_message_is_waited_for(way: str) -> None:
     work.wait.assert_called_once()
 
 
-class At(SimpleNamespace):
-    """A CUDA event at this ms."""
-
-    def elapsed_time(self, later: "At") -> float:
-        return later.ms - self.ms
-
-
 def test_a_gpu_idles_while_the_other_one_computes() -> None:
-    """F takes 1 ms and B 2, one GPU after the other: each idles 3 of 6 ms."""
+    """A step takes 6 ms, and GPU 0's part alone 3."""
     two = 'torch.device("cuda", number) for number in (0, 1)'
-    lesson = load(LESSON, (two, 'torch.device(name) for name in ("cpu", "meta")'))
-    marks = []
+    lesson = load(LESSON, (two, 'torch.device(name) for name in ("cpu", "cpu")'))
+    worked = []
 
-    def naive(x: torch.Tensor) -> torch.Tensor:
-        for gpu, moments in enumerate([(0, 1, 4, 6), (1, 2, 2, 4)]):
-            marks[gpu] += [At(ms=ms) for ms in moments]
-        return x
+    def milliseconds(work: Callable) -> float:
+        work()
+        worked.append(work)
+        return 3.0 * len(worked)
 
-    lesson.OnDevices = lambda layers, gpus: Mock(side_effect=naive, parts=gpus)
-    lesson.mark_passes = lambda part, gpu, of_gpu: marks.append(of_gpu)
-    with patch.object(torch.cuda, "synchronize"):
-        assert lesson.idle_of_two_gpus(1, width=4) == pytest.approx(1 / 2)
+    lesson.milliseconds = milliseconds
+    assert lesson.idle_of_two_gpus(2, width=4) == pytest.approx(1 / 2)
+    assert len(worked) == 2
+
+
+def counted_by_traffic() -> list[tuple]:
+    lesson = load(LESSON)
+    rank = dist.get_rank()
+    with lesson.Traffic() as traffic:
+        (lesson.send if rank == 0 else lesson.receive)(torch.ones(6), 1 - rank)
+        lesson.all_reduce(torch.ones(5))
+    lesson.all_reduce(torch.ones(7))  # not in the block
+    return [*traffic, ("in all", traffic.elements("all_reduce"))]
+
+
+def test_traffic_is_what_is_handed_over_in_its_block() -> None:
+    first, second = run(counted_by_traffic, 2)
+    assert first == [("send", 6, 1), ("all_reduce", 5, None), ("in all", 5)]
+    assert second == [("recv", 6, 0), ("all_reduce", 5, None), ("in all", 5)]

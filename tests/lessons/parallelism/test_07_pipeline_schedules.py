@@ -18,7 +18,7 @@ from tests.helpers.pretended_gpus import play_on_gpus
 from tests.lessons.every import Breaks, test_lesson  # noqa: F401
 
 LESSON = "parallelism/07_pipeline_schedules.py"
-SIMULATOR = "parallelism/08_pipeline_deadlocks.py"
+SIMULATOR = "parallelism/09_pipeline_deadlocks.py"
 QUICK = ("clocked = check_clock(case)", "clocked = {}")  # sleeps take seconds
 sizes = st.integers(1, 8), st.integers(1, 24)
 

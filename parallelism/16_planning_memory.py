@@ -20,8 +20,8 @@ the most loaded GPU hold, and of what?
 
 **Run.**
 
-    torchrun --standalone --nproc-per-node=4 10_planning_memory.py    # NCCL on 4 GPUs, else gloo
-    python 10_planning_memory.py                                      # the same, started for you
+    torchrun --standalone --nproc-per-node=4 16_planning_memory.py    # NCCL on 4 GPUs, else gloo
+    python 16_planning_memory.py                                      # the same, started for you
 
 Not run on several GPUs. Rows marked t hold the sum against what others have published.
 
@@ -31,7 +31,7 @@ activations by `dp`, as if ZeRO sharded them too: which fail now?
 **Before.** parallelism/05_zero2_and_zero3.py: what ZeRO shards.
 parallelism/07_pipeline_schedules.py: micro-batches in flight.
 
-**Next.** parallelism/11_planning_time.py: how long a step takes. For a model of your own, `course
+**Next.** parallelism/17_planning_time.py: how long a step takes. For a model of your own, `course
 plan --model llama-70b --gpus 64 --gpu h100`.
 """
 
@@ -268,8 +268,12 @@ def most_loaded(
 #     one layer        2 x 855.7 million / 8                                 0.2 GiB
 #                                                                           46.5 GiB of 66.8
 #
-# It fits. A GPU of the last stage has one micro-batch in flight instead of four, and 0.7 GiB of
-# logits: 31.5 GiB. The run prints this layout and six others:
+# It fits. FSDP over all 64, with recomputation, in the same way: 18 P / 64 of 70.6 billion are 18.5
+# GiB; 8,192 tokens keep 2 h in each of 80 layers, 10.0, and 6 V for the logits, 5.9; for a moment
+# there are 6 bytes per parameter of a layer, 4.8, and its 33.5 h per token, 2.1. That makes 41.2.
+#
+# Back to the pipeline: a GPU of the last stage has one micro-batch in flight instead of four, and
+# 0.7 GiB of logits: 31.5 GiB. The run prints these two layouts and five others:
 #
 #     layout                 weights  gradients  states  activations  logits  one layer     sum
 #     DDP 64                   131.4      262.8   788.5        167.5     5.9        1.6  1357.7  no
@@ -280,7 +284,10 @@ def most_loaded(
 #     TP 8, PP 4, DP 2           4.2        8.5    12.7         20.9     0.0        0.2    46.5
 #     TP 8, PP 8                 2.2        4.5    13.4         20.9     0.0        0.2    41.3
 #
-# ("One layer" of FSDP is (2 + 4) x 855.7 million bytes: its gradients, and two layers' weights.)
+# ("One layer" of FSDP is (2 + 4) x 855.7 million bytes: its gradients, and two layers' weights. The
+# head, a unit of its own with 1,051 million, makes it 0.4 GiB more for a moment, which we leave
+# out. All rows count Megatron's 18 P. torch's FSDP, with 16 P, has 16.4 GiB of the first three
+# instead of 18.5, and that changes no answer here.)
 #
 # Read it by columns. FSDP shrinks the first three and leaves the fourth as it is; recomputation
 # does the reverse. From PP 2 to PP 8 the activations do not move.
@@ -319,6 +326,9 @@ def check_70b() -> None:
     claim("70B, FSDP over 64 H100: GiB per GPU", room, alone, ">=", question=4, kind="theory")
     again = total["FSDP 64, recompute"]
     claim("the same, all layers recomputed: GiB", room, again, "<=", question=4, kind="theory")
+    claim("the same, by hand: GiB", 41.2, again, atol=0.05, kind="theory")
+    pipeline = total["TP 8, PP 4, DP 2"]
+    claim("TP 8, PP 4, DP 2, by hand: GiB", 46.5, pipeline, atol=0.05, kind="theory")
 
 
 # %% [markdown]
@@ -427,12 +437,21 @@ def check_blocks(device: torch.device) -> None:
     share = 1 - flash / stored
     claim("scores stored: their share of all", 80 / 114, share, atol=0.005, question=2)
     claim("recomputed: bytes kept per token / h", 2, again / unit)
+    if device.type == "cpu":
+        blocked("the same, by the GPU's allocator", needs="1 GPU")
+        return
+    before = torch.cuda.memory_allocated()
+    kept = forward_counted(block)  # its output keeps what backward needs
+    grown = torch.cuda.memory_allocated() - before - 2 * unit  # and is itself no part of it
+    del kept
+    claim("bytes that the GPU's allocator keeps / h", 34, grown / unit, atol=1.5)
 
 
 # %% [markdown]
 # **Micro-batches in flight.** Every rank is one stage of two blocks. It follows 1F1B's order and
 # keeps count of what its micro-batches hold. No messages are sent: the bytes are the same whatever
-# arrives, so each stage makes up its own inputs and gradients.
+# arrives, so each stage makes up its own inputs and gradients. What a stage holds is compared with
+# what `memory` says of such a model.
 
 
 # %%
@@ -463,6 +482,10 @@ def check_pipeline(device: torch.device) -> None:
     claim("first stage holds / whole model keeps", 1, share, question=3, rank=0)
     last = WORLD_SIZE - 1
     claim("last stage holds / whole model keeps", 1 / WORLD_SIZE, share, question=3, rank=last)
+    model = Model(layers=2 * WORLD_SIZE, hidden=WIDTH, kv=WIDTH, ff=3 * WIDTH, vocab=0)  # 34 h
+    expected = memory(model, Layout(pp=WORLD_SIZE), TOKENS, 2 * WORLD_SIZE, stage=RANK)
+    slack = (4 * HEADS + 4 * 4) / WIDTH / 34
+    claim("each stage: held / the sum's activations", 1, held / expected["activations"], atol=slack)
 
 
 # %% [markdown]

@@ -15,8 +15,8 @@ find that out before a thousand GPUs hang, and what does PyTorch give you ready-
 
 **Run.**
 
-    torchrun --standalone --nproc-per-node=4 08_pipeline_deadlocks.py   # NCCL on 4 GPUs, else gloo
-    python 08_pipeline_deadlocks.py                                     # the same, started for you
+    torchrun --standalone --nproc-per-node=4 09_pipeline_deadlocks.py   # NCCL on 4 GPUs, else gloo
+    python 09_pipeline_deadlocks.py                                     # the same, started for you
 
 Not run on several GPUs.
 
@@ -26,7 +26,7 @@ which claims fail, and are the deadlocks still found?
 
 **Before.** parallelism/07_pipeline_schedules.py; communication/02_point_to_point.py: who waits.
 
-**Next.** parallelism/09_3d_parallelism.py
+**Next.** parallelism/12_3d_parallelism.py
 """
 
 import argparse

@@ -11,7 +11,7 @@ from course.playing import Played, load, play
 from course.ranks import run
 from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
 
-LESSON = "parallelism/09_3d_parallelism.py"
+LESSON = "parallelism/12_3d_parallelism.py"
 QUICK = (("STEPS = 15\n", "STEPS = 3\n"), ('at most", 4.2,', 'at most", 9.9,'))
 
 

@@ -17,8 +17,8 @@ mesh, which of them may cross machines, and which must stay inside an NVLink dom
 
 **Run.**
 
-    torchrun --standalone --nproc-per-node=4 09_3d_parallelism.py   # NCCL on 4 GPUs, else gloo
-    python 09_3d_parallelism.py --mesh 2,1,2                        # dp,pp,tp: this mesh alone
+    torchrun --standalone --nproc-per-node=4 12_3d_parallelism.py   # NCCL on 4 GPUs, else gloo
+    python 12_3d_parallelism.py --mesh 2,1,2                        # dp,pp,tp: this mesh alone
 
 Not run on several GPUs.
 
@@ -29,7 +29,7 @@ on which meshes? In `train_step` leave out the loop of `dist.all_reduce` over dp
 07_pipeline_schedules.py help.
 
 **Next.** Split a block three ways on a mesh of your own with `--mesh` on 8 or 16 ranks; then
-parallelism/10_planning_memory.py: which mesh a model needs.
+parallelism/16_planning_memory.py: which mesh a model needs.
 """
 
 import argparse

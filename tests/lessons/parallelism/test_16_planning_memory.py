@@ -9,7 +9,7 @@ from course.planning import HEADROOM, room
 from course.playing import load
 from tests.lessons.every import Breaks, test_lesson  # noqa: F401
 
-LESSON = "parallelism/10_planning_memory.py"
+LESSON = "parallelism/16_planning_memory.py"
 
 
 @functools.cache
@@ -130,40 +130,47 @@ GPT, SCORES = "bytes kept per token / h", "scores stored: their share of all"
 AGAIN = "recomputed: bytes kept per token / h"
 FIRST, LAST = (f"{stage} stage holds / whole model keeps" for stage in ("first", "last"))
 ALONE, RECOMPUTED = "70B, FSDP over 64 H100: GiB per GPU", "the same, all layers recomputed: GiB"
+FSDP_BY_HAND, BY_HAND = "the same, by hand: GiB", "TP 8, PP 4, DP 2, by hand: GiB"
+HANDS = {FSDP_BY_HAND, BY_HAND}
+STAGES = "each stage: held / the sum's activations"
 SMALL, LARGE = (f"GPT {size}: GiB of activations" for size in ("22B", "1T"))
 B200 = "8 B200: largest miss"
 KEPT = 'parts["activations"] = tokens * kept * layers * in_flight'
 LINES = {
     # the sum
-    "an MLP of two matrices": ("mlp = 3 * h", "mlp = 2 * h", {P70, B200}),
+    "an MLP of two matrices": ("mlp = 3 * h", "mlp = 2 * h", {P70, B200, *HANDS}),
     "norms keep their input alone": (
         "return 12 * model.hidden",
         "return 8 * model.hidden",
-        {SMALL, LARGE, B200},
+        {SMALL, LARGE, B200, STAGES, *HANDS},
     ),
     "one micro-batch in flight": (
         "in_flight = min(pp - stage, micro_batches)",
         "in_flight = 1",
-        {LARGE, B200},
+        {LARGE, B200, STAGES, BY_HAND},
     ),
-    "ZeRO shards activations": (KEPT, f"{KEPT} / layout.dp", {ALONE, B200}),
-    "states are whole before ZeRO-3": ("if zero >= 1:", "if zero >= 3:", {B200}),
-    "gradients are sharded by ZeRO-1": ("if zero >= 2:", "if zero >= 1:", {B200}),
+    "ZeRO shards activations": (KEPT, f"{KEPT} / layout.dp", {ALONE, B200, *HANDS}),
+    "states are whole before ZeRO-3": ("if zero >= 1:", "if zero >= 3:", {B200, BY_HAND}),
+    "gradients are sharded by ZeRO-1": ("if zero >= 2:", "if zero >= 1:", {B200, BY_HAND}),
     "weights are never sharded": (
         "if zero >= 3:\n        weights",
         "if zero >= 4:\n        weights",
-        {RECOMPUTED},
+        {RECOMPUTED, FSDP_BY_HAND},
     ),
-    "no logits": ("= 6 * tokens * model.vocab if", "= 0 * tokens * model.vocab if", {B200}),
+    "no logits": (
+        "= 6 * tokens * model.vocab if",
+        "= 0 * tokens * model.vocab if",
+        {B200, FSDP_BY_HAND},
+    ),
     "no gradients of the layer at work": (
         "= 2 * layer_parameters(model) / tp",
         "= 0 * layer_parameters(model) / tp",
-        {B200},
+        {B200, *HANDS},
     ),
     "recomputation keeps all": (
         "kept = 2 * model.hidden if",
         "kept = saved_per_token(model) if",
-        {RECOMPUTED},
+        {RECOMPUTED, FSDP_BY_HAND},
     ),
     # what is counted
     "keys and values as wide as queries": (
@@ -174,7 +181,7 @@ LINES = {
     "masks of two bytes": (
         "torch.native_dropout(x, 0.1, True)[0]",
         "F.dropout(x, 0.1)",
-        {GPT, SCORES},
+        {GPT, SCORES, STAGES},
     ),
     "no dropout of scores": (
         "dropout(scores_HTT.softmax(-1))",
@@ -186,6 +193,6 @@ LINES = {
         "forward_counted(block)",
         {AGAIN},
     ),
-    "GPipe": ("ahead=WORLD_SIZE - 1 - RANK", "ahead=2 * WORLD_SIZE", {FIRST, LAST}),
+    "GPipe": ("ahead=WORLD_SIZE - 1 - RANK", "ahead=2 * WORLD_SIZE", {FIRST, LAST, STAGES}),
 }
 BREAKS = Breaks(LINES)

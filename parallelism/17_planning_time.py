@@ -10,23 +10,23 @@ what do the others pay for?
    the attention matrix counts, as it is causal?
 2. A step has three micro-batches. How many collectives does the MLP of one layer cost a rank under
    tensor parallelism (with sequence parallelism)? How many under FSDP, if it is a unit?
-3. The equation below has one fitted constant, fitted to three runs on 8 B200 with TP 2. By how much
-   does it miss nine runs with other layouts, in the median: 1%, 10% or 50%? Which layout does it
-   miss most: PP 2, TP 4 or TP 8?
+3. The equation below takes products to reach one share of a GPU's peak, the same in every layout.
+   The share is fitted to runs on 8 B200 with TP 2. Which runs does it miss most, those with PP 2,
+   TP 4 or TP 8? And does it find these too fast or too slow?
 4. Llama 3 70B, 128 sequences of 8,192 tokens per step, in bfloat16. Is FSDP alone the fastest way
    on 64 H100 (80 GB, NVLink joins 8)? And on 64 GB300 (288 GB, NVLink joins 72)?
 
 **Run.**
 
-    torchrun --standalone --nproc-per-node=4 11_planning_time.py    # NCCL on 4 GPUs, else gloo
-    python 11_planning_time.py                                      # the same, started for you
+    torchrun --standalone --nproc-per-node=4 17_planning_time.py    # NCCL on 4 GPUs, else gloo
+    python 17_planning_time.py                                      # the same, started for you
 
 Not run on several GPUs. Rows marked t hold the equation against what others have published.
 
 **Try.** Give the H100 the memory of a GB300 (`memory=235` in `H100`): which claims fail? In
 `micro_batch` let recomputation be free (`passes = 1`): which ones now?
 
-**Before.** parallelism/10_planning_memory.py: what fits. communication/04_alpha_beta.py: what a
+**Before.** parallelism/16_planning_memory.py: what fits. communication/04_alpha_beta.py: what a
 collective costs.
 
 **Next.** fsdp/02_deepspeed_config.py. For a model of your own, `course plan --model llama-70b
@@ -85,7 +85,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 # m is the number of micro-batches that a GPU works on per step: sequences per step / (dp x
 # sequences per micro-batch). **dp** replicas work on different sequences, **tp** GPUs share each
 # layer, and **pp** stages each have 1/pp of the layers, all as in
-# parallelism/10_planning_memory.py.
+# parallelism/16_planning_memory.py.
 #
 # One number in it is fitted: **share**, the part of the peak that matrix products reach in a real
 # run. Three are round numbers that we took over: what a link reaches of its rate, alpha, and the
@@ -189,7 +189,7 @@ def rate(gpu: Gpu, ranks: int, stride: int) -> float:
 #
 # Norms, activation functions and residuals compute little and move many bytes. They take the time
 # that the GPU's memory needs, for about three times what is kept for the backward pass: a write, a
-# read, and a gradient. What is kept is lesson 10's 34 h per token and layer.
+# read, and a gradient. What is kept is lesson 16's 34 h per token and layer.
 
 # %%
 SHARE = 0.39  # of the peak that products reach; fitted in section 6
@@ -206,7 +206,7 @@ class Layout(NamedTuple):
 
 
 def saved_per_token(model: Model) -> int:
-    """Bytes that one token leaves in one layer for the backward pass (lesson 10, section 3)."""
+    """Bytes that one token leaves in one layer for the backward pass (lesson 16, section 3)."""
     return 12 * model.hidden + 4 * model.kv + 6 * model.ff
 
 
@@ -266,7 +266,7 @@ def step(model: Model, layout: Layout, gpu: Gpu, tokens: int, batch: int) -> dic
 
 
 # %% [markdown]
-# **One case by hand**: lesson 10's, Llama 3 70B on 64 H100 with tp = 8, pp = 4, dp = 2, a step of
+# **One case by hand**: lesson 16's, Llama 3 70B on 64 H100 with tp = 8, pp = 4, dp = 2, a step of
 # 128 sequences of 8,192 tokens. Each pipeline works on m = 64 sequences. (20 layers have 20 x (6 x
 # 855.6 million + 6 h s) FLOPs per token, of which the second is attention.)
 #
@@ -284,7 +284,7 @@ def step(model: Model, layout: Layout, gpu: Gpu, tokens: int, batch: int) -> dic
 # %% [markdown]
 # ## 5. Which layout?
 #
-# Here are eight layouts for the same job, each with the GiB that lesson 10's sum finds for its most
+# Here are eight layouts for the same job, each with the GiB that lesson 16's sum finds for its most
 # loaded GPU. Of those that fit, the fastest is the choice. Every other one gets a line that says
 # *why not*: it does not fit, or in which part of the step it loses most. The run prints:
 #
@@ -298,6 +298,9 @@ def step(model: Model, layout: Layout, gpu: Gpu, tokens: int, batch: int) -> dic
 #     TP 8, PP 4            47  24.9 s  1.19 x: tensor + 2.0       10.3 s  1.35 x: tensor + 1.9
 #     TP 4, PP 8            69  does not fit                       10.3 s  1.33 x: bubble + 1.0
 #     PP 16, recomputed     58  45.9 s  2.19 x: bubble + 14.6      18.2 s  2.36 x: bubble + 5.8
+#
+# "Does not fit" leaves 15% of the memory free. TP 4, PP 8 exceeds that by two of 67 GiB: it runs if
+# all goes well, and NVIDIA did run it, in 8 bits (section 6). FSDP alone could not.
 #
 # On H100, activations are what does not fit. FSDP alone has to recompute, which costs a forward
 # pass. TP 4 divides the activations by four, and its messages cost less than that. TP 8 has
@@ -491,9 +494,12 @@ def check_seconds() -> None:
         shown = "  ".join(f"{miss:.1%}" for miss in misses[layout])
         print0(f"{'':13}TP {layout.tp}, PP {layout.pp}, DP {layout.dp}: missed by {shown}")
     half = median(misses[PP_2] + misses[TP_4] + misses[TP_8])
-    claim("nine other runs: median miss", 0.1, half, atol=0.01, question=3, kind="theory")
-    least = min(misses[TP_8])
-    claim("TP 8: the least of its three misses", 0.15, least, ">=", question=3, kind="theory")
+    claim("nine other runs: median miss", 0.1, half, atol=0.01, kind="theory")
+    others = max(misses[PP_2] + misses[TP_4])
+    ratio = min(misses[TP_8]) / others
+    claim("TP 8's least miss / the others' largest", 1.5, ratio, ">=", question=3, kind="theory")
+    slowest = max(o / p for o, p in zip(ours[TP_8], PUBLISHED_MS[TP_8], strict=True))
+    claim("TP 8: our seconds / published, at most", 0.8, slowest, "<=", question=3, kind="theory")
     expected = 8 * ours[PP_2][0] / ours[PP_2][2]
     found = 8 * PUBLISHED_MS[PP_2][0] / PUBLISHED_MS[PP_2][2]
     claim("PP 2: a micro-batch of 4 / one of 32", expected, found, atol=0.03, kind="theory")
@@ -552,16 +558,17 @@ def check_choices() -> None:
 #    8B, 70B and 405B agrees with the causal count to 0.1%.
 # 2. 12 and 9: 4 and 3 per micro-batch. What differs more is that FSDP's run behind products, while
 #    those of tensor parallelism are waited for.
-# 3. 10%, and TP 8, by 21 to 27%. There the equation is too fast: a product that is cut in eight no
-#    longer fills a GPU, so *share* is not one number. For PP 2 it is too slow, by 8 to 11%. Yet
-#    with 4, 8 and 32 micro-batches it takes the layout that was the fastest.
+# 3. TP 8, by 21 to 27%, and it finds it too fast: a product that is cut in eight no longer fills a
+#    GPU, so *share* is not one number. For PP 2 it is too slow, by 8 to 11%; in the median of the
+#    nine runs it misses by 10%. Yet with 4, 8 and 32 micro-batches it takes the layout that was the
+#    fastest.
 # 4. No on H100, where FSDP alone must recompute and takes 1.24 times as long as with TP 4. Yes on
 #    GB300, where it has no recomputation, no bubble, and no message that is waited for. FSDP's
 #    messages hide on both clusters: the memory turns the choice round, not that NVLink joins 72.
 #
 # **Try.** With a GB300's memory, 64 H100 would run FSDP alone too. With free recomputation, FSDP
-# alone seems to win on H100 as it is. A plan made so loses a fifth of the cluster, and no error
-# tells.
+# alone seems to win on H100 as it is. Both times the rows *64 H100: FSDP alone* and *64 GB300:
+# H100's choice* fail. A plan made so loses a fifth of the cluster, and no error tells.
 #
 # **How to use it.** A miss of 10% means that layouts closer than that are ties: on GB300, FSDP
 # alone and FSDP with TP 4 are nearly one. Let the equation throw out what takes 1.3 times as long,

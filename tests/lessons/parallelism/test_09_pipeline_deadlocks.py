@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from course.playing import load, play
 from tests.lessons.every import Breaks, test_lesson  # noqa: F401
 
-LESSON = "parallelism/08_pipeline_deadlocks.py"
+LESSON = "parallelism/09_pipeline_deadlocks.py"
 sizes = st.integers(1, 8), st.integers(1, 24)
 
 
