@@ -1,20 +1,19 @@
-"""Data loading for many ranks: where a DataLoader's time goes, and FFCV in its place
-==================================================================================
+"""Data loading for many ranks: where an image's time goes, and what FFCV takes away
+=================================================================================
 
-**Question.** A rank that waits for images trains nothing. Where does a loader's time go, what do
-its knobs do about it, and what does FFCV?
+**Question.** On its way from the disk to the model an image is read, decoded, augmented, collated
+and copied. Where does its time go, and which of it do a DataLoader's knobs or FFCV take away?
 
 **Predict**, and write it down before you run:
 
 1. A JPEG of 100 kB lies in the page cache. Which takes longer, reading it or decoding it, and how
    many times longer?
-2. Both loaders get two workers. How many processes does each of them start for the first epoch, and
-   how many more for the second?
-3. A dataset makes a NumPy Generator in `__init__` and draws each sample's crop from it. A loader
-   with two workers delivers two epochs of 64 samples on each of n ranks. How many different crops
-   are among these 128 n?
+2. A DataLoader gets two workers instead of none. By what factor does the time of a core per image
+   change?
+3. DataLoader and FFCV get two workers each. How many processes does each of them start?
 4. Both deliver the same random crops of the same JPEGs. By what factor does FFCV need less time of
    a core per image? And from a file of raw pixels?
+5. How many times as many bytes as the JPEGs does that file of raw pixels have?
 
 **Run.**
 
@@ -22,14 +21,14 @@ its knobs do about it, and what does FFCV?
     python 01_ffcv_distributed_optimization.py             # the same, started for you
 
 Not run on several GPUs. One node. FFCV needs the Debian packages of packages.txt, then `pip install
--e '.[ffcv]'`. `--data FOLDER` takes your own images, one folder per class.
+-e '.[ffcv]'`. `--data FOLDER` takes your own images; `--figure PATH` draws where the time goes.
 
-**Try.** In `crops_by_ffcv` normalize by MEAN and STD without the factor 255: which claim fails?
-In `check_draws` leave out `generator=seeds`: which ones now?
+**Try.** In `crops_by_ffcv` normalize by MEAN and STD without the factor 255: which claims fail? In
+`ffcv_loader` set `drop_last` to True, which is FFCV's own default: which ones now?
 
 **Before.** parallelism/01_data_parallelism_ddp.py: how ranks share a dataset.
 
-**Next.** data-loading/02_beton_file.py
+**Next.** data-loading/10_dataloader_knobs.py: the knobs one by one.
 """
 
 import argparse
@@ -43,13 +42,13 @@ import logging
 import math
 import multiprocessing
 import os
-import random
+import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -57,7 +56,7 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, default_collate
 
 # A *rank* is one of WORLD_SIZE processes that run this same file. `claim(text, predicted,
 # measured)` prints one row of the ledger and must be called by every rank. It, `setup`, `print0`,
@@ -66,169 +65,166 @@ RANK = int(os.environ.get("RANK", "0"))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
 Loader = None
-if RANK == 0 and ("RANK" in os.environ or WORLD_SIZE > 1):  # it alone measures loaders
+if "RANK" in os.environ or WORLD_SIZE > 1:  # a launcher needs none of it
     with contextlib.suppress(ImportError):  # the extra [ffcv]
+        from numba import config
+
+        config.DISABLE_JIT = RANK != 0  # rank 0 alone measures: the others need not compile
         from ffcv.fields import IntField, RGBImageField, decoders
         from ffcv.loader import Loader, OrderOption
         from ffcv.memory_managers import OSCacheManager
+        from ffcv.pipeline.compiler import Compiler
         from ffcv.reader import Reader
         from ffcv.transforms import NormalizeImage, ToTensor, ToTorchImage
         from ffcv.writer import DatasetWriter
-        from torchvision import transforms
-        from torchvision.datasets import ImageFolder
-        from torchvision.datasets import folder as folders
-        from torchvision.transforms import functional
+        from PIL import Image, ImageOps
+
+        if RANK == 0:
+            from torchvision import transforms
 
 N = 242  # images
-WIDTH = 500
-HEIGHT = 375
+WIDTH, HEIGHT = 500, 375  # pixels of each
 PAGE = 2**23  # bytes of a page in a .beton file, FFCV's default
 BATCH = 32  # images
 WORKERS = 2
 SEED = 0
-ALIKE = "different draws of torch, ranks seeded alike"
 MEAN = np.array([0.485, 0.456, 0.406])  # of ImageNet's pixels between 0 and 1
 STD = np.array([0.229, 0.224, 0.225])
 
+# Shapes: N images, B of them in a batch; C, H, W: colors, rows, columns.
+
 # %% [markdown]
-# ## 1. The way of an image, through torchvision
+# ## 1. The five stations of an image
 #
-# A training step on one GPU takes some 100 ms for 256 images; eight GPUs want 20,000 images per
-# second. On its way to the GPU each image passes five stations:
+# On its way from the disk to the model an image passes five stations:
 #
 #     file ──read──> JPEG ──decode──> pixels ──augment──> crop ──collate──> batch ──copy──> GPU
-#          100 kB         100 kB           560 kB         600 kB (float32)
+#                   100 kB            560 kB             600 kB            19 MB
 #
-# `DataLoader` runs the first four in worker **processes**: Python holds its lock (the GIL) for much
-# of the work, so threads would wait for each other. A batch is collated in a worker and crosses to
-# the trainer through shared memory.
+# **Read** takes the file's bytes from the disk, or from the page cache if the kernel still has
+# them. **Decode** makes pixels of them, three bytes each. **Augment** cuts out a random part,
+# resizes it to 224 x 224 pixels, and makes normalized floats of it, four bytes per color.
+# **Collate** copies 32 such crops into one batch. **Copy** moves the batch to the GPU.
 #
-# FFCV's paper says where the time goes: an epoch of ImageNet through `ImageFolder` takes 1,200 s,
-# and 75 s if its files are read and thrown away (Leclerc et al., 2023). The often quoted "94% of an
-# epoch is data" is (1200 - 75) / 1200: what remains if reading cost nothing.
+# A training step takes some 100 ms for 256 images, so eight GPUs want 20,000 images per second. A
+# rank whose loader is slower waits in every step. So the first question is how long an image takes
+# at each station. The first three are a dataset's `__getitem__`. Here each has a stopwatch:
 
 
 # %%
-class Photos(Dataset):
-    """A folder of JPEGs, one folder per class: (crop, label, index)."""
+spent: Counter = Counter()  # seconds at each station, in this process
 
-    def __init__(self, folder: Path, transform: Callable | None = None) -> None:
-        self.images = ImageFolder(folder, transform)
+
+@contextlib.contextmanager
+def station(name: str) -> Iterator[None]:
+    """Add the time that a block takes to what is spent at a station."""
+    start = time.perf_counter()
+    yield
+    spent[name] += time.perf_counter() - start
+
+
+class Photos(Dataset):
+    """A folder of JPEGs, each of them as (crop, index)."""
+
+    def __init__(self, folder: Path, augment: Callable) -> None:
+        self.paths = sorted(folder.iterdir())
+        self.augment = augment
 
     def __len__(self) -> int:
-        return len(self.images)
+        return len(self.paths)
 
     def __getitem__(self, index: int) -> tuple:
-        image, label = self.images[index]
-        return image, label, int(index)
+        with station("read"):
+            jpeg = self.paths[index].read_bytes()
+        with station("decode"):
+            image = Image.open(io.BytesIO(jpeg)).convert("RGB")
+        with station("augment"):
+            crop = self.augment(image)
+        return crop, int(index)
 
 
+# %% [markdown]
+# The other two are a function that DataLoader calls with a list of samples, and a line of the
+# training loop.
+
+
+# %%
 def crops_by_torchvision() -> Callable:
     """Return what makes of an image a normalized random crop (3, 224, 224) in float32."""
     crop = transforms.RandomResizedCrop(224)
     return transforms.Compose([crop, transforms.ToTensor(), transforms.Normalize(MEAN, STD)])
 
 
-def torchvision_loader(folder: Path, rounds: int) -> DataLoader:
-    """Return a loader of crops in random order, its epoch `rounds` times the images."""
-    photos = Photos(folder, crops_by_torchvision())
-    sampler = RandomSampler(photos, num_samples=rounds * N)
-    return DataLoader(photos, BATCH, sampler=sampler, num_workers=WORKERS, persistent_workers=True)
+def collate(samples: list[tuple]) -> list[torch.Tensor]:
+    with station("collate"):
+        return default_collate(samples)
+
+
+def copy(batch: torch.Tensor, device: torch.device) -> None:
+    with station("copy"):
+        batch.to(device, copy=True)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
 
 
 # %% [markdown]
-# ## 2. The DataLoader's own knobs
+# ## 2. What a DataLoader's knobs do: divide and hide
 #
-# Before a loader is replaced, its knobs are turned. This is how a rank with a GPU should load:
+# A station that takes too long can be divided, hidden, or taken away.
 #
-#     loader = DataLoader(
-#         photos, batch_size,
-#         num_workers=cores // ranks,     # 0 is the default: the trainer itself loads, and waits
-#         prefetch_factor=2,              # batches in flight per worker
-#         persistent_workers=True,        # else all are started anew in each epoch
-#         pin_memory=True,                # copy each batch to memory that a GPU can read itself
-#         worker_init_fn=own_generator,   # both for random numbers: see below
-#         generator=torch.Generator().manual_seed(seed + rank),
-#     )
-#     for image_BCHW, label_B in loader:
-#         image_BCHW = image_BCHW.to(device, non_blocking=True)  # from pinned memory only
+# **Divide it.** `num_workers=k` starts k processes, each of which reads, decodes, augments and
+# collates every k-th batch. (They are processes because threads would take turns at Python's lock,
+# the GIL, for much of this work.) The work does not become less: a core spends as long on an image
+# as before, and the batch must then cross to the trainer through shared memory. So k workers load
+# at most k times as fast, and only if k cores are free.
 #
-# **Workers** divide the work and do not lessen it: a core spends as long on each image, and with
-# more workers than cores nothing gets faster. `num_workers * prefetch_factor` batches are asked for
-# before the first is used, and as many lie in shared memory when the GPU is slow. A copy from
-# **pinned** memory, which the kernel never moves, runs next to the training step; from other memory
-# the host waits for the copy.
+# **Hide it.** Each worker loads up to `prefetch_factor` batches ahead, while the model computes.
+# With `pin_memory=True` and `.to(device, non_blocking=True)` the copy, too, runs next to the step.
+# What is hidden costs no time, as long as the loader is as fast as the step.
 #
-# A worker is a fork of its rank: it inherits a copy of the dataset. `DataLoader` then gives each
-# one its own seed, base seed + number of the worker, for the global states of `torch`, `random` and
-# NumPy. A generator that the dataset made before is copied as it was: to all workers, on all ranks,
-# in all epochs. And the base seed is drawn from torch's state, which ranks that train one model
-# usually seed alike.
+# **Take it away.** No knob does that to a station. (`persistent_workers=True` takes away something
+# else: starting the workers anew in every epoch.) It takes another file, or another loader:
+#
+#                                    read     decode   augment  collate  copy
+#     DataLoader, num_workers=k      divided  divided  divided  divided
+#                 prefetch_factor    hidden   hidden   hidden   hidden
+#                 pin_memory                                             hidden
+#     FFCV, a file of JPEGs          gone                       gone
+#     FFCV, a file of raw pixels     gone     gone              gone
+#
+# Where nothing stands, nothing changes. data-loading/10_dataloader_knobs.py turns the knobs one by
+# one; here it matters what they leave.
 
 
 # %%
-class Draws(Dataset):
-    """What random numbers a sample would be cropped by, and which process drew them."""
-
-    def __init__(self) -> None:
-        self.generator = np.random.default_rng(SEED)  # made before the workers are
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> dict[str, int]:
-        return {
-            "its own generator": int(self.generator.integers(2**62)),
-            "torch": int(torch.randint(2**62, ())),
-            "random": random.getrandbits(62),
-            "numpy": int(np.random.randint(2**62)),
-            "process": os.getpid(),
-        }
-
-
-def own_generator(worker: int) -> None:
-    """Give a worker's copy of the dataset a generator of its own: to be its worker_init_fn."""
-    dataset = torch.utils.data.get_worker_info().dataset
-    dataset.generator = np.random.default_rng(torch.initial_seed())
-
-
-def two_epochs(**knobs: object) -> dict[str, int]:
-    """Read two epochs on every rank; return how many different values of each kind came."""
-    torch.manual_seed(SEED)  # alike on every rank, as for one model
-    knobs |= {"num_workers": WORKERS, "multiprocessing_context": "fork"}
-    loader = DataLoader(Draws(), 4, **knobs)
-    drawn = defaultdict(set)
-    for _ in range(2):
-        for batch in loader:
-            for kind, value_B in batch.items():
-                drawn[kind].update(value_B.tolist())
-    everywhere = gather_objects(drawn)
-    different = {}
-    for kind in drawn:
-        different[kind] = len(set.union(*[one[kind] for one in everywhere]))
-    return different
+def torchvision_loader(folder: Path, rounds: int, workers: int = WORKERS) -> DataLoader:
+    """Return a loader of crops in random order, its epoch `rounds` times the images."""
+    photos = Photos(folder, crops_by_torchvision())
+    sampler = RandomSampler(photos, num_samples=rounds * N)
+    knobs = {"num_workers": workers, "persistent_workers": workers > 0}
+    return DataLoader(photos, BATCH, sampler=sampler, collate_fn=collate, **knobs)
 
 
 # %% [markdown]
-# ## 3. The same crops through FFCV
+# ## 3. What FFCV does: take away
 #
-# FFCV changes three things. All images are written into **one file** beforehand, as JPEGs or as raw
-# pixels. Its workers are **threads** that run code compiled by numba, without the GIL. And they
-# decode, crop and normalize each image **into its place** in a batch that was allocated before, so
-# there is nothing to collate and nothing crosses from process to process:
+# FFCV (Leclerc et al., 2023) delivers the same batches, and three things are different. All images
+# are written into **one file** beforehand, as JPEGs or as raw pixels. It is mapped into memory, so
+# to read an image is to know where it lies; and raw pixels need no decoding. What is done to an
+# image is compiled by numba and runs without the GIL, so workers are **threads**, and no batch
+# crosses from process to process. And each image is decoded and cropped **into its place** in a
+# batch that was allocated before, so nothing is collated:
 #
 #     DataLoader    process 1: read decode augment collate ──shared memory──┐
 #                   process 2: read decode augment collate ──shared memory──┴──> batch ──> GPU
 #
 #     FFCV          thread 1: decode + crop + normalize ──┐
-#                   thread 2: decode + crop + normalize ──┴──> a slot of the batch ──> GPU
+#                   thread 2: decode + crop + normalize ──┴──> its place in the batch ──> GPU
 #
-# `NormalizeImage` sees bytes, from 0 to 255, where torchvision's `Normalize` sees floats up to 1.
-# So there is the factor 255. Compiling takes some seconds per pipeline, before the first batch.
-#
-# On several ranks `distributed=True` gives each rank its share, as torch's `DistributedSampler`
-# does (02_beton_file.py compares the two). One trap: FFCV's default is `drop_last=True`, which
-# loses in every epoch what does not fill a rank's last batch.
+# In code, each field of a sample has a **pipeline**: a decoder, then operations. `NormalizeImage`
+# sees bytes up to 255 where torchvision's `Normalize` sees floats up to 1, so MEAN and STD are
+# multiplied by 255. numba compiles each pipeline before its first batch, for some seconds. The file
+# is written from any dataset of samples; here `augment` only makes an array of the image.
 
 
 # %%
@@ -239,55 +235,82 @@ def crops_by_ffcv() -> list:
     return [crop, normalize, ToTensor(), ToTorchImage()]
 
 
-def ffcv_loader(path: Path, image_pipeline: list, batch_size: int, **options: object) -> "Loader":
-    """Return a loader of (image, label, index) that drops nothing."""
+def ffcv_loader(path: Path, image: list | None, **options: object) -> "Loader":
+    """Return a loader of (image, index), or without a pipeline for `image` of (index,)."""
     gc.collect()  # an old loader, freed while numba compiles, prints "Exception ignored: KeyError"
-    pipelines = {
-        "image": image_pipeline,
-        "label": [decoders.IntDecoder(), ToTensor()],
-        "index": [decoders.IntDecoder(), ToTensor()],
-    }
+    pipelines = {"image": image, "index": [decoders.IntDecoder(), ToTensor()]}
     options = {"order": OrderOption.RANDOM, "seed": SEED, "drop_last": False} | options
-    return Loader(str(path), batch_size, pipelines=pipelines, **options)
+    return Loader(str(path), BATCH, pipelines=pipelines, **options)
 
 
 def write_photos(folder: Path, path: Path, field: "RGBImageField") -> None:
     """Write a folder of JPEGs into one .beton file."""
     multiprocessing.set_start_method("fork", force=True)  # FFCV's writers inherit what they need
-    fields = {"image": field, "label": IntField(), "index": IntField()}
+    fields = {"image": field, "index": IntField()}
     writer = DatasetWriter(str(path), fields, page_size=PAGE, num_workers=1)
-    writer.from_indexed_dataset(Photos(folder), chunksize=16)
+    writer.from_indexed_dataset(Photos(folder, np.array), chunksize=16)
     for process in multiprocessing.active_children():
         process.join()  # which FFCV forgets
 
 
 # %% [markdown]
-# ## 4. How it is measured: the images
+# ## 4. On several ranks: every image, once
+#
+# A loader that loses images is fast, too. torch's `DistributedSampler` shuffles the indices alike
+# on all n ranks, and each takes every n-th of them. If n does not divide N, the first few come a
+# second time at the end, so that all ranks take equally many steps. FFCV's `distributed=True` uses
+# the same sampler. But its default is `drop_last=True`, which loses in every epoch what does not
+# fill a rank's last batch. Here all ranks count together how often each image comes.
+
+
+# %%
+def indices_by_ffcv(path: Path) -> Iterator[torch.Tensor]:
+    """Yield the indices of this rank's share of an epoch, batch by batch."""
+    Compiler.set_enabled(False)  # plain Python: slow, the same values, and there at once
+    for *_, index_B in ffcv_loader(path, None, distributed=True, num_workers=1):
+        yield index_B
+    Compiler.set_enabled(True)
+
+
+def check_sharing(name: str, batches: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Claim how often the images come, given the indices of this rank's epoch."""
+    times_N = torch.zeros(N, dtype=torch.int64)
+    for index_B in batches:
+        times_N += torch.bincount(index_B.flatten(), minlength=N)
+    times_N = times_N.to(device)
+    dist.all_reduce(times_N)
+    claim(f"{name}: images that never come", 0, (times_N == 0).sum().item())
+    claim(f"{name}: images that come twice", -N % WORLD_SIZE, (times_N > 1).sum().item())
+
+
+# %% [markdown]
+# ## 5. How it is measured: the images
 #
 # Rank 0 makes a folder of JPEGs: crops of scikit-learn's two photographs, or of your images, at
 # quality 97, about 100 kB each as in ImageNet. FFCV encodes JPEGs again when it writes them, at
-# quality 90 unless told; so that both loaders decode equally much, it is told 97.
+# quality 90 unless told. It is told 97, so that both loaders decode equally much.
 
 
 # %%
 def prepare(place: Path, data: str | None) -> None:
-    """Fill `place` with photos/CLASS/*.jpg, jpg.beton and raw.beton."""
-    for index, (name, image) in enumerate(images_of(data)):
-        folder = place / "photos" / name
-        folder.mkdir(parents=True, exist_ok=True)
+    """Fill `place` with photos/*.jpg, jpg.beton and raw.beton."""
+    folder = place / "photos"
+    folder.mkdir()
+    for index, image in enumerate(images_of(data)):
         image.save(folder / f"{index:04}.jpg", quality=97)
-    write_photos(place / "photos", place / "jpg.beton", RGBImageField("jpg", jpeg_quality=97))
-    write_photos(place / "photos", place / "raw.beton", RGBImageField("raw"))
+    write_photos(folder, place / "jpg.beton", RGBImageField("jpg", jpeg_quality=97))
+    write_photos(folder, place / "raw.beton", RGBImageField("raw"))
 
 
-def images_of(data: str | None) -> Iterator[tuple[str, object]]:
-    """Yield class and image (PIL, 500 x 375) of N samples, from `data` or two photographs."""
+def images_of(data: str | None) -> Iterator["Image.Image"]:
+    """Yield N images of WIDTH x HEIGHT pixels, from a folder or from two photographs."""
     if data:
-        found = ImageFolder(data)
+        found = sorted(Path(data).rglob("*.[jJpP]*[gG]"))  # .jpg, .JPEG, .png
+        if not found:
+            raise ValueError(f"--data needs a folder with JPEGs or PNGs, got {data}")
         for index in np.linspace(0, len(found) - 1, N).astype(int):
-            image, label = found[index]
-            smaller = functional.resize(image, HEIGHT)
-            yield found.classes[label], functional.center_crop(smaller, [HEIGHT, WIDTH])
+            image = Image.open(found[index]).convert("RGB")
+            yield ImageOps.fit(image, (WIDTH, HEIGHT))
         return
     from sklearn.datasets import load_sample_images
 
@@ -297,102 +320,70 @@ def images_of(data: str | None) -> Iterator[tuple[str, object]]:
         y = generator.integers(427 - HEIGHT + 1)
         x = generator.integers(640 - WIDTH + 1)
         crop_HWC = photographs[index % 2][y : y + HEIGHT, x : x + WIDTH]
-        yield f"class_{index % 2}", functional.to_pil_image(np.ascontiguousarray(crop_HWC))
+        yield Image.fromarray(np.ascontiguousarray(crop_HWC))
 
 
 # %% [markdown]
-# ## 5. How it is measured: the time
+# ## 6. How it is measured: the time
 #
-# Rank 0 measures while the others wait. First each station of one DataLoader without workers is
-# timed. Then each loader delivers one epoch as a warm-up, in which FFCV compiles, and whose pixels
-# are averaged, each color by itself; then all take turns. What is judged is the time of a **core**
-# per image, summed over threads and processes, since other load on the machine hardly changes it;
-# wall time is printed.
+# Rank 0 measures while the others wait. First the stations: an epoch of a DataLoader without
+# workers. Its stopwatches should add up to the whole.
 
 
 # %%
-def station_seconds(folder: Path, device: torch.device) -> dict[str, float]:
-    """Return seconds per image: of each station, of the `whole` epoch, and of a `core` in it."""
-    spent = Counter()
-
-    def timed(station: str, function: Callable) -> Callable:
-        def wrapped(*args: object) -> object:
-            start = time.perf_counter()
-            result = function(*args)
-            spent[station] += time.perf_counter() - start
-            return result
-
-        return wrapped
-
-    def copy_to_device(batch: torch.Tensor) -> None:
-        batch.to(device, copy=True)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
-    read = timed("read", lambda path: io.BytesIO(Path(path).read_bytes()))
-    decode = timed("decode", lambda file: folders.Image.open(file).convert("RGB"))
-    augment = timed("augment", crops_by_torchvision())
-    collate = timed("collate", torch.utils.data.default_collate)
-    copy = timed("copy", copy_to_device)
-    dataset = ImageFolder(folder, augment, loader=lambda path: decode(read(path)))
-    cores = core_seconds()
+def station_seconds(folder: Path, device: torch.device) -> tuple[dict[str, float], float]:
+    """Return seconds per image: of each station, and of the whole epoch."""
+    loader = torchvision_loader(folder, rounds=1, workers=0)
+    spent.clear()
     start = time.perf_counter()
-    for image_BCHW, _ in DataLoader(dataset, BATCH, collate_fn=collate):
-        copy(image_BCHW)
-    spent["whole"] = time.perf_counter() - start
-    spent["core"] = core_seconds() - cores
-    return {station: seconds / N for station, seconds in spent.items()}
+    for image_BCHW, *_ in loader:
+        copy(image_BCHW, device)
+    whole = time.perf_counter() - start
+    return {name: seconds / N for name, seconds in spent.items()}, whole / N
 
 
-def check_stations(place: Path, device: torch.device) -> tuple[dict[str, float], float]:
-    """Claim that the stations are the epoch; return the seconds of each, and a core's in all."""
-    seconds = from_rank_0(station_seconds(place / "photos", device) if RANK == 0 else None)
-    whole = seconds.pop("whole")
-    alone = seconds.pop("core")
-    shown = [f"{station} {1e3 * s:.2f}" for station, s in seconds.items()]
+def check_stations(place: Path, device: torch.device) -> dict[str, float]:
+    """Claim that the stations are the epoch; return the seconds per image of each."""
+    measured = station_seconds(place / "photos", device) if RANK == 0 else None
+    stations, whole = from_rank_0(measured)
+    shown = [f"{name} {1e3 * seconds:.2f}" for name, seconds in stations.items()]
     print0(f"{'':13}DataLoader, ms per image: {', '.join(shown)}")
-    speed = f"{1 / whole:7,.0f} images per second, {1e3 * alone:.2f} ms of a core per image"
-    print0(f"{'':13}no workers {speed}")
-    claim("all stations / the whole epoch", 0.9, sum(seconds.values()) / whole, ">=", timed=True)
-    ratio = seconds["read"] / seconds["decode"]
+    claim("all stations / the whole epoch", 0.9, sum(stations.values()) / whole, ">=", timed=True)
+    ratio = stations["read"] / stations["decode"]
     claim("time to read / time to decode", 0.25, ratio, "<=", question=1, timed=True)
-    return seconds, alone
+    return stations
+
+
+def from_rank_0(value: object) -> object:
+    """Return rank 0's `value` on every rank."""
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
 
 
 # %% [markdown]
-# A core's time is the sum over this process and all that it has started, as the kernel counts it.
-# With `--figure PATH` the times are drawn, station by station.
+# Then the loaders. What is judged is the time of a **core** per image, as the kernel counts it for
+# this process and all that it has started: other load on the machine hardly changes it. Wall time
+# is only printed. The loaders take turns, and the best epoch of each counts.
 
 
 # %%
-def draw(path: str, stations: dict[str, float], core: dict[str, float]) -> None:
-    """Draw milliseconds of a core per image; FFCV's decoding is what JPEGs take beyond raw."""
-    from matplotlib.figure import Figure
+def all_loaders(place: Path, rounds: int, files: tuple = ("jpg", "raw")) -> dict[str, Callable]:
+    """Return what gives each loader of crops, whose epochs go `rounds` times over the images."""
+    options = {"indices": np.tile(np.arange(N), rounds), "num_workers": WORKERS}
+    torchvision = torchvision_loader(place / "photos", rounds)
+    ffcv = ffcv_loader(place / f"{files[0]}.beton", crops_by_ffcv(), **options)
+    loaders = {"DataLoader": lambda: torchvision}
+    for name in files:
+        loaders[name] = functools.partial(point_at, ffcv, place / f"{name}.beton")
+    return loaders
 
-    figure = Figure(figsize=(9, 3.5), layout="constrained")
-    axes = figure.subplots()
-    rest = max(0.0, core["DataLoader"] - sum(stations.values()))  # a difference of two timings
-    crop = {"crop, normalize": core["raw"]}
-    rows = {"DataLoader": stations | {"rest": rest}}
-    rows |= {"FFCV, JPEG": {"decode": core["jpg"] - core["raw"]} | crop, "FFCV, raw": crop}
-    colors = {"read": "#9ecae1", "decode": "#fdae6b", "collate": "#bcbddc", "copy": "#fa9fb5"}
-    for row, parts in rows.items():
-        left = 0.0
-        for part, seconds in parts.items():
-            ms = 1e3 * seconds
-            color = "0.8" if part == "rest" else colors.get(part, "#a1d99b")
-            axes.barh(row, ms, left=left, color=color, edgecolor="white")
-            upright = 90 if ms < 150 * core["DataLoader"] else 0  # where it is narrow
-            style = {"ha": "center", "va": "center", "fontsize": 9, "rotation": upright}
-            axes.text(left + ms / 2, row, part, **style)
-            left += ms
-    jpg, raw = (core["DataLoader"] / core[name] for name in ("jpg", "raw"))
-    title = f"A DataLoader takes {jpg:.1f} times as long as FFCV from JPEGs"
-    axes.set_title(f"{title}, {raw:.1f} times as from raw pixels")
-    words = f"ms of one core per image of {WIDTH} x {HEIGHT} pixels, {WORKERS} workers"
-    axes.set_xlabel(f"{words}; the rest is mostly between processes")
-    axes.invert_yaxis()
-    figure.savefig(path, dpi=150)
+
+def point_at(loader: "Loader", path: Path) -> "Loader":
+    """Let a compiled loader read another file of the same fields: that saves compiling again."""
+    loader.reader = Reader(str(path))
+    loader.memory_manager = OSCacheManager(loader.reader)
+    return loader
 
 
 def core_seconds() -> float:
@@ -416,261 +407,176 @@ def alternate(loaders: dict[str, Callable], repeats: int) -> dict[str, list[tupl
 
 
 # %% [markdown]
-# An epoch may go `rounds` times over the images. A compiled loader can be pointed at another
-# file of the same fields, which saves compiling again.
+# Before, each loader has an epoch to warm up, in which FFCV compiles. In it its processes are
+# counted, and each color is averaged over all crops: a loader that normalizes or resizes in another
+# way would be found out.
 
 
 # %%
-def all_loaders(place: Path, rounds: int, files: tuple = ("jpg", "raw")) -> dict[str, Callable]:
-    """Return what gives each loader of crops, whose epochs are `rounds` times the images."""
-    options = {"indices": np.tile(np.arange(N), rounds), "num_workers": WORKERS}
-    torchvision = torchvision_loader(place / "photos", rounds)
-    ffcv = ffcv_loader(place / f"{files[0]}.beton", crops_by_ffcv(), BATCH, **options)
-    loaders = {"DataLoader": lambda: torchvision}
-    for name in files:
-        loaders[name] = functools.partial(point_at, ffcv, place / f"{name}.beton")
-    return loaders
+def without_workers(folder: Path) -> DataLoader:
+    torch.set_num_threads(1)  # as in a worker; FFCV has set it to its own number of threads
+    return torchvision_loader(folder, 1, workers=0)
 
 
-def point_at(loader: "Loader", path: Path) -> "Loader":
-    """Let a compiled loader read another file."""
-    loader.reader = Reader(str(path))
-    loader.memory_manager = OSCacheManager(loader.reader)
-    return loader
-
-
-def measure_loaders(place: Path) -> dict:
-    """On rank 0: seconds per image, processes started, and the mean of what is delivered."""
-    before = len(psutil.Process().children())
+def measure_loaders(place: Path) -> dict[str, dict]:
+    """On rank 0: seconds per image, processes started, and the mean colors of what is delivered."""
     loaders = all_loaders(place, rounds=1)
     means = {}
     processes = {}
     for name, loader in loaders.items():
+        before = len(psutil.Process().children())
         batches = [image_BCHW.double().mean((0, 2, 3)) for image_BCHW, *_ in loader()]
         means[name] = torch.stack(batches).mean(0)
-        processes[name] = len(psutil.Process().children()) - before - sum(processes.values())
+        processes[name] = len(psutil.Process().children()) - before
+    loaders["no workers"] = functools.partial(without_workers, place / "photos")
     return {"seconds": alternate(loaders, 2), "means": means, "processes": processes}
 
 
 def check_loaders(place: Path) -> dict[str, float]:
-    """Claim what FFCV saves, and that it delivers the same; return core seconds per image."""
+    """Claim what workers and FFCV save, and that the crops agree; return core seconds per image."""
     measured = from_rank_0(measure_loaders(place) if RANK == 0 else None)
     processes = measured["processes"]
-    claim("processes that DataLoader started", WORKERS, processes["DataLoader"], question=2)
-    claim("processes that FFCV started", 0, processes["jpg"] + processes["raw"], question=2)
+    claim("processes that DataLoader started", WORKERS, processes["DataLoader"], question=3)
+    claim("processes that FFCV started", 0, processes["jpg"] + processes["raw"], question=3)
     means = measured["means"]
     for name in ("jpg", "raw"):
-        text = f"mean of normalized crops, {name} - DataLoader's"
         far = (means[name] - means["DataLoader"]).abs().max()  # of the three colors
-        claim(text, 0, far, atol=0.2)
+        claim(f"mean of normalized crops, {name} - DataLoader's", 0, far, atol=0.2)
     core = {}
     for name, times in measured["seconds"].items():
         wall = min(seconds for seconds, _ in times)
         core[name] = min(seconds for _, seconds in times)
         shown = f"{1 / wall:7,.0f} images per second, {1e3 * core[name]:.2f} ms of a core per image"
         print0(f"{'':13}{name:10} {shown}")
+    ratio = core["DataLoader"] / core["no workers"]
+    claim(f"core time, {WORKERS} workers / none", 1, ratio, atol=0.3, question=2, timed=True)
     for name, at_least in (("jpg", 1.2), ("raw", 2.5)):
-        text = f"core time, DataLoader's / FFCV's, {name}"
         ratio = core["DataLoader"] / core[name]
+        text = f"core time, DataLoader's / FFCV's, {name}"
         claim(text, at_least, ratio, ">=", question=4, timed=True)
     return core
 
 
-def check_limits(stations: dict, alone: float, core: dict) -> None:
-    """Claim that workers, and FFCV for its JPEGs, do the same work as a DataLoader without."""
-    ratio = core["DataLoader"] / alone
-    claim(f"core time, {WORKERS} workers / none", 1, ratio, atol=0.3, timed=True)
+# %% [markdown]
+# No stopwatch can stand inside FFCV's compiled loops. But its two files differ in nothing but
+# decoding, so the difference of their times is decoding. The DataLoader's core time, with workers,
+# is divided as the stations were without them. `--figure` draws both.
+
+
+# %%
+def divided(core: float, stations: dict[str, float]) -> dict[str, float]:
+    """Divide a loader's core time among a worker's stations, in the proportions measured."""
+    worked = {name: seconds for name, seconds in stations.items() if name != "copy"}
+    return {name: core * seconds / sum(worked.values()) for name, seconds in worked.items()}
+
+
+def check_rest(stations: dict[str, float], core: dict[str, float], place: Path) -> None:
+    """Claim what FFCV's JPEGs leave to do, and what its raw pixels cost."""
     decode = core["jpg"] - core["raw"]
-    shown = f"decode {1e3 * decode:.2f}, crop and normalize {1e3 * core['raw']:.2f}"
-    print0(f"{'':13}FFCV, ms of a core per image: {shown}")
-    theirs = core["DataLoader"] * stations["decode"] / sum(stations.values())
-    ratio = decode / theirs
+    rest = 1e3 * core["raw"]
+    print0(f"{'':13}FFCV, jpg: {1e3 * decode:.2f} ms to decode, {rest:.2f} to crop and normalize")
+    ratio = decode / divided(core["DataLoader"], stations)["decode"]
     claim("time to decode a JPEG, FFCV's / DataLoader's", 0.8, ratio, atol=0.3, timed=True)
+    jpegs = sum(path.stat().st_size for path in place.rglob("*.jpg"))
+    raw = (place / "raw.beton").stat().st_size
+    claim("bytes, file of raw pixels / JPEGs", 4, raw / jpegs, ">=", question=5)
 
 
-# %% [markdown]
-# ## 6. How it is measured: draws and knobs
-#
-# Draws are numbers below 2^62, which are not equal by chance; the different ones are counted, over
-# all ranks and two epochs. Workers are told apart by their process numbers, and the sampler notes
-# what it was asked for.
+def draw(path: str, stations: dict[str, float], core: dict[str, float]) -> None:
+    """Draw milliseconds of a core per image, station by station."""
+    from matplotlib.figure import Figure
 
-
-# %%
-def check_draws() -> None:
-    """Claim how many different numbers two epochs of 64 samples draw, on all ranks together."""
-    naive = two_epochs()
-    alone = 64 // WORKERS  # what one worker draws in an epoch
-    forked = naive["its own generator"]
-    claim("different draws, generator made before the fork", alone, forked, question=3)
-    if WORLD_SIZE > 1:
-        claim(ALIKE, 2 * 64, naive["torch"])
-    else:
-        blocked(ALIKE, needs="2 ranks")
-    seeds = torch.Generator().manual_seed(SEED + RANK)  # of which the base seed is drawn
-    knobs = {"worker_init_fn": own_generator, "persistent_workers": True}
-    cured = two_epochs(generator=seeds, **knobs)
-    for kind in ("its own generator", "torch", "random", "numpy"):
-        claim(f"different draws of {kind}, cured", 2 * 64 * WORLD_SIZE, cured[kind])
-    for text, counted, times in (("", naive, 2), (", persistent", cured, 1)):
-        started = counted["process"] / WORLD_SIZE
-        claim(f"workers of a rank in two epochs{text}", times * WORKERS, started, question=2)
-
-
-def check_prefetching(factor: int = 3) -> None:
-    """Claim how many batches are asked for before the first is used."""
-    asked = []
-
-    def batches() -> Iterator[list[int]]:
-        for start in range(0, 64, 4):
-            asked.append(start)
-            yield list(range(start, start + 4))
-
-    knobs = {"num_workers": WORKERS, "prefetch_factor": factor, "multiprocessing_context": "fork"}
-    epoch = iter(DataLoader(Draws(), batch_sampler=batches(), **knobs))
-    claim("batches asked for before the first, factor 3", factor * WORKERS, len(asked))
-    for _ in epoch:
-        pass  # to the end, where its workers stop
-
-
-def from_rank_0(value: object) -> object:
-    """Return rank 0's `value` on every rank."""
-    values = [value]
-    dist.broadcast_object_list(values)
-    return values[0]
-
-
-def gather_objects(value: object) -> list:
-    """Return every rank's `value`, in order, on every rank."""
-    values = [None] * WORLD_SIZE
-    dist.all_gather_object(values, value)
-    return values
-
-
-# %% [markdown]
-# ## 7. On GPUs: the share of a step that waits
-#
-# A GPU waits whenever the next batch is not there. Two CUDA events around each step say how long it
-# computes, the host's clock how long the epoch takes; what is missing is waiting, for the loader
-# and for the copy. So that the result does not depend on your GPU, a step is made to compute half
-# as long as one process takes to load its batch: without workers half of the time should be
-# waiting, and next to nothing with workers that load ahead, pinned memory, and copies that do not
-# block.
-
-
-# %%
-class Scenes(Dataset):
-    """512 random crops of one image, resized to 224 x 224 in float32."""
-
-    def __len__(self) -> int:
-        return 512
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        image_CHW = torch.arange(3 * HEIGHT * WIDTH).view(3, HEIGHT, WIDTH) % 256 / 255
-        side = int(torch.randint(100, HEIGHT, ()))
-        crop_1CHW = image_CHW[None, :, :side, :side]
-        return torch.nn.functional.interpolate(crop_1CHW, (224, 224), mode="bilinear")[0]
-
-
-def time_an_epoch(device: torch.device, products: int, **knobs: object) -> tuple[float, float]:
-    """Return the seconds of the second epoch, and those in which the GPU computed."""
-    loader = DataLoader(Scenes(), BATCH, **knobs)
-    weight_DD = torch.randn(4096, 4096, device=device)
-    for _ in range(2):  # the first starts the workers
-        events = []
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for image_BCHW in loader:
-            image_BCHW.to(device, non_blocking=True)
-            events.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
-            events[-1][0].record()
-            for _ in range(products):  # they stand for a model's step
-                torch.mm(weight_DD, weight_DD)
-            events[-1][1].record()
-        torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
-    return seconds, sum(begin.elapsed_time(end) for begin, end in events) / 1e3
-
-
-def check_waiting(device: torch.device) -> None:
-    """Claim the share of a step that waits, without workers and with all knobs turned."""
-    cores = len(os.sched_getaffinity(0)) // WORLD_SIZE  # for this rank
-    before = "share of a step that waits, no workers"
-    after = "share of a step that waits, all knobs turned"
-    if device.type == "cpu" or cores < 4:
-        for text in (before, after):
-            blocked(text, needs="1 GPU" if device.type == "cpu" else "4 cores per GPU")
-        return
-    loading, computing = time_an_epoch(device, 1)
-    products = max(1, min(1000, round(loading / 2 / computing)))
-    seconds, computing = time_an_epoch(device, products)
-    claim(before, 0.3, 1 - computing / seconds, ">=", timed=True)
-    knobs = {"num_workers": cores - 1, "pin_memory": True, "persistent_workers": True}
-    knobs["multiprocessing_context"] = "fork"
-    seconds, computing = time_an_epoch(device, products, **knobs)
-    claim(after, 0.1, 1 - computing / seconds, "<=", timed=True)
+    figure = Figure(figsize=(9, 3.5), layout="constrained")
+    axes = figure.subplots()
+    plain, jpg, raw = (1e3 * core[name] for name in ("DataLoader", "jpg", "raw"))
+    rows = {"DataLoader": divided(plain, stations)}
+    rows["FFCV, JPEG"] = {"decode": jpg - raw, "crop, normalize": raw}
+    rows["FFCV, raw"] = {"crop, normalize": raw}
+    colors = {"read": "#9ecae1", "decode": "#fdae6b", "collate": "#bcbddc"}
+    for row, parts in rows.items():
+        left = 0.0
+        for part, ms in parts.items():
+            axes.barh(row, ms, left=left, color=colors.get(part, "#a1d99b"), edgecolor="white")
+            turned = 90 if ms < plain / 10 else 0
+            axes.text(left + ms / 2, row, part, ha="center", va="center", rotation=turned)
+            left += ms
+    title = f"A DataLoader takes {plain / jpg:.1f} times as long as FFCV from JPEGs"
+    axes.set_title(f"{title}, {plain / raw:.1f} times as from raw pixels")
+    axes.set_xlabel(f"ms of one core per image of {WIDTH} x {HEIGHT} pixels, {WORKERS} workers")
+    axes.invert_yaxis()
+    figure.savefig(path, dpi=150)
 
 
 # %% [markdown]
 # ## What you should have seen
 #
-# 1. Decoding, by a factor of ten or more: these files were just written, so reading them is a copy
-#    from memory. Do not carry that to a network file system, where a million small files are opened
-#    one by one and reading may be the largest share; there one large file helps most of all.
-# 2. DataLoader two, and two more for the second epoch unless workers persist; a new worker has no
-#    file open and nothing cached. FFCV none: its workers are threads.
-# 3. 32, whatever n is. Both workers draw the same 32 numbers, all ranks do, and the second epoch
-#    repeats them, since what a worker draws never comes back to its rank. A model that is trained
-#    so sees few crops, and nothing fails. The cure: seed in `worker_init_fn`, from
-#    `torch.initial_seed()`, and let ranks differ, by the loader's own `generator`.
-# 4. On two cores, 1.4 to 2 for JPEGs of the same quality and 4 to 6 for raw pixels; the ledger
-#    asks for less, since it must hold on your machine. Of what FFCV spends on a JPEG, two thirds
-#    are decoding, which libjpeg-turbo does for the DataLoader too, in nearly the same time: no
-#    loader on CPU cores avoids it. Of what it spends on raw pixels some 70% is cropping and
-#    resizing, and the rest normalizing. Their price is bytes, six times as many: ImageNet has 720
-#    GB, which must fit the page cache of every node, or the disk becomes the limit. FFCV's authors
-#    measure 7.9 times the images per second on 96 virtual cores, where DataLoader's processes stop
-#    scaling at 24; and their JPEGs had quality 90, FFCV's default, which decodes less.
+# 1. Decoding, by a factor of ten or more. These files were just written, so reading them is a copy
+#    from memory. Do not carry that over to a network file system, where a million small files are
+#    opened one by one and reading may take most of the time.
+# 2. By none, or hardly. Two workers deliver up to twice as many images per second, and spend as
+#    much time of a core on each. When all cores are busy, no knob makes a DataLoader faster.
+# 3. Two, and none: FFCV's workers are threads.
+# 4. On two cores, 1.4 to 2 from JPEGs and 4 to 6 from raw pixels; the ledger asks for less, since
+#    it must hold on your machine. About two thirds of what FFCV spends on a JPEG is decoding, and
+#    that is nearly as much as in a DataLoader: libjpeg-turbo does it in both. From raw pixels it is
+#    gone, too, and cropping and resizing is most of what remains.
+# 5. Six times and more: 562,500 bytes of pixels per image, and some padding. That is the price.
+#    ImageNet at this size has 720 GB, which must fit the page cache of every node. If it does not,
+#    reading, the smallest station here, becomes the one that everybody waits for.
 #
-# **Try.** Without 255 the pixels are divided by 0.229 instead of 58, so the mean of the crops is
-# off by hundreds: training would diverge, or crawl if a BatchNorm comes first. Without
-# `generator=seeds` all ranks draw alike: the workers of one rank still differ, so on one rank
-# nothing fails.
+# Neither loader loses an image, and with 4 ranks two of 242 come twice. FFCV's authors report 7.9
+# times as many images per second as a DataLoader: on 96 virtual cores, of which DataLoader can use
+# 24, and from JPEGs of quality 90, which decode faster.
 #
-# On a GPU box the question is whether the step waits: time the wait for the next batch, as
-# profiling/01_distributed_profiling.py does. If it does: turn the knobs, then smaller images on
-# disk, decoding on the GPU (nvJPEG, through DALI), and FFCV, whose last commit is of May 2024 but
-# which runs on today's torch.
+# **Try.** Without 255 the pixels are divided by 0.229 instead of 58, and the mean of the crops is
+# off by hundreds, from both files: training would diverge, or crawl if a BatchNorm comes first.
+# With `drop_last=True` images never come; with 4 ranks that is almost half of this small dataset.
+# Others are lost in each epoch, so a loss curve tells little.
+#
+# **On GPUs** the copy crosses PCIe. Whether the step waits at all is measured in
+# data-loading/10_dataloader_knobs.py. If it does, count cores: "ms of a core" times the images per
+# second that a GPU wants is the number of cores that it needs. 3 ms times 2,500 per second are 7.5
+# cores, 60 for eight GPUs; from raw pixels it is 14. If the node has them, `num_workers` is enough.
+# If not, take work away: smaller images on the disk, FFCV (its last commit is of May 2024, and it
+# runs on today's torch), or decoding on the GPU (nvJPEG, through DALI). With a thousand ranks all
+# nodes read from one file system; then few large files, read in order, matter more than all this.
 
 
 # %%
+def leave(place: Path, owner: int, number: int, frame: object) -> None:
+    """End on a signal, the folder's owner without the folder: workers have inherited this."""
+    if os.getpid() == owner:
+        shutil.rmtree(place, ignore_errors=True)
+    os._exit(128 + number)
+
+
 def main() -> None:
-    options = command_line(
-        {
-            "--data": {"metavar": "FOLDER", "help": "images, one folder per class"},
-            "--figure": {"metavar": "PATH", "help": "draw where each loader's time goes"},
-        }
-    )
+    data = {"metavar": "FOLDER", "help": "a folder of your own images"}
+    figure = {"metavar": "PATH", "help": "draw where each loader's time goes"}
+    options = command_line({"--data": data, "--figure": figure})
     launch()
     if int(os.environ.get("LOCAL_WORLD_SIZE", WORLD_SIZE)) != WORLD_SIZE:
         refuse(f"needs one node, whose ranks share a folder, got {WORLD_SIZE} ranks on several")
     device = setup()
-    check_draws()
-    check_prefetching()
-    check_waiting(device)
-    if from_rank_0(RANK == 0 and Loader is None):
+    sampler = DistributedSampler(range(N), seed=SEED)
+    check_sharing("DataLoader", DataLoader(range(N), BATCH, sampler=sampler), device)
+    if Loader is None:
         for text in ("where a DataLoader's time goes", "threads against processes"):
             blocked(text, needs="FFCV: make .venv/all")
         finish()
-    with tempfile.TemporaryDirectory(prefix="ffcv-lesson-") as folder:
+    own = tempfile.TemporaryDirectory(prefix="ffcv-lesson-") if RANK == 0 else None
+    with own or contextlib.nullcontext() as folder:
         place = Path(from_rank_0(folder))
         if RANK == 0:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, functools.partial(leave, place, os.getpid()))
             with contextlib.redirect_stderr(io.StringIO()):  # FFCV's progress bars
                 prepare(place, options.data)
         dist.barrier()
-        stations, alone = check_stations(place, device)
+        check_sharing("FFCV", indices_by_ffcv(place / "jpg.beton"), device)
+        stations = check_stations(place, device)
         core = check_loaders(place)
-        check_limits(stations, alone, core)
+        check_rest(stations, core, place)
         if options.figure and RANK == 0:
             draw(options.figure, stations, core)
         dist.barrier()  # the folder goes when all have read it

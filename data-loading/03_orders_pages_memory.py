@@ -30,7 +30,7 @@ out `indices=mine`: training would go on as before, so what tells you?
 
 **Before.** data-loading/02_beton_file.py: pages, and what a loader's buffers are.
 
-**Next.** data-loading/04_jit_augmentation.py: what happens to a sample once its page is there.
+**Next.** data-loading/09_one_file_two_nodes.py: the same file, read by two nodes.
 """
 
 import argparse
@@ -213,7 +213,7 @@ def shard(rank: int, ranks: int, samples: int) -> np.ndarray:
 # If the page cache is too small, the kernel forgets what was not used for longest, and a page may
 # be read again. How much that costs depends on the **unit** of a read. If each sample were read
 # alone, random order would cost nothing: each byte is still used once per epoch. But few things
-# read so. The unit is a page of FFCV's own cache, 1 MiB of NFS, a stripe of Lustre, a range on S3;
+# read so. The unit is a page of FFCV's own cache, 1 MiB of NFS, a range on S3;
 # a sample is a small part of it, and in random order the rest is forgotten before it is used.
 #
 # How often a page is read, the **least recently used** being forgotten, is simple to count:

@@ -1,56 +1,50 @@
 """Just-in-time compiled augmentation: threads in the place of worker processes
 ============================================================================
 
-**Question.** A DataLoader augments images in worker processes, FFCV in threads of one process. What
-must be true of the code that makes a crop for threads to be enough, and what do they save?
+**Question.** A DataLoader augments images in worker processes. What must be true of the code that
+makes a crop for threads of the trainer's own process to do it, and what do they save?
 
-**Predict**, and write it down before you run:
+**Predict**, and write it down before you run. A loop over the pixels of a crop is compiled by
+numba, and there are two free cores.
 
-1. A loop over the pixels of a crop is compiled by numba. How many times as fast is it as the same
-   loop in Python? And as NumPy?
-2. Two threads fill a batch with such crops, on two free cores. How many cores do they use if the
-   compiled code holds the GIL, Python's lock? If it releases it?
-3. A DataLoader's two worker processes run the same compiled code. How many bytes per crop of 128 x
-   128 pixels do they copy for the trainer? How many times as many crops per second do threads make?
-4. The function is called with 64 images of 160 x 240 pixels, with 2 images of 200 x 300, with a
-   mirrored view of the 64 (`images[:, :, ::-1]`), and with a read-only copy of them. How many times
-   is it compiled?
-5. All n ranks of a machine call it for the first time. How many times is it compiled, all ranks
-   together? And with `cache=True`, if rank 0 calls it before the others do?
+1. Two threads fill a batch with crops, and the compiled loop holds the GIL, Python's lock. How many
+   cores do they use: CPU seconds per second?
+2. The loop releases the GIL. How many now?
+3. Two worker processes of a DataLoader run the same compiled loop. How many bytes per crop of 128 x
+   128 pixels come to the trainer through memory that it shares with them?
+4. They call the loop once per batch, not once per crop. Does a crop take them more CPU time than it
+   takes the threads, as much, or less?
 
 **Run.**
 
     torchrun --standalone --nproc-per-node=4 04_jit_augmentation.py  # one rank per GPU, else gloo
     python 04_jit_augmentation.py                                    # the same, started for you
 
-Not run on several GPUs. One node. numba comes with `pip install -e '.[data]'`.
+Not run on several GPUs. Linux only. numba and Pillow come with `pip install -e '.[data]'`, the
+photograph comes with scikit-learn; what needs one that is missing is BLOCKED.
 
-**Try.** In `augment_numpy` leave out `np.minimum` and keep its first argument: which claim fails?
-In `measure_workers` let `released` be `compiled(nogil=False)`: which claims now?
+**Try.** In `compiled` write `nogil=False` for `nogil=nogil`: which claims fail, and is any pixel
+different? In `augment_numpy` leave out `np.minimum` and keep its first argument: which claim fails?
 
 **Before.** data-loading/01_ffcv_distributed_optimization.py: what FFCV is for.
 
-**Next.** data-loading/05_own_operation.py: random numbers in compiled code, and your own operation
-in FFCV.
+**Next.** data-loading/11_what_numba_compiles.py: when numba compiles, and how often on n ranks.
+Then data-loading/05_random_numbers.py: random numbers in compiled code.
 """
 
 import argparse
-import contextlib
 import ctypes
-import functools
 import importlib.util
 import json
 import logging
 import math
 import os
 import signal
-import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -59,7 +53,6 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
-from PIL import Image, ImageEnhance
 from torch.utils.data import DataLoader, Dataset
 
 # A *rank* is one of WORLD_SIZE processes that run this same file. `claim(text, predicted,
@@ -70,37 +63,41 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
 try:
     import numba
-    from numba import prange
 except ImportError:  # it comes with the extra [data]
     numba = None
-    prange = range
+try:
+    from PIL import Image, ImageEnhance
+except ImportError:  # so does Pillow
+    Image = None
 
-N = 64  # images in a batch, HEIGHT x WIDTH pixels of three bytes
+N = 128  # images in a batch, HEIGHT x WIDTH pixels of three bytes
 HEIGHT = 160
 WIDTH = 240
 S = 128  # height and width of a crop
 CUT = 32  # height and width of the square that cutout blackens
 WORKERS = 2
-BATCHES = 150  # in a measurement
+BATCHES = 80  # in a measurement
 SEED = 0
 
 # %% [markdown]
-# ## 1. One loop over the pixels, compiled
+# ## 1. A loop that touches no Python object
 #
-# Augmentation changes each image a little, at random, before the model sees it: crop it, mirror it,
-# make it brighter or darker, blacken a square (**cutout**, DeVries and Taylor, 2017). Said pixel by
-# pixel that is one short loop. Which crop to make stands in six whole numbers per image, drawn
-# before; brightness counts in 64ths.
+# A node with eight GPUs runs eight ranks. If each of them has eight workers to prepare its images,
+# these are 72 processes, each with a Python of its own, and every batch travels from a worker to
+# its trainer. Threads would spare all that: they live in the trainer's process, and write where the
+# trainer reads. What keeps them from it is a lock.
 #
-# Python would be slow at it, since each step looks up types and makes objects. **numba** reads the
-# function's bytecode when it is first called, infers the type of every variable from the types of
-# the arguments, and has LLVM make machine code of it, as a C compiler would, but **just in time**
-# (JIT). This is the idea of the lesson:
+# All threads of a process share its Python objects. So that they do not spoil them, the interpreter
+# lets only one thread at a time run Python: the one that holds the **GIL**, the global interpreter
+# lock. But code that touches no Python object needs no lock. This is the idea of the lesson:
+# **compile all the work on a batch into one loop over plain memory, release the GIL around it, and
+# threads of one process run it on as many cores as they like.**
 #
-# - All steps happen in one pass over the pixels (they are **fused**), and each crop is written
-#   where it belongs, in a batch that was allocated before.
-# - Machine code that works on arrays touches no Python object. So it need not hold the **GIL**, the
-#   lock that lets one thread at a time run Python, and threads can fill one batch together.
+# The work, here, is to change each image a little, at random, before the model sees it: crop it,
+# mirror it, make it brighter or darker, blacken a square (**cutout**, DeVries and Taylor, 2017).
+# Which crop to make stands in six whole numbers per image, drawn before, by one thread; brightness
+# counts in 64ths. The four steps are **fused**: one short loop reads each pixel, does all four to
+# it, and writes the result to its place in the batch.
 
 
 # %%
@@ -110,8 +107,8 @@ CHOICES = (HEIGHT - S + 1, WIDTH - S + 1, 2, 65, S - CUT + 1, S - CUT + 1)
 
 
 def augment_loop(images_NHWC: np.ndarray, draws: np.ndarray, crops_NSSC: np.ndarray) -> None:
-    """Write the crop of each image into its place in a batch."""
-    for i in prange(len(images_NHWC)):  # range, unless numba is told to use threads of its own
+    """Write the crop of each image to its place in a batch."""
+    for i in range(len(images_NHWC)):
         y, x, flip, light, cut_y, cut_x = draws[i]
         for row in range(S):
             for column in range(S):
@@ -123,9 +120,22 @@ def augment_loop(images_NHWC: np.ndarray, draws: np.ndarray, crops_NSSC: np.ndar
                     crops_NSSC[i, row, column, color] = 0 if in_square else bright
 
 
-def compiled(nogil: bool = True, **options: bool) -> Callable:
-    """Return the loop as numba will compile it; `@numba.njit(...)` above it would do the same."""
-    return numba.njit(nogil=nogil, **options)(augment_loop)
+# %% [markdown]
+# Run by Python, this is slow and needs the GIL: each `value` is an object, and so is each product.
+# **numba** compiles it when it is first called, **just in time** (JIT): it infers the type of every
+# variable from the types of the arguments, and has LLVM make machine code of it, as a C compiler
+# would. What is left of an array is an address, a shape and strides; what is left of a number is a
+# register.
+#
+# The machine code could always do without the GIL. A thread keeps it all the same until the call
+# returns, unless it was compiled with `nogil=True`, which says: release it before the first pixel,
+# and take it again after the last.
+
+
+# %%
+def compiled(function: Callable, nogil: bool) -> Callable:
+    """Return the function, to be compiled; `@numba.njit(nogil=True)` above it does the same."""
+    return numba.njit(nogil=nogil)(function)
 
 
 def crops_by(augment: Callable, images_NHWC: np.ndarray, draws: np.ndarray) -> np.ndarray:
@@ -136,146 +146,157 @@ def crops_by(augment: Callable, images_NHWC: np.ndarray, draws: np.ndarray) -> n
 
 
 # %% [markdown]
-# Without a compiler one calls functions that were written in C: PIL has one per operation, NumPy
-# one per step of arithmetic. Each goes over all pixels, and most of them make a new image:
+# Why not call functions that others have compiled? PIL has one per operation, NumPy one per step of
+# arithmetic. But each of them makes a new object, and between any two of them the thread is back in
+# Python, and needs the GIL:
 #
-#     PIL      crop ─> mirror ─> black image ─> blend ─> cutout              4 new images
-#     NumPy    view ─> view ─> 16 bits ─> * ─> // ─> min ─> 8 bits ─> cutout      5
-#     loop     per pixel: from where? how bright? cut? ─> into the batch       none
+#     PIL      copy in ─> crop ─> mirror ─> black ─> blend ─> cutout ─> copy out     6 new objects
+#     NumPy    view ─> view ─> 16 bits ─> * ─> // ─> min ─> 8 bits ─> cutout         5 new arrays
+#     loop     per pixel: from where? how bright? cut? ─> into the batch             none
 #
-# All three make the same crop, to the bit: PIL's brightness is computed in float32, which holds
-# 64ths of a byte exactly.
+# (Cutout writes into what is there; PIL copies the whole image in, at four bytes per pixel, before
+# it crops.) All three make the same crop, to the bit: PIL blends in float32, which holds 64ths of a
+# byte exactly. So PIL, which shares no code with the other two, can be the oracle.
 
 
 # %%
-def augment_pil(image_HWC: np.ndarray, draw: np.ndarray) -> np.ndarray:
-    """Return a crop (S, S, 3) of an image, by PIL."""
-    y, x, flip, light, cut_y, cut_x = draw.tolist()
-    crop = Image.fromarray(image_HWC).crop((x, y, x + S, y + S))
-    if flip:
-        crop = crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    crop = ImageEnhance.Brightness(crop).enhance(light / 64)
-    crop.paste((0, 0, 0), (cut_x, cut_y, cut_x + CUT, cut_y + CUT))
-    return np.asarray(crop)
+def augment_pil(images_NHWC: np.ndarray, draws: np.ndarray, crops_NSSC: np.ndarray) -> None:
+    """Write the same crops, made by PIL."""
+    for i, (y, x, flip, light, cut_y, cut_x) in enumerate(draws.tolist()):
+        crop = Image.fromarray(images_NHWC[i]).crop((x, y, x + S, y + S))
+        if flip:
+            crop = crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        crop = ImageEnhance.Brightness(crop).enhance(light / 64)
+        crop.paste((0, 0, 0), (cut_x, cut_y, cut_x + CUT, cut_y + CUT))
+        crops_NSSC[i] = np.asarray(crop)
 
 
-def augment_numpy(image_HWC: np.ndarray, draw: np.ndarray) -> np.ndarray:
-    """Return the same crop, by NumPy."""
-    y, x, flip, light, cut_y, cut_x = draw.tolist()
-    crop_SSC = image_HWC[y : y + S, x : x + S]
-    if flip:
-        crop_SSC = crop_SSC[:, ::-1]
-    crop_SSC = np.minimum(crop_SSC.astype(np.uint16) * light // 64, 255).astype(np.uint8)
-    crop_SSC[cut_y : cut_y + CUT, cut_x : cut_x + CUT] = 0
-    return crop_SSC
+def augment_numpy(images_NHWC: np.ndarray, draws: np.ndarray, crops_NSSC: np.ndarray) -> None:
+    """Write the same crops, made by NumPy."""
+    for i, (y, x, flip, light, cut_y, cut_x) in enumerate(draws.tolist()):
+        crop_SSC = images_NHWC[i, y : y + S, x : x + S]
+        if flip:
+            crop_SSC = crop_SSC[:, ::-1]
+        crop_SSC = np.minimum(crop_SSC.astype(np.uint16) * light // 64, 255).astype(np.uint8)
+        crop_SSC[cut_y : cut_y + CUT, cut_x : cut_x + CUT] = 0
+        crops_NSSC[i] = crop_SSC
 
 
 # %% [markdown]
 # ## 2. Two threads fill one batch
 #
-# A thread that calls compiled code keeps the GIL until the call returns, unless the code was
-# compiled with `nogil=True`. Then threads need nothing but their share of the batch:
+# Threads need nothing but their share of the batch. Each gets some of the images, with their draws,
+# and the part of the batch that belongs to them: three views, no copies.
 #
-#     GIL held        thread 1   crops 0 to 31 ──> wait ────────────>
-#                     thread 2   wait ───────────> crops 32 to 63 ──>
+#     GIL held        thread 1   crops 0 to 63 ───> wait ────────────>
+#                     thread 2   wait ────────────> crops 64 to 127 ─>
 #
-#     GIL released    thread 1   crops 0 to 31 ──>          one batch, in the trainer's memory,
-#                     thread 2   crops 32 to 63 ─>          and Python is free meanwhile
+#     GIL released    thread 1   crops 0 to 63 ───>         one batch, in the trainer's memory,
+#                     thread 2   crops 64 to 127 ─>         and Python is free meanwhile
+#
+# The batch was allocated once, before. When the model is done with it, it is filled again.
 
 
 # %%
 def fill_by_threads(
-    pool: ThreadPoolExecutor, augment: Callable, images: np.ndarray, draws: np.ndarray
-) -> np.ndarray:
-    """Return a batch of crops that WORKERS threads have written, a share each."""
-    crops_NSSC = np.empty((len(images), S, S, 3), np.uint8)
-    share = math.ceil(len(images) / WORKERS)
+    pool: ThreadPoolExecutor,
+    augment: Callable,
+    images_NHWC: np.ndarray,
+    draws: np.ndarray,
+    batch_NSSC: np.ndarray,
+) -> None:
+    """Let WORKERS threads write a batch of crops, a share each."""
+    share = math.ceil(len(images_NHWC) / WORKERS)
     jobs = []
-    for start in range(0, len(images), share):
+    for start in range(0, len(images_NHWC), share):
         mine = slice(start, start + share)
-        jobs.append(pool.submit(augment, images[mine], draws[mine], crops_NSSC[mine]))
+        jobs.append(pool.submit(augment, images_NHWC[mine], draws[mine], batch_NSSC[mine]))
     for job in jobs:
         job.result()
-    return crops_NSSC
 
 
 # %% [markdown]
-# FFCV does the same in two steps. One Python thread per epoch calls compiled functions without the
-# GIL, while the trainer works. And numba's own threads share each batch: compiled with
-# `parallel=True`, a loop over `prange` is divided among them.
-#
-# A DataLoader's workers are **processes**. Each has a GIL of its own, so that they need no
-# `nogil`, and memory of its own, so that what they make must be carried over: each worker makes the
-# crops of a whole batch one by one, and collates them, which copies every byte into memory that it
-# shares with the trainer.
+# Are both threads in the loop at the same time? No clock need tell. Below, each thread hangs out a
+# flag when it enters the compiled code, does its share, counts the flags, its own among them, and
+# takes its flag in. Flags and counts are whole numbers in plain memory, so this needs no lock
+# either.
 
 
 # %%
-class Crops(Dataset):
-    """The crop of each image, made by compiled code when a worker process asks for it."""
+def threads_inside(nogil: bool, images_NHWC: np.ndarray, draws: np.ndarray) -> int:
+    """Return how many of WORKERS threads were in the compiled loop at one time."""
+    augment = compiled(augment_loop, nogil)
+    batch_NSSC = np.empty((N, S, S, 3), np.uint8)
+    flags = np.zeros(WORKERS, np.int64)
+
+    def augment_and_count(
+        me: int, images: np.ndarray, draws: np.ndarray, crops: np.ndarray, flags: np.ndarray
+    ) -> int:
+        flags[me] = 1
+        augment(images, draws, crops)
+        count = flags.sum()
+        flags[me] = 0
+        return count
+
+    count_flags = compiled(augment_and_count, nogil)
+
+    def work(me: int) -> int:
+        mine = slice(me * N // WORKERS, (me + 1) * N // WORKERS)
+        given = (images_NHWC[mine], draws[mine], batch_NSSC[mine], flags)
+        return max(count_flags(me, *given) for _ in range(20))
+
+    with ThreadPoolExecutor(WORKERS) as pool:
+        return max(pool.map(work, range(WORKERS)))
+
+
+# %% [markdown]
+# ## 3. Two processes hand over their batches
+#
+# A DataLoader's workers are **processes**. Each has a GIL of its own, so that two of them use two
+# cores whatever they run. But each also has memory of its own, and what it makes must get into the
+# trainer's:
+#
+#     threads      loop ──> the trainer's batch
+#     processes    loop ──> the worker's array ──copy──> a new segment of shared memory
+#                                                         └──handle──> mapped by the trainer
+#
+# That is what PyTorch does with a tensor that a worker puts into its queue: it copies the bytes
+# into a segment of memory that both can see, and pickles only a handle to it. The next batch gets
+# the next segment.
+#
+# To compare like with like, a worker here is asked for a whole batch (`batch_size=None`, and a
+# sampler that names batches; a method `__getitems__` would do as well) and makes it by one call of
+# the same compiled loop. The usual `__getitem__`, one sample at a time, would cost a Python call, a
+# small array and collating per crop as well, which is not what we want to know.
+
+
+# %%
+class CropBatches(Dataset):
+    """Batches of crops, each made by one call when a worker process is asked for it."""
 
     def __init__(self, augment: Callable, images: np.ndarray, draws: np.ndarray) -> None:
         self.augment = augment
         self.images = images
         self.draws = draws
 
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, i: int) -> torch.Tensor:
-        one = slice(i, i + 1)
-        return torch.from_numpy(crops_by(self.augment, self.images[one], self.draws[one])[0])
+    def __getitem__(self, batch: slice) -> torch.Tensor:
+        return torch.from_numpy(crops_by(self.augment, self.images[batch], self.draws[batch]))
 
 
 def process_loader(augment: Callable, images: np.ndarray, draws: np.ndarray) -> DataLoader:
-    """Return a loader of BATCHES batches of crops, made in WORKERS processes that stay."""
-    epoch = [*range(N)] * BATCHES
+    """Return a loader of BATCHES batches, made in WORKERS processes that stay."""
     options = {"num_workers": WORKERS, "persistent_workers": True}
     options["multiprocessing_context"] = "fork"  # so that they inherit what was compiled
-    return DataLoader(Crops(augment, images, draws), N, sampler=epoch, **options)
+    batches = [slice(0, N)] * BATCHES
+    return DataLoader(CropBatches(augment, images, draws), None, sampler=batches, **options)
 
 
 # %% [markdown]
-# ## 3. What compiling costs: once per signature, in every process
-#
-# numba compiles for the types of the arguments, the **signature**. How large an array is does not
-# belong to its type. Its number of dimensions does, the type of its elements, whether they lie in
-# C's order without gaps, and whether they may be written. FFCV's data come from a file that is
-# mapped read-only, so even this costs a compilation.
-#
-# Machine code lies in the memory of one process, and a rank is a process: n ranks compile the same
-# function n times, at the same time, on cores that they share. With `cache=True` numba stores what
-# it has compiled in files, and a process that finds them there loads them. The key is the
-# signature, the function's bytecode, its source file as it stands and the kind of CPU. So let one
-# rank go first.
-
-
-# %%
-def call_with_four_kinds_of_images(
-    augment: Callable, images_NHWC: np.ndarray, draws: np.ndarray
-) -> None:
-    larger = np.zeros((2, 200, 300, 3), np.uint8)
-    mirrored = images_NHWC[:, :, ::-1]
-    read_only = images_NHWC.copy()
-    read_only.flags.writeable = False
-    for images in (images_NHWC, larger, mirrored, read_only):
-        crops_by(augment, images, draws[: len(images)])
-
-
-def call_on_rank_0_first(augment: Callable, images_NHWC: np.ndarray, draws: np.ndarray) -> None:
-    if RANK == 0:
-        crops_by(augment, images_NHWC, draws)  # compiles, and stores
-    dist.barrier()
-    if RANK != 0:
-        crops_by(augment, images_NHWC, draws)
-
-
-# %% [markdown]
-# ## 4. How it is measured: the pixels, and the time per crop
+# ## 4. How it is measured: cores, CPU time, shared memory
 #
 # The images are windows of a photograph that scikit-learn ships. Every rank draws numbers of its
-# own, and compares every byte of the crops: PIL, which shares no code with the others, is the
-# oracle. Times are medians per crop on rank 0, the ways taking turns, while the other ranks wait.
+# own and compares the loop's crops with PIL's, byte by byte. The rest is done on rank 0 alone, and
+# the other ranks wait.
 
 
 # %%
@@ -284,13 +305,6 @@ def from_rank_0(value: object) -> object:
     values = [value]
     dist.broadcast_object_list(values)
     return values[0]
-
-
-def gather_objects(value: object) -> list:
-    """Return every rank's `value`, in order, on every rank."""
-    values = [None] * WORLD_SIZE
-    dist.all_gather_object(values, value)
-    return values
 
 
 def windows_of_a_photograph() -> np.ndarray:
@@ -302,284 +316,198 @@ def windows_of_a_photograph() -> np.ndarray:
     return np.stack([photo_HWC[y : y + HEIGHT, x : x + WIDTH] for y, x in corners])
 
 
-def one_by_one(augment_one: Callable, images: np.ndarray, draws: np.ndarray) -> np.ndarray:
-    crops = [augment_one(image_HWC, draw) for image_HWC, draw in zip(images, draws, strict=True)]
-    return np.stack(crops)
-
-
-def seconds_of(work: Callable, *given: object) -> float:
-    start = time.perf_counter()
-    work(*given)
-    return time.perf_counter() - start
-
-
-def seconds_per_crop(augment: Callable, images: np.ndarray, draws: np.ndarray) -> dict[str, float]:
-    """Return the median seconds per crop of each way to make it; `augment` is compiled."""
-    seconds = {"Python": [], "PIL": [], "NumPy": [], "numba": []}
-    for _ in range(5):
-        seconds["Python"].append(N * seconds_of(crops_by, augment_loop, images[:1], draws[:1]))
-        seconds["PIL"].append(seconds_of(one_by_one, augment_pil, images, draws))
-        seconds["NumPy"].append(seconds_of(one_by_one, augment_numpy, images, draws))
-        seconds["numba"].append(seconds_of(crops_by, augment, images, draws))
-    return {name: statistics.median(times) / N for name, times in seconds.items()}
-
-
-def check_seconds(augment: Callable, images: np.ndarray, draws: np.ndarray) -> None:
-    seconds = from_rank_0(seconds_per_crop(augment, images, draws) if RANK == 0 else None)
-    shown = [f"{name} {1e3 * one:.3f}" for name, one in seconds.items()]
-    print0(f"{'':13}milliseconds per crop: {', '.join(shown)}")
-    for name, at_least in (("Python", 50), ("NumPy", 1.5)):
-        ratio = seconds[name] / seconds["numba"]
-        text = f"time per crop, {name} / the compiled loop"
-        claim(text, at_least, ratio, ">=", question=1, timed=True)
-
-
 # %% [markdown]
-# ## 5. How it is measured: the workers
-#
-# First without a clock: a compiled function reads, at its beginning and at its end, how far another
-# thread has counted in Python. If it holds the GIL, that thread makes not one step. Then all ways
-# to fill batches take turns on rank 0, and CPU seconds are those of this process and its workers.
+# CPU time is that of this process and its workers, with all their threads. Where a batch lies, the
+# kernel says: in /proc/self/maps it lists what this process has mapped, with an `s` where other
+# processes see the same memory.
 
 
 # %%
-def steps_meanwhile(nogil: bool, images: np.ndarray, draws: np.ndarray) -> int:
-    """Return how many steps another thread makes, in Python, during one call of compiled code."""
-    augment = compiled()
-
-    @numba.njit(nogil=nogil)
-    def fill(
-        images_NHWC: np.ndarray,
-        draws: np.ndarray,
-        crops_NSSC: np.ndarray,
-        steps: np.ndarray,
-        rounds: int,
-    ) -> int:
-        before = steps[0]
-        for _ in range(rounds):
-            augment(images_NHWC, draws, crops_NSSC)
-        return steps[0] - before
-
-    steps = np.zeros(1, np.int64)
-    batch = (images, draws, np.empty((N, S, S, 3), np.uint8))
-    fill(*batch, steps, 1)  # compiles
-    done = threading.Event()
-
-    def count() -> None:
-        while not done.is_set():
-            steps[0] += 1
-
-    thread = threading.Thread(target=count)
-    thread.start()
-    made = fill(*batch, steps, BATCHES)
-    done.set()
-    thread.join()
-    return made
-
-
-def pace(batches: Iterable) -> tuple[float, float]:
-    """Return the seconds, and the CPU seconds, in which all batches come."""
-    cpu = cpu_seconds()
-    start = time.perf_counter()
-    for _ in batches:
-        pass
-    return time.perf_counter() - start, cpu_seconds() - cpu
-
-
 def cpu_seconds() -> float:
     """Return the CPU time so far of this process and its workers."""
     times = [process.cpu_times() for process in (psutil.Process(), *psutil.Process().children())]
     return sum(one.user + one.system for one in times)
 
 
-# %% [markdown]
-# Each way first fills BATCHES batches to warm up, the last of which is compared with PIL's. The
-# DataLoader begins, since it forks: better before this process has threads.
+def pace(make: Callable[[], int]) -> tuple[float, float]:
+    """Let `make` make crops; return the CPU seconds that this takes per second, and per crop."""
+    cpu = cpu_seconds()
+    start = time.perf_counter()
+    crops = make()
+    wall = time.perf_counter() - start
+    cpu = cpu_seconds() - cpu
+    return cpu / wall, cpu / crops
 
 
-# %%
-def measure_workers(images: np.ndarray, draws: np.ndarray, expected: np.ndarray) -> dict[str, dict]:
-    """On rank 0: what each way to fill batches delivers, and in which time."""
-    held = compiled(nogil=False)
-    released = compiled()
-    parallel = compiled(parallel=True)
-    for augment in (held, released):
-        crops_by(augment, images, draws)  # compiles
-    loader = process_loader(released, images, draws)
-    with ThreadPoolExecutor(WORKERS) as pool:
-        fill = functools.partial(fill_by_threads, pool)
-        ways = {
-            "DataLoader": lambda: loader,
-            "threads, GIL held": lambda: (fill(held, images, draws) for _ in range(BATCHES)),
-            "threads": lambda: (fill(released, images, draws) for _ in range(BATCHES)),
-            "prange": lambda: (crops_by(parallel, images, draws) for _ in range(BATCHES)),
-        }
-        found = {}
-        for name, batches in ways.items():
-            *_, last = batches()
-            batch = torch.as_tensor(last)
-            shared = batch.nbytes / N if batch.is_shared() else 0
-            wrong = (batch.numpy() != expected).sum()
-            found[name] = {"wrong": wrong, "shared": shared, "seconds": np.zeros(2)}
-        for _ in range(3):
-            for name, batches in ways.items():
-                found[name]["seconds"] += pace(batches())
+def shared_bytes(array: np.ndarray) -> int:
+    """Return how many bytes of an array lie in memory that is shared between processes."""
+    first = array.ctypes.data
+    found = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, permissions, *_ = line.split()
+        start, end = (int(address, 16) for address in addresses.split("-"))
+        if permissions.endswith("s"):
+            found += max(0, min(end, first + array.nbytes) - max(start, first))
     return found
 
 
-def check_workers(images: np.ndarray, draws: np.ndarray, expected: np.ndarray) -> None:
-    """Claim what threads do and a DataLoader's processes do, and what it costs."""
-    steps = []
-    found = None
-    if RANK == 0:
-        found = measure_workers(images, draws, expected)
-        steps = [steps_meanwhile(nogil, images, draws) for nogil in (False, True)]
-    found = from_rank_0(found)
-    steps = from_rank_0(steps)
-    claim("another thread's steps meanwhile, GIL held", 0, steps[0])
-    claim("another thread's steps meanwhile, GIL released", 1, steps[1], ">=")
-    wrong = sum(one["wrong"] for one in found.values())
-    claim("bytes in which batches differ from PIL's crops", 0, wrong)
-    rate = {}
-    cores = {}
-    for name, one in found.items():
-        wall, cpu = one["seconds"] / (3 * BATCHES * N)
-        rate[name] = 1 / wall
-        cores[name] = cpu / wall
-        shown = f"{rate[name]:9,.0f} crops per second, {1e6 * cpu:4.0f} CPU microseconds per crop"
-        print0(f"{'':13}{name:17} {shown}")
-    judge_threads(rate, cores)
-    copied = found["DataLoader"]["shared"]
-    claim("bytes per crop in shared memory, DataLoader", 3 * S * S, copied, question=3)
-    claim("bytes per crop in shared memory, threads", 0, found["threads"]["shared"])
-
-
-def judge_threads(rate: dict[str, float], cores: dict[str, float]) -> None:
-    """Claim what the clock says."""
-    if os.cpu_count() == 1:
-        blocked("cores in use by 2 threads", needs="2 cores")
-        return
-    held = cores["threads, GIL held"]
-    claim("cores in use by 2 threads, GIL held", 1.2, held, "<=", question=2, timed=True)
-    free = cores["threads"]
-    claim("cores in use by 2 threads, GIL released", 1.5, free, ">=", question=2, timed=True)
-    more = rate["threads"] / rate["DataLoader"]
-    claim("crops per second, threads / DataLoader", 2, more, ">=", question=3, timed=True)
-    less = cores["DataLoader"] / rate["DataLoader"] * rate["threads"] / free
-    claim("CPU time per crop, DataLoader / threads", 2, less, ">=", timed=True)
-
-
 # %% [markdown]
-# ## 6. How it is measured: compilations
-#
-# numba counts them itself, per function and signature. The cache is a temporary folder that all
-# ranks share. It lies in the launcher's own folder, if there is one, which is removed even after
-# Ctrl-C.
+# Threads do two more things for comparison: run the same loop as Python reads it (four crops take
+# it long enough), and make NumPy's crops. All ways take turns, five times, and medians count. The
+# loader begins, since its workers are forked: better before this process has threads of ours.
 
 
 # %%
-def compilations(augment: Callable) -> int:
-    """Return how many signatures of a function this process has compiled itself."""
-    return sum(augment.stats.cache_misses.values())
+def by_threads(
+    pool: ThreadPoolExecutor, augment: Callable, images: np.ndarray, draws: np.ndarray, batches: int
+) -> Callable[[], int]:
+    """Return a function that lets threads fill so many batches, and returns how many crops."""
+    batch_NSSC = np.empty((len(images), S, S, 3), np.uint8)
+
+    def make() -> int:
+        for _ in range(batches):
+            fill_by_threads(pool, augment, images, draws, batch_NSSC)
+        return batches * len(images)
+
+    return make
 
 
-def check_compiling(images: np.ndarray, draws: np.ndarray, expected: np.ndarray) -> Callable:
-    """Compile the loop on all ranks; claim its pixels and what it costs; return it."""
-    augment = compiled()
-    first = seconds_of(crops_by, augment, images, draws)
-    found = crops_by(augment, images, draws)
-    later = min(seconds_of(crops_by, augment, images, draws) for _ in range(3))
-    claim("bytes in which the loop's crops differ from PIL's", 0, (found != expected).sum())
-    claim("seconds of the first call / of a later one", 20, first / later, ">=", timed=True)
-    on_all_ranks = sum(gather_objects(compilations(augment)))
-    if RANK == 0:
-        call_with_four_kinds_of_images(augment, images, draws)
-        for signature in augment.signatures:
-            print0(f"{'':13}compiled for {str(signature[0])[:70]}")
-    claim("compilations for 4 kinds of images", 3, from_rank_0(len(augment.signatures)), question=4)
-    claim("compilations on all ranks, no cache", WORLD_SIZE, on_all_ranks, question=5)
-    return augment
+def measure(images: np.ndarray, draws: np.ndarray, expected: np.ndarray) -> dict[str, object]:
+    """On rank 0: each way's median pace, what lies in shared memory, how many bytes are wrong."""
+    held = compiled(augment_loop, nogil=False)
+    released = compiled(augment_loop, nogil=True)
+    for augment in (held, released):
+        crops_by(augment, images, draws)  # compiles
+    loader = process_loader(released, images, draws)
+    for last in loader:
+        from_worker = last.numpy()
+    wrong = (from_worker != expected).sum()
+    batch_NSSC = np.empty((N, S, S, 3), np.uint8)
+    with ThreadPoolExecutor(WORKERS) as pool:
+        for augment in (held, released):
+            fill_by_threads(pool, augment, images, draws, batch_NSSC)
+            wrong += (batch_NSSC != expected).sum()
+        ways = {
+            "threads, not compiled": by_threads(pool, augment_loop, images[:4], draws[:4], 1),
+            "threads, NumPy": by_threads(pool, augment_numpy, images, draws, BATCHES // 4),
+            "threads, GIL held": by_threads(pool, held, images, draws, BATCHES),
+            "threads, GIL released": by_threads(pool, released, images, draws, BATCHES),
+            "DataLoader": lambda: sum(len(batch) for batch in loader),
+        }
+        paces = {name: [] for name in ways}
+        for _ in range(5):
+            for name, make in ways.items():
+                paces[name].append(pace(make))
+    medians = {name: np.median(turns, axis=0).tolist() for name, turns in paces.items()}
+    inside = [threads_inside(nogil, images, draws) for nogil in (False, True)]
+    shared = (shared_bytes(from_worker), shared_bytes(batch_NSSC))
+    return {"paces": medians, "inside": inside, "shared": shared, "wrong": wrong}
 
 
-def check_cache(images: np.ndarray, draws: np.ndarray) -> None:
-    with shared_folder() as folder:
-        numba.config.CACHE_DIR = str(folder)  # or NUMBA_CACHE_DIR; else next to the source file
-        augment = compiled(cache=True)
-        call_on_rank_0_first(augment, images, draws)
-        on_all_ranks = sum(gather_objects(compilations(augment)))
-        claim("compilations on all ranks, cache, rank 0 first", 1, on_all_ranks, question=5)
-        loaded = sum(gather_objects(sum(augment.stats.cache_hits.values())))
-        claim("ranks that loaded it from the cache", WORLD_SIZE - 1, loaded)
+# %% [markdown]
+# Two cores at most can be in use, and a thread that waits for the other at a batch's end uses none:
+# the slack is 0.3. Two equal ways differ by a few percent in CPU time; the row of question 4 asks
+# for a tenth.
 
 
-@contextlib.contextmanager
-def shared_folder() -> Iterator[Path]:
-    """Yield a temporary folder of rank 0's that all ranks use."""
-    errors = os.environ.get("TORCHELASTIC_ERROR_FILE")  # in the launcher's folder
-    with tempfile.TemporaryDirectory(dir=Path(errors).parent if errors else None) as folder:
-        yield Path(from_rank_0(folder))
-        dist.barrier()  # it goes when all have used it
+# %%
+def check_threads(images: np.ndarray, draws: np.ndarray, expected: np.ndarray) -> None:
+    """Claim what threads do and what a DataLoader's processes do, and what it costs."""
+    found = from_rank_0(measure(images, draws, expected) if RANK == 0 else None)
+    held, released = found["inside"]
+    claim("bytes in which batches differ from PIL's crops", 0, found["wrong"])
+    claim("threads in the loop at one time, GIL held", 1, held, question=1)
+    claim("threads in the loop at one time, GIL released", 2, released, question=2)
+    for name, (cores, cost) in found["paces"].items():
+        shown = f"{cores:.2f} cores, {1e6 * cost:7,.0f} CPU microseconds per crop"
+        print0(f"{'':13}{name:22} {shown}")
+    judge_paces(found["paces"])
+    loader, threads = found["shared"]
+    claim("bytes per crop in shared memory, DataLoader", 3 * S * S, loader / N, question=3)
+    claim("bytes per crop in shared memory, threads", 0, threads / N)
+
+
+def judge_paces(paces: dict[str, tuple[float, float]]) -> None:
+    """Claim what the clock says: {way: (cores in use, CPU seconds per crop)}."""
+    python, _ = paces["threads, not compiled"]
+    held, _ = paces["threads, GIL held"]
+    released, by_thread = paces["threads, GIL released"]
+    _, by_process = paces["DataLoader"]
+    claim("cores in use by 2 threads, not compiled", 1, python, atol=0.2, timed=True)
+    claim("cores in use by 2 threads, GIL held", 1, held, atol=0.2, question=1, timed=True)
+    if os.cpu_count() == 1:
+        blocked("cores in use by 2 threads, GIL released", needs="2 cores")
+    else:
+        two = "cores in use by 2 threads, GIL released"
+        claim(two, 2, released, atol=0.3, question=2, timed=True)
+    more = by_process / by_thread
+    claim("CPU time per crop, DataLoader / threads", 1.1, more, ">=", question=4, timed=True)
 
 
 # %% [markdown]
 # ## What you should have seen
 #
-# 1. About a thousand times as fast as in Python, and some three times as fast as NumPy, whose
-#    arithmetic is compiled too: what it loses is the passes over memory. PIL comes after NumPy.
-# 2. One, and two. To Python a compiled function that holds the GIL is one long step: until it
-#    returns no other thread makes any, and a training loop in this process stands still as well.
-# 3. 49,152, a byte per pixel and color; threads copy none, they write where the trainer reads.
-#    Processes keep two cores busy as well, with the same code. But each crop costs them Python's
-#    calls, a tensor of its own, collating, and a copy into memory whose pages the kernel must make
-#    first. Here this takes twice the time of the crop itself, so threads deliver about three times
-#    as many crops. The faster the augmentation, the more they save: next to PIL's time per crop it
-#    would be less.
-# 4. Three times. 64 images or 2, of whatever size, are one signature; the mirrored view has other
-#    strides (numba calls the layout A, any, instead of C), and the read-only copy is another type.
-#    A loader that stutters now and then may be compiling for a new kind of input: look at its
-#    functions' `signatures`.
-# 5. n times, and once. All ranks compile the same code at once, on cores that they share, so the
-#    more ranks a node has, the longer a start takes. FFCV caches nothing: every rank compiles its
-#    pipeline before the first batch. If no rank goes first, all that find nothing compile. A cache
-#    on a network file system serves all nodes with the same CPU; it does not notice that a function
-#    in *another* file has changed.
+# 1. One. To Python a compiled function that holds the GIL is one long step: until it returns no
+#    other thread makes any, and a training loop in this process stands still as well. The same loop
+#    without a compiler uses one core too; there the threads take turns in the middle of it, every 5
+#    milliseconds, and get no more done.
+# 2. Two. In the loop there are addresses and numbers, nothing that Python counts, so both threads
+#    are in it at one time. NumPy's lie between: it releases the GIL within a step and needs it from
+#    step to step.
+# 3. 49,152: a byte per pixel and color. Each was written by the loop into the worker's memory, and
+#    once more, by a copy, into the segment. With threads it is none: what the loop writes is what
+#    the trainer reads.
+# 4. More: here more than twice as much. The loop is the same, and both call it for dozens of crops
+#    at once, so the difference is the border between processes: a new array and a new segment for
+#    each batch, whose pages the kernel must find and clear, the copy, the handle, and the pages
+#    mapped a second time. The slower the augmentation, the less of that one notices. A ring of
+#    shared segments, written in place again and again, would save most; a DataLoader has none.
 #
-# **Try.** Without the minimum, 200 * 96 // 64 = 300 becomes 44 in 8 bits: bright places turn dark,
-# and the claim of NumPy's crops fails. With the GIL held two threads use one core, which a claim
-# tells, and deliver half as many crops. No pixel changes, and no error says so.
+# **Try.** With `nogil=False` everywhere two claims fail, threads in the loop and cores in use with
+# the GIL released. No pixel is different and no error says so: half the speed is all one sees.
+# Without the minimum, 200 * 96 // 64 = 300 becomes 44 in 8 bits, bright places turn dark, and the
+# claim of NumPy's crops fails.
 #
 # **When.** Keep PIL or torchvision in worker processes while the GPU does not wait for them. If it
-# does, and the time goes into loops over bytes, compile these, and let threads call them. Three
-# warnings. The compiler checks no index, unless `boundscheck=True`: a draw too large reads another
-# image's bytes. It reads global variables only when it compiles. And numba starts as many threads
-# for `prange` as there are cores, in each rank, whatever OMP_NUM_THREADS says: give each rank its
-# share by NUMBA_NUM_THREADS. Python built without a GIL (3.13t and later) lets threads run any code
-# at once, and would spare the processes as well.
+# does, and the time goes into loops over bytes, compile these, whole, and let threads call them.
+# Two warnings. The compiler checks no index unless `boundscheck=True`: a draw too large reads
+# another image's bytes. And random numbers that threads draw need more care than those that one
+# thread has drawn before (data-loading/05). Python built without a GIL (3.13t and later) lets
+# threads run any code at once; there the loop is compiled for its speed alone.
 #
-# On GPUs nothing here changes: numba's augmentation stays on the cores, of which a GPU often has
-# ten to twenty. If these do not suffice, DALI or torchvision's transforms augment on the GPU.
+# **On GPUs** (not measured here) the crops are still made on the cores, of which a GPU often has
+# ten to twenty. But a GPU copies by itself only from **pinned** memory, pages that the kernel does
+# not move; from any other the driver first copies to a pinned buffer of its own, and the host
+# waits. Threads can fill pinned memory, `torch.empty(shape, dtype=torch.uint8, pin_memory=True)`,
+# seen through its `.numpy()`; it may be filled again when its copy is done. Workers cannot: for
+# `pin_memory=True` a DataLoader copies every batch once more, in a thread of the trainer's. If the
+# cores do not suffice, DALI or torchvision's transforms augment on the GPU.
+#
+# **FFCV** compiles whole pipelines with `nogil=True`, calls them in one Python thread per epoch,
+# and lets numba's own threads share each batch. At a thousand ranks all of this is as here, in each
+# of them.
 
 
 # %%
 def main() -> None:
     command_line()
     launch()
-    if int(os.environ.get("LOCAL_WORLD_SIZE", WORLD_SIZE)) != WORLD_SIZE:
-        refuse(f"needs one node, whose ranks share a folder, got {WORLD_SIZE} ranks on several")
     setup()
+    if Image is None or importlib.util.find_spec("sklearn") is None:
+        blocked("crops, by threads and by processes", needs="Pillow, and scikit-learn's photograph")
+        finish()
     images = windows_of_a_photograph()
     draws = np.random.default_rng(RANK).integers(LEAST, np.add(LEAST, CHOICES), (N, 6))
-    expected = one_by_one(augment_pil, images, draws)
-    found = one_by_one(augment_numpy, images, draws)
+    expected = crops_by(augment_pil, images, draws)
+    found = crops_by(augment_numpy, images, draws)
     claim("bytes in which NumPy's crops differ from PIL's", 0, (found != expected).sum())
     if numba is None:
-        for text in ("the compiled loop", "threads against processes", "compilations"):
+        for text in ("the compiled loop", "threads against processes"):
             blocked(text, needs="numba: pip install -e '.[data]'")
         finish()
-    augment = check_compiling(images, draws, expected)
-    check_cache(images, draws)
-    check_seconds(augment, images, draws)
-    check_workers(images, draws, expected)
+    found = crops_by(compiled(augment_loop, nogil=True), images, draws)
+    claim("bytes in which the loop's crops differ from PIL's", 0, (found != expected).sum())
+    check_threads(images, draws, expected)
     finish()
 
 

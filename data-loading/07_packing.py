@@ -1,19 +1,19 @@
-"""Packing: which pairs of tokens look at each other, and which tokens count
-=========================================================================
+"""Packing: documents that share a row, and attention that keeps them apart
+========================================================================
 
 **Question.** Most documents are shorter than a row of the batch, so several share one. How does the
-model treat each as if it stood alone, and how do n ranks give each token of a step the same weight?
+model treat each as if it stood alone, and what becomes of a document that a row's end cuts?
 
-**Predict**, and write it down before you run. Documents of 5, 3 and 4 tokens fill a row of 12. The
-first two end in the row, each with the token END; the third goes on in the next row.
+**Predict**, and write it down before you run. Documents of 5, 3 and 9 tokens, each with the token
+END as its last, fill rows of 12: four tokens of the third stand in the first row, five in the next.
 
-1. In how many query-key pairs does causal attention look from one document into another?
-2. How many of the 12 tokens have a loss?
+1. In how many query-key pairs of the first row does causal attention look from one document into
+   another?
+2. How many of the first row's 12 tokens have a loss?
 3. Each document shall get the logits that it gets alone. Attention is kept inside documents. Do the
    positions have to begin at 0 again in each? Suppose they do: could attention be left causal?
-4. On rank 0, 20 tokens per row have a loss; on each other rank 60 have one. Each rank takes the
-   mean over its own tokens, and DDP averages the gradients. All have equally many rows. How many
-   times as much as a token on another rank does a token on rank 0 count?
+4. In how many query-key pairs would the third document look at itself if it stood alone in one row,
+   and does not, since it is cut?
 
 **Run.**
 
@@ -22,13 +22,12 @@ first two end in the row, each with the token END; the third goes on in the next
 
 Not run on several GPUs.
 
-**Try.** In `global_mean` leave out the all-reduce: which claims fail, and would a loss curve have
-told you? In `positions_of` count on with `torch.arange(start, end)`: which claim fails now?
+**Try.** In `positions_of` count on with `torch.arange(start, end)`: which claims fail? In
+`document_mask` leave out `.tril()`: which fail now?
 
-**Before.** parallelism/01_data_parallelism_ddp.py: why DDP averages gradients.
-data-loading/06_tokens.py: windows, and ranks that cut one global order.
+**Before.** data-loading/06_tokens.py: windows, and ranks that cut one global order.
 
-**Next.** data-loading/08_loaders_compared.py: which loader to take.
+**Next.** data-loading/13_token_weights.py: how each token of a step gets the same weight.
 """
 
 import argparse
@@ -42,7 +41,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
 from datetime import timedelta
 from itertools import pairwise
 from typing import NamedTuple
@@ -51,7 +49,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.utils.flop_counter import FlopCounterMode
 
 # A *rank* is one of WORLD_SIZE processes that run this same file. `claim(text, predicted,
 # measured)` prints one row of the ledger and must be called by every rank. It, `setup`, `print0`,
@@ -59,24 +57,22 @@ from torch.nn.parallel import DistributedDataParallel
 RANK = int(os.environ.get("RANK", "0"))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
-# Shapes: B rows of T tokens, D model width, V different tokens.
+# Shapes: B rows of T tokens, D model width, K head width, V different tokens.
 T = 128
-BATCH = 24  # rows per step, all ranks together
-STEPS = 6
+ROWS = 24  # B
 VOCABULARY = 256
 END = 0  # the token after each document
 SEED = 0
-LEARNING_RATE = 0.5
 
 # %% [markdown]
-# ## 1. Packed documents: the mask and the positions
+# ## 1. Where documents begin: the mask and the positions follow from it
 #
 # One document per row, filled up with padding, would waste much of the row: documents of 5, 3 and 4
 # tokens in three rows of 12 leave 24 of 36 places empty. In **packed** rows documents stand one
 # behind the other, and one that does not fit is cut and goes on in the next row. No place is
 # wasted. But plain causal attention lets a token look at everything before it in its row, including
-# documents that have nothing to do with its own. Two things keep documents apart. The **document
-# mask** allows attention only inside a document, and the positions begin at 0 again in each:
+# documents that have nothing to do with its own. The **document mask** allows attention only inside
+# a document, and with it the positions begin at 0 again in each:
 #
 #     tokens       a a a a 0 b b 0 c c c c          mask      1 . . . . . . . . . . .
 #     position     0 1 2 3 4 0 1 2 0 1 2 3                    1 1 . . . . . . . . . .
@@ -86,12 +82,12 @@ LEARNING_RATE = 0.5
 #     Causal attention alone would fill the                   . . . . . 1 . . . . . .
 #     whole lower triangle.                                   . . . . . 1 1 . . . . .
 #                                                             . . . . . 1 1 1 . . . .
-#                                                             . . . . . . . . 1 . . .
-#                                                             . . . . . . . . 1 1 . .
+#     next row     c c c c 0 ...                              . . . . . . . . 1 . . .
+#     position     0 1 2 3 4 ...                              . . . . . . . . 1 1 . .
 #                                                             . . . . . . . . 1 1 1 .
 #                                                             . . . . . . . . 1 1 1 1
 #
-# The bounds say it all, and the mask and the positions follow from them.
+# The bounds, where documents begin and where the row ends, say it all.
 
 
 # %%
@@ -115,10 +111,15 @@ def positions_of(bounds: list[int]) -> torch.Tensor:
 
 
 # %% [markdown]
-# A mask that is written out has T x T elements per row, and attention computes all of them. The
-# bounds alone are enough: attend to each document by itself. FlashAttention's variable-length
-# kernels do this in one launch and take the bounds as `cu_seqlens` (PyTorch's `varlen_attn` as
-# `cu_seq_q`). This loop is what they compute:
+# ## 2. Without a mask: the bounds are enough
+#
+# A mask that is written out has T x T elements per row, and attention computes all of them, the
+# forbidden ones too. The bounds alone are enough: attend to each document by itself, and the work
+# falls from T squared to the sum of the squares of the documents' lengths. Variable-length kernels
+# do this in one launch for all rows of a batch, laid end to end, and take the bounds as cumulative
+# lengths (`cu_seqlens` in FlashAttention, `cu_seq_q` in PyTorch's `varlen_attn`) and the longest
+# length. FlexAttention takes the rule of the mask as a function and skips the blocks in which it
+# holds nowhere. This loop is what they compute:
 
 
 # %%
@@ -128,12 +129,17 @@ def attention_by_bounds(
     """Return causal attention inside each document, without a mask."""
     parts = []
     for start, end in pairwise(bounds):
-        one = (x_TK[None, start:end] for x_TK in (q_TK, k_TK, v_TK))
-        parts.append(F.scaled_dot_product_attention(*one, is_causal=True)[0])
+        one = slice(start, end)
+        y_1LK = F.scaled_dot_product_attention(
+            q_TK[None, one], k_TK[None, one], v_TK[None, one], is_causal=True
+        )
+        parts.append(y_1LK[0])
     return torch.cat(parts)
 
 
 # %% [markdown]
+# ## 3. A model, and a mask over the losses
+#
 # The model is as small as it can be and still make the mistake: one layer of attention, with one
 # head. A row needs one more mask, over its losses. The token after END is the first of another
 # document, which nobody can guess, so at END there is no loss: `valid_BT` is False.
@@ -180,91 +186,42 @@ def pack(tokens: torch.Tensor, device: torch.device) -> Batch:
 
 
 # %% [markdown]
-# ## 2. The loss on masked positions: divide by the tokens of all ranks
+# **What a cut costs.** The rest of a cut document begins its row at position 0,
+# without what came before. It is treated as a document of its own, which it is not: its first token
+# is predicted from nothing, and each of its tokens misses all keys of the part in the row before.
+# If L1 tokens stand before the cut and L2 after it, L1 x L2 pairs are lost. A row's end cuts one
+# document at most, so long rows cut few. Data loaders that avoid it choose documents that fit
+# together (best fit) and pad what remains of a row.
 #
-# The loss of a step is the mean over all tokens of the batch that have one. Let rank r hold c_r of
-# them. If each rank takes the mean over its own, and DDP averages the gradients, the step follows
-# another loss, the **mean of means**:
-#
-#     wanted             each token counts  1 / (c_1 + ... + c_n)     the same on every rank
-#     mean of means      each token counts  1 / (n c_r)               more, the fewer its rank has
-#
-# The two agree only if all c_r are equal. Ends of documents make them a little unequal; padding,
-# and prompts that are masked in fine-tuning, make them very unequal. The remedy costs an all-reduce
-# of one integer: divide the *sum* of a rank's losses by the tokens of *all* ranks. DDP divides by n
-# afterwards, so multiply by n before.
-
-
-# %%
-def mean_of_means(losses: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """The mistake: this rank's mean, for DDP to average."""
-    return losses[valid].mean()
-
-
-def global_mean(losses: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """This rank's part of the mean over all valid tokens of all ranks, times n for DDP."""
-    count = valid.sum()
-    dist.all_reduce(count)
-    return WORLD_SIZE * losses[valid].sum() / count
-
-
-def token_losses(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return losses_BT, the loss on each token, valid or not."""
-    logits_BTV = model(batch.x_BT, batch.position_BT, batch.mask_BTT)
-    return F.cross_entropy(logits_BTV.mT, batch.y_BT, reduction="none")
-
-
-def train(model: TinyLM, tokens: torch.Tensor) -> None:
-    """Take SGD steps on all ranks; `tokens` are the rows of all steps, (STEPS, BATCH, T + 1)."""
-    ddp = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
-    for step in tokens:
-        batch = pack(step[RANK::WORLD_SIZE], model.head.weight.device)
-        optimizer.zero_grad()
-        losses_BT = token_losses(ddp, batch)
-        global_mean(losses_BT, batch.valid_BT).backward()
-        optimizer.step()
-
+# Rows are independent of each other, so ranks need nothing from one another: each makes the bounds
+# of the rows that it reads. Only rows that are themselves cut over ranks (context parallelism) have
+# to tell each other their bounds.
 
 # %% [markdown]
-# ## 3. How it is measured
+# ## 4. How it is measured
 #
 # The tokens are random, and so are the ends of documents, one in 32: what is claimed depends on
-# where documents end, and not on what they say. All ranks draw the same rows. Everything is in
-# double precision, so a mistake cannot pass for rounding.
+# where documents end, and not on what they say. Everything is in double precision, so a mistake
+# cannot pass for rounding. Each rank checks a row of its own, and the worst rank is shown.
 
 
 # %%
-# Every sum has at most BATCH T terms, in another order; there are some ten, one after the other.
-TOLERANCE = 10 * BATCH * T * 2**-53
+# Every sum has at most T terms, in another order; there are some ten, one after the other.
+TOLERANCE = 10 * T * 2**-53
 
 
 def draw_rows() -> torch.Tensor:
-    """Return the packed rows of all steps, (STEPS, BATCH, T + 1), the same on every rank."""
+    """Return packed rows (B, T + 1), the same on every rank."""
     generator = torch.Generator().manual_seed(SEED)
-    length = STEPS * BATCH * T + 1
-    tokens = torch.randint(1, VOCABULARY, [length], generator=generator)
-    tokens[torch.rand(length, generator=generator) < 1 / 32] = END
-    rows = tokens.unfold(0, T + 1, T)  # each takes along the first token of the next
-    return rows.reshape(STEPS, BATCH, T + 1)
+    tokens = torch.randint(1, VOCABULARY, [ROWS * T + 1], generator=generator)
+    tokens[torch.rand(ROWS * T + 1, generator=generator) < 1 / 32] = END
+    return tokens.unfold(0, T + 1, T)  # each takes along the first token of the next
 
 
 def new_model(device: torch.device) -> TinyLM:
     """Return a model with the same weights on every rank."""
     torch.manual_seed(SEED)
     return TinyLM().to(device, torch.float64)
-
-
-def gather_objects(value: object) -> list:
-    """Return every rank's `value`, in order, on every rank."""
-    values = [None] * WORLD_SIZE
-    dist.all_gather_object(values, value)
-    return values
-
-
-def flat(model: TinyLM, what: str) -> torch.Tensor:
-    """All of a model's weights ("data") or gradients ("grad") as one vector."""
-    return torch.cat([getattr(parameter, what).flatten() for parameter in model.parameters()])
 
 
 def relative_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
@@ -274,47 +231,62 @@ def relative_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
 
 # %% [markdown]
 # **The pairs.** With the identity as values, attention returns its own weights; those above zero
-# are the pairs that it looks at. **The logits** of a document that is packed into a row must be
-# those that the model gives for this document alone.
+# are the pairs that it looks at. What a cut loses is counted as the difference between the pairs of
+# the third document in one long row and those of its two parts.
 
 
 # %%
 def check_pairs() -> None:
-    """Claim which pairs attention looks at, and which tokens have a loss, in the row of 12."""
+    """Claim which pairs attention looks at, and which tokens have a loss, in the rows of 12."""
     lengths = [5, 3, 4]
     across = 12 * 13 // 2 - sum(length * (length + 1) // 2 for length in lengths)
     seen = pairs_across(torch.ones(12, 12, dtype=torch.bool).tril(), lengths)
     claim("causal mask: pairs across documents", across, seen, question=1)
-    row = torch.tensor([[7, 7, 7, 7, END, 8, 8, END, 9, 9, 9, 9, 9]])
-    batch = pack(row, torch.device("cpu"))
+    stream = torch.tensor([7, 7, 7, 7, END, 8, 8, END, *[9] * 8, END, *[6] * 8])
+    batch = pack(stream[:25].unfold(0, 13, 12), torch.device("cpu"))
     seen = pairs_across(batch.mask_BTT[0], lengths)
     claim("document mask: pairs across documents", 0, seen)
-    claim("tokens that have a loss", 12 - 2, batch.valid_BT.sum(), question=2)
+    claim("tokens that have a loss", 12 - 2, batch.valid_BT[0].sum(), question=2)
+    alone = pack(stream[None, 8:18], torch.device("cpu"))
+    third = pairs_seen(alone.mask_BTT[0]).sum()
+    parts = pairs_seen(batch.mask_BTT[0])[8:].sum() + pairs_seen(batch.mask_BTT[1])[:5].sum()
+    claim("cut document: pairs lost", 4 * 5, third - parts, question=4)
 
 
-def pairs_across(mask_TT: torch.Tensor, lengths: list[int]) -> int:
-    """Count the query-key pairs of different documents to which attention gives a weight."""
+def pairs_seen(mask_TT: torch.Tensor) -> torch.Tensor:
+    """Return seen_TT: the query-key pairs to which attention gives a weight."""
     q_1TK, k_1TK = torch.randn(2, 1, len(mask_TT), 8)
     identity_1TT = torch.eye(len(mask_TT))[None]
     weight_1TT = F.scaled_dot_product_attention(q_1TK, k_1TK, identity_1TT, attn_mask=mask_TT)
+    return weight_1TT[0] > 0
+
+
+def pairs_across(mask_TT: torch.Tensor, lengths: list[int]) -> int:
+    """Count the pairs of different documents among those that attention looks at."""
     document_T = torch.repeat_interleave(torch.tensor(lengths))  # 0 0 0 0 0 1 1 1 2 2 2 2
     across_TT = document_T[:, None] != document_T[None, :]
-    return ((weight_1TT[0] > 0) & across_TT).sum().item()
+    return (pairs_seen(mask_TT) & across_TT).sum().item()
 
 
-def check_logits(tokens: torch.Tensor, device: torch.device) -> None:
-    """Claim when a packed document gets the logits that it gets alone."""
-    batch = pack(tokens[:1], device)
+# %% [markdown]
+# **The logits** of a document that is packed into a row must be those that the model gives for this
+# document alone; for the rest of a cut document they cannot be, and for no other.
+
+
+# %%
+def check_logits(rows: torch.Tensor, device: torch.device) -> None:
+    """Claim which packed documents get the logits that they get alone."""
+    row = rows[RANK % ROWS : RANK % ROWS + 1]
+    batch = pack(row, device)
     bounds = document_bounds(batch.x_BT[0])
     start, end = max(pairwise(bounds[1:]), key=lambda span: span[1] - span[0])  # not the first
     causal_TT = torch.ones(T, T, dtype=torch.bool, device=device).tril()
     run_on_T = torch.arange(T, device=device)
-    length = end - start
     model = new_model(device)
-    expected = model(batch.x_BT[:, start:end], run_on_T[:length], causal_TT[:length, :length])
+    expected = alone(model, batch.x_BT[0, start:end])
 
     def error_of(way: Batch) -> float:
-        packed = model(way.x_BT, way.position_BT, way.mask_BTT)[:, start:end]
+        packed = model(way.x_BT, way.position_BT, way.mask_BTT)[0, start:end]
         return relative_error(packed, expected)
 
     claim("packed / alone: error of the logits", 0, error_of(batch), atol=TOLERANCE)
@@ -323,84 +295,55 @@ def check_logits(tokens: torch.Tensor, device: torch.device) -> None:
     error = error_of(batch._replace(mask_BTT=causal_TT))
     claim("without the mask: error, at least", 0.01, error, ">=", question=3)
 
+
+def alone(model: TinyLM, document_L: torch.Tensor) -> torch.Tensor:
+    """Return logits_LV of one document in a row of its own."""
+    L = len(document_L)
+    position_L = torch.arange(L, device=document_L.device)
+    causal_LL = torch.ones(L, L, dtype=torch.bool, device=document_L.device).tril()
+    return model(document_L[None], position_L, causal_LL)[0]
+
+
+def check_cuts(rows: torch.Tensor, device: torch.device) -> None:
+    """Claim how many documents of all rows get other logits than alone: those that a row cuts."""
+    stream = rows[:, :-1].flatten().to(device)
+    model = new_model(device)
+    batch = pack(rows, device)
+    logits_SV = model(batch.x_BT, batch.position_BT, batch.mask_BTT).flatten(0, 1)
+    changed = 0
+    cut = 0
+    for start, end in pairwise(document_bounds(stream)):
+        if end - start <= T:  # the others do not fit into any row
+            error = relative_error(logits_SV[start:end], alone(model, stream[start:end]))
+            changed += error > 0.01
+            cut += start // T != (end - 1) // T  # it begins in one row and ends in another
+    claim("documents that get other logits than alone", cut, changed)
+
+
+# %% [markdown]
+# **The work.** PyTorch's counter adds up the FLOPs of all products: with a mask those of T x T
+# pairs, by the bounds those of each document's own square.
+
+
+# %%
+def check_bounds(rows: torch.Tensor, device: torch.device) -> None:
+    """Claim that the bounds give the same attention as the mask, for how much of the work."""
+    row = rows[RANK % ROWS : RANK % ROWS + 1]
+    batch = pack(row, device)
+    bounds = document_bounds(batch.x_BT[0])
     torch.manual_seed(SEED)
     q_TK, k_TK, v_TK = torch.randn(3, T, 8, dtype=torch.float64, device=device)
-    by_mask_TK = F.scaled_dot_product_attention(q_TK, k_TK, v_TK, attn_mask=batch.mask_BTT[0])
-    error = relative_error(attention_by_bounds(q_TK, k_TK, v_TK, bounds), by_mask_TK)
+    with FlopCounterMode(display=False) as whole:
+        by_mask = F.scaled_dot_product_attention(
+            q_TK[None], k_TK[None], v_TK[None], attn_mask=batch.mask_BTT
+        )
+    with FlopCounterMode(display=False) as parts:
+        by_bounds = attention_by_bounds(q_TK, k_TK, v_TK, bounds)
+    error = relative_error(by_bounds, by_mask[0])
     claim("bounds / mask: error of the attention", 0, error, atol=TOLERANCE)
-
-
-# %% [markdown]
-# **The loss.** A loss is the sum of the tokens' losses, each times its weight; so its gradient with
-# respect to these losses *is* the weights. The gradient of the model is compared with that of one
-# process, which adds up the rows of all ranks one by one.
-
-
-# %%
-def check_loss(tokens: torch.Tensor, device: torch.device) -> None:
-    """Claim by either loss how much a token on rank 0 counts, and the gradient of the model."""
-    oracle = new_model(device)
-    whole = pack(tokens, device)
-    add_gradients(oracle, whole._replace(valid_BT=answers_only(range(BATCH), device)))
-    batch = pack(tokens[RANK::WORLD_SIZE], device)
-    valid_BT = answers_only(range(RANK, BATCH, WORLD_SIZE), device)
-    ratios = []
-    errors = []
-    for loss_of in (mean_of_means, global_mean):
-        model = new_model(device)
-        ddp = DistributedDataParallel(model)
-        losses_BT = token_losses(ddp, batch)
-        losses_BT.retain_grad()
-        loss_of(losses_BT, valid_BT).backward()
-        weights = gather_objects(losses_BT.grad[0, -1].item())
-        ratios.append(weights[0] / weights[-1])
-        errors.append(relative_error(flat(model, "grad"), flat(oracle, "grad")))
-    if WORLD_SIZE == 1:
-        blocked("mean of means: weight and gradient", needs="2 ranks")
-    else:
-        rows = [len(range(rank, BATCH, WORLD_SIZE)) for rank in range(WORLD_SIZE)]
-        predicted = 60 * rows[-1] / (20 * rows[0])
-        text = "mean of means: weight on rank 0 / on the last"
-        claim(text, predicted, ratios[0], atol=1e-12, question=4)
-        claim("mean of means: error of the gradient, at least", 0.05, errors[0], ">=")
-        claim("global mean: weight on rank 0 / on the last", 1, ratios[1], atol=1e-12)
-    claim("global mean: error of the gradient", 0, errors[1], atol=TOLERANCE)
-    mean_of_none = mean_of_means(losses_BT, torch.zeros_like(valid_BT))
-    claim("no token on a rank: its mean is nan", 1, mean_of_none.isnan())
-
-
-def answers_only(places: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return valid_BT: the last 20 tokens of the rows that rank 0 takes, the last 60 of others."""
-    counts = [20 if place % WORLD_SIZE == 0 else 60 for place in places]
-    valid_BT = torch.arange(T) >= T - torch.tensor(counts)[:, None]
-    return valid_BT.to(device)
-
-
-def add_gradients(model: TinyLM, batch: Batch) -> None:
-    """In one process: the gradient of the mean over all valid tokens, row by row."""
-    count = batch.valid_BT.sum()
-    for row in range(len(batch.x_BT)):
-        one = Batch(*(part[row : row + 1] for part in batch))
-        (token_losses(model, one)[one.valid_BT].sum() / count).backward()
-
-
-# %% [markdown]
-# **The run** as a whole: six steps of SGD on n ranks must give the weights of one process.
-
-
-# %%
-def check_run(tokens: torch.Tensor, device: torch.device) -> None:
-    """Train on n ranks; claim the weights against one process's."""
-    model = new_model(device)
-    train(model, tokens)
-    oracle = new_model(device)
-    optimizer = torch.optim.SGD(oracle.parameters(), LEARNING_RATE)
-    for rows in tokens:
-        optimizer.zero_grad()
-        add_gradients(oracle, pack(rows, device))
-        optimizer.step()
-    error = relative_error(flat(model, "data"), flat(oracle, "data"))
-    claim("after six steps: error of the weights", 0, error, atol=TOLERANCE)
+    squares = sum((end - start) ** 2 for start, end in pairwise(bounds))
+    ratio = parts.get_total_flops() / whole.get_total_flops()
+    claim("bounds / mask: FLOPs of the attention", squares / T**2, ratio, atol=1e-12)
 
 
 # %% [markdown]
@@ -413,49 +356,42 @@ def check_run(tokens: torch.Tensor, device: torch.device) -> None:
 # 3. They have to, with positions that are learned, as here: a token at place 7 of its document
 #    otherwise gets the vector of another place. And attention cannot be left causal: then the
 #    documents before it change the result. With both a packed document gets its own logits, to
-#    rounding. Rotary embeddings see only differences of positions, so with them the mask is enough.
-# 4. Three times, 60 / 20. The gradient is wrong and no error is raised; a rank without any valid
-#    token would even make it nan. With the count of all ranks every token counts the same, and the
-#    gradient is that of one process. If the ranks have unequally many rows, c_r is rows times
-#    tokens per row: on 5 ranks the first has five rows, the last four, and 240 / 100 = 2.4.
+#    rounding. Rotary embeddings see only differences of positions, so with them the mask is enough
+#    (in bfloat16, large positions lose digits).
+# 4. In 20: each of the five tokens in the next row misses the four before the cut. No mask can give
+#    them back, and of all documents of the batch exactly those that a row cuts get other logits
+#    than alone.
 #
-# **Try.** Without the all-reduce the loss is still multiplied by n, so DDP's average is n times the
-# mean of means: the weights of the tokens are wrong, and the learning rate is n times as large
-# besides. The row of the weights, the gradient and the run fail, on one rank none of them. The loss
-# goes down all the same, and its curve tells you nothing. With positions that run on, a packed
-# document no longer gets the logits that it gets alone; the loss and the run still agree with one
-# process, which makes the same mistake.
+# **Try.** With positions that run on, a packed document no longer gets the logits that it gets
+# alone, and of the documents of the batch nearly all are changed instead of the cut ones. Without
+# `.tril()` tokens look ahead: the same two claims fail, the attention differs from the one by the
+# bounds, and a cut seems to lose 40 pairs instead of 20.
 #
-# **On GPUs**, never write the mask out: with T = 8,192 it has 67 million elements per row.
-# `varlen_attn` needs the bounds alone, and its work grows with the squares of the documents'
-# lengths instead of the square of the row's. The all-reduce of the count is one integer; issue it
-# before the forward pass, from the batch, and its latency is hidden.
+# **On GPUs**, never write the mask out: with T = 8,192 it has 67 million elements per row. A
+# variable-length kernel needs the bounds and the longest length, and its work grows with the
+# squares of the documents' lengths instead of the square of the row's. Shapes that change with
+# every batch make `torch.compile` compile again, unless the bounds are padded to a fixed number.
 #
-# **When.** The global mean always: it costs nothing. Packing whenever documents are much shorter
-# than a row. The mask matters most where rows are long and documents many; the authors of Llama 3
-# found little effect in standard pretraining and an important one in training on very long rows.
+# **When.** Packing whenever documents are much shorter than a row. The mask matters most where rows
+# are long and documents many; the authors of Llama 3 found little effect in standard pretraining
+# and an important one in training on very long rows. Best fit instead of cuts where documents are
+# about as long as a row, and where a cut hides what an answer rests on.
 #
-# **Where it bites.** With gradient accumulation, count the valid tokens of all micro-batches before
-# the first backward pass. In fine-tuning only answers have a loss, so the counts of ranks differ
-# much more than here.
-#
-# **In other systems.** Section 1 is Megatron-LM's `--reset-attention-mask`, `--reset-position-ids`
-# and `--eod-mask-loss`, section 2 its `--calculate-per-token-loss`, and all four are off unless you
-# ask for them. torchtitan's loss is what `global_mean` computes.
+# **In other systems.** Section 1 is Megatron-LM's `--reset-attention-mask` and
+# `--reset-position-ids`, the losses that END does not have `--eod-mask-loss`; all three are off
+# unless you ask for them.
 
 
 # %%
 def main() -> None:
     command_line()
-    launch(range(1, BATCH + 1))
-    if WORLD_SIZE > BATCH:
-        refuse(f"a step has {BATCH} rows, got {WORLD_SIZE} ranks; start at most {BATCH}")
+    launch()
     device = setup()
-    tokens = draw_rows()
+    rows = draw_rows()
     check_pairs()
-    check_logits(tokens[0], device)
-    check_loss(tokens[0], device)
-    check_run(tokens, device)
+    check_logits(rows, device)
+    check_cuts(rows, device)
+    check_bounds(rows, device)
     finish()
 
 

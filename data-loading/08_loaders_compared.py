@@ -1,31 +1,28 @@
-"""Data loaders compared: what a loader saves by what it leaves out
-================================================================
+"""Data loaders compared: PyTorch's DataLoader, FFCV, and forty lines by hand
+==========================================================================
 
-**Question.** From a folder of JPEGs to a batch of crops it is a staircase of work. How much does
-each step cost, how short can a loader be that leaves all of them out, and what else does one win or
-give up by the choice?
+**Question.** Five loaders deliver the same crops of the same images, at very different costs. What
+does each of them leave out, and which of them is enough?
 
 **Predict**, and write it down before you run:
 
-1. A DataLoader reads JPEGs. Then it reads the same images from a mapped file of raw pixels, and
-   nothing else changes. How many times less of a core's time does an image take?
-2. Now threads do the same work in place of DataLoader's worker processes. How many times less, once
-   more?
-3. FFCV has threads, too, and compiles what they do. Which is earlier with its first batch, FFCV or
-   a DataLoader with two workers?
-4. 205 images, 4 ranks, batches of 8. How many images come twice in an epoch of a DataLoader with a
-   `DistributedSampler`, and on which ranks? How many never come in an epoch of FFCV's `Loader`,
-   whose own `drop_last=True` is the default?
-5. Training stops after three batches on each rank, and begins again. How many images come a second
-   time in this epoch with either of them? How many if the loader had saved one integer?
+1. A DataLoader decodes JPEGs. Another one reads the same images as raw pixels from a file that is
+   mapped into memory, and all else is the same. How many times less core time does an image cost?
+2. Threads of one process now do that work in place of worker processes. How many times less again?
+3. Which loader is last with its first batch: a DataLoader, FFCV, or the one by hand?
+4. An epoch has 205 images, on 4 ranks, in batches of 8 per rank. How many come twice from a
+   DataLoader with a `DistributedSampler`? How many never come from FFCV's `Loader`, whose default
+   is `drop_last=True`?
+5. Training stops after three batches on each rank, and goes on with a new loader. How many images
+   come again? How many would, if the loader had saved one integer?
 
 **Run.**
 
     torchrun --standalone --nproc-per-node=4 08_loaders_compared.py    # NCCL on 4 GPUs, else gloo
     python 08_loaders_compared.py                                      # the same, started for you
 
-Not run on several GPUs. One node. It needs numba (`pip install -e '.[data]'`); JPEGs need
-torchvision; FFCV needs the Debian packages of packages.txt, then `pip install -e '.[ffcv]'`.
+Not run on several GPUs. One node. It needs numba and torchvision; FFCV needs the Debian packages of
+packages.txt. `pip install -e '.[ffcv]'` brings all three.
 
 **Try.** In `RawLoader.__iter__` leave out `self.consumed += BATCH`: does the loader still deliver
 what it should, and which claims fail? In `data_loader` add `drop_last=True` to what `DataLoader` is
@@ -34,7 +31,8 @@ given: which claims fail now?
 **Before.** data-loading/04_jit_augmentation.py: the GIL, and compiled loops without it.
 data-loading/06_tokens.py: one global order, and ranks that cut it.
 
-**Next.** benchmarks/loaders.py has more loaders, on 1, 2 and 4 ranks.
+**Next.** benchmarks/loaders.py: eight loaders on 1, 2 and 4 ranks. Its table is in
+data-loading/README.md.
 """
 
 import argparse
@@ -98,8 +96,8 @@ HEIGHT = 375
 WIDTH = 500
 CROP = 224  # rows and columns of a crop
 BATCH = 32  # images per step, over all ranks
-WORKERS = 2
-AHEAD = 3  # batches that are prepared in advance
+WORKERS = 2  # processes or threads of a loader
+AHEAD = 3  # batches that threads prepare in advance
 SEED = 0
 MEAN = [0.485, 0.456, 0.406]  # of ImageNet's pixels between 0 and 1
 STD = [0.229, 0.224, 0.225]
@@ -107,28 +105,39 @@ STD = [0.229, 0.224, 0.225]
 # Shapes: N images, B of them in a batch, S slots; H, W, C: rows, columns, colors.
 
 # %% [markdown]
-# ## 1. The staircase
+# ## 1. A loader is what it leaves out
 #
-# A trainer wants a batch: 32 crops of 224 x 224 pixels, half of them mirrored, 4.8 MB. On the way
-# from the disk a loader does some of these things for every image, and a loader is what it does
-# not do:
+# A training step wants 32 crops of 224 x 224 pixels, half of them mirrored. A DataLoader, as most
+# tutorials write it, does four things for each image. It **decodes** a JPEG. It copies a **crop**
+# out of the image. It makes normalized **floats** of the crop, and collates 32 of them, which is
+# another copy. And it hands the batch over from a worker **process** to the trainer's.
 #
-#                            open a file,   make       collate:    hand over from
-#                            decode JPEG    floats     copy again  process to process
-#     DataLoader, plain      x              x          x           x
-#     DataLoader, JPEG       x                                     x
-#     DataLoader, raw                                              x
-#     by hand, raw
-#     FFCV, raw
+# Of these four only the crop has to be copied anew in every epoch. Each loader of this lesson
+# leaves out one thing more than the one above it, and all else stays as it was:
 #
-# (FFCV leaves out the same four things, but mirrors in a second pass over the batch.)
+#                          decode     floats,     process to    copy
+#                          a JPEG     collate     process       a crop
+#     DataLoader, plain       x          x            x            x
+#     DataLoader, JPEG        x                       x            x
+#     DataLoader, raw                                 x            x
+#     by hand, raw                                                 x
+#     FFCV, raw                                                    x, and mirrors afterwards
 #
-# From row to row one thing is left out and all else stays, so the difference of two rows is what
-# that thing costs. Nothing is free: a file of raw pixels has six times the bytes of these JPEGs and
-# should fit the page cache, and what is compiled is compiled before the first batch.
+# So **the difference of two rows is the price of one thing**. One price is larger than the others
+# together, and as long as it is paid, hardly anything else matters.
 #
-# What all of them do is to copy a crop to its place in the batch, mirrored or not. It is a loop
-# like that of data-loading/04: compiled by numba, and without the GIL.
+# What is left out is paid for elsewhere. Raw pixels were decoded once, beforehand: they take six
+# times the bytes of these JPEGs, and should fit into the page cache. Threads need code that runs
+# without the GIL, and it is compiled before the first batch. And two things should never be left
+# out, but often are: a few images of each epoch, and the place at which a run stopped. So there are
+# five columns to compare: core time, memory, time to the first batch, which images come in an
+# epoch, and which come again after a stop.
+
+# %% [markdown]
+# ## 2. What remains: copying a crop
+#
+# Three of the loaders share this loop. It is one like those of data-loading/04: numba compiles it,
+# and it runs without the GIL.
 
 
 # %%
@@ -162,16 +171,12 @@ def draw(random: np.random.Generator, count: int) -> np.ndarray:
 
 
 # %% [markdown]
-# ## 2. DataLoader: plain, without floats, without JPEGs
+# ## 3. DataLoader: plain, without floats, without decoding
 #
-# `Photos` is the dataset that everybody writes: open a file, decode it, crop it, make normalized
-# floats of it. DataLoader's workers, which are processes, collate 32 of these into a batch, and
-# hand it over through shared memory.
-#
-# `Batches` leaves out two things. Pixels stay bytes, a quarter of the floats, and are normalized on
-# the GPU. And `__getitems__` (plural) is handed a whole batch of indices, so each crop is written
-# into its place and nothing is collated. Where an image comes from is `photo`: a decoder, or a view
-# of the mapped file.
+# `Photos` is the dataset that everybody writes, one image at a time. `Batches` leaves out the
+# second column. Pixels stay bytes, a quarter of the floats, and are normalized on the GPU. And
+# since DataLoader hands all indices of a batch to `__getitems__` (plural), where a dataset has it,
+# each crop is written into its place and nothing is collated.
 
 
 # %%
@@ -185,7 +190,7 @@ class Photos(Dataset):
         self.transform = transforms.Compose(crop + floats)
 
     def __len__(self) -> int:
-        return len(self.paths)
+        return N
 
     def __getitem__(self, index: int) -> tuple:
         return self.transform(default_loader(self.paths[index])), index
@@ -211,19 +216,24 @@ class Batches(Dataset):
 
 
 # %% [markdown]
-# On n ranks a `DistributedSampler` deals out the shuffled samples, and repeats the first few at the
-# end where n does not divide N.
+# `photo` decides about the first column: it is a decoder, or a view of one file that holds nothing
+# but pixels and is mapped into memory. On n ranks a `DistributedSampler` deals out the shuffled
+# images. Where n does not divide N it **pads**: the first few images come once more, at the end.
 
 
 # %%
 def data_loader(dataset: Dataset, rank: int, ranks: int) -> DataLoader:
-    """Return a DataLoader of this rank's share of the samples, shuffled."""
+    """Return a DataLoader of this rank's share of the images, shuffled."""
     sampler = DistributedSampler(dataset, ranks, rank, seed=SEED)
     options = {"num_workers": WORKERS, "persistent_workers": True}
     options["multiprocessing_context"] = "fork"
     if isinstance(dataset, Batches):
         options["collate_fn"] = lambda batch: batch
     return DataLoader(dataset, BATCH // ranks, sampler=sampler, **options)
+
+
+def photos_in(place: Path) -> list[Path]:
+    return sorted((place / "photos").iterdir())
 
 
 def mapped(path: Path) -> np.ndarray:
@@ -246,21 +256,20 @@ def raw_loader(place: Path, rank: int, ranks: int) -> DataLoader:
 
 
 # %% [markdown]
-# ## 3. By hand: threads, slots and one integer
+# ## 4. By hand: threads, slots, and one integer
 #
-# What is left to leave out is the way from process to process. Two threads fill **slots**, batches
-# that are allocated once and used again and again. A queue of three keeps the threads ahead of the
-# trainer:
+# Since the compiled loop holds no GIL, threads can do the work of processes, and nothing has to be
+# handed over: a batch lies where the trainer reads it. Two threads fill **slots**, batches that are
+# allocated once and used again and again. A queue of three keeps them ahead of the trainer:
 #
 #     thread 1    fill slot 0        fill slot 2        fill slot 0  ...
 #     thread 2         fill slot 1        fill slot 3        fill slot 1  ...
 #     trainer                 slot 0   slot 1   slot 2   slot 3   slot 0  ...
 #
-# The order is that of data-loading/06: an endless row of positions, epoch after epoch, of which a
-# step takes 32 and rank r every n-th. So the state is one integer, `consumed`. It belongs into the
-# checkpoint, next to the weights. The crops of a step are drawn from its first position, for all
-# ranks, and each rank takes its own of them. So they are the same after a stop, and on another
-# number of ranks.
+# The order of the images is that of data-loading/06: one endless line of positions, epoch after
+# epoch. A step takes the next 32, and rank r of n takes every n-th of these. So nothing is repeated
+# or left out, and the place of a run is one integer, `consumed`, to be saved next to the weights. A
+# step's crops are drawn from its first position, so they too are the same after a stop.
 
 
 # %%
@@ -277,7 +286,7 @@ class RawLoader:
         self.mine = slice(rank, BATCH, ranks)  # of each step
         share = len(range(rank, BATCH, ranks))
         self.slots_SBHWC = torch.empty(AHEAD + 1, share, CROP, CROP, 3, dtype=torch.uint8)
-        self.consumed = consumed  # samples that all ranks have been given: the whole state
+        self.consumed = consumed  # images that all ranks have been given: the whole state
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield (image_BHWC, index_B); a batch is overwritten when two more were asked for."""
@@ -293,7 +302,7 @@ class RawLoader:
                     yield batch
 
     def fill(self, slot_BHWC: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Fill a slot with this rank's samples of the step that begins at position `first`."""
+        """Fill a slot with this rank's images of the step that begins at position `first`."""
         positions = range(first, first + BATCH)[self.mine]
         index_B = np.array([order(position // N)[position % N] for position in positions])
         draws_3B = draw(np.random.default_rng([SEED, first]), BATCH)[:, self.mine]
@@ -305,17 +314,13 @@ class RawLoader:
 
 
 # %% [markdown]
-# On a GPU the slots would be pinned (`pin_memory=True`), and since a slot is used again, the copy
-# `.to(device, non_blocking=True)` must be over before two more batches are asked for.
-
-# %% [markdown]
-# ## 4. FFCV
+# ## 5. FFCV: the same things left out, by a library
 #
-# FFCV leaves out the same things: one file, whose images were decoded when it was written, threads,
-# compiled code, slots. Its decoder draws crops of any size and resizes them; `scale` and `ratio`
-# leave just one size here, which OpenCV copies as it is. With `distributed=True` it wraps the same
-# `DistributedSampler`, and it has a `drop_last` of its own, True unless told, which drops what does
-# not fill a rank's last batch.
+# FFCV also has one file, whose images were decoded when it was written, and threads, compiled code
+# and slots. Its decoder draws crops of any size and resizes them. Here `scale` and `ratio` leave it
+# one size, which it copies as it is; it mirrors in a second pass over the batch. On several ranks
+# it asks the same `DistributedSampler`. But it has a `drop_last` of its own, True unless told,
+# which **drops** what does not fill a rank's last batch.
 
 
 # %%
@@ -337,10 +342,10 @@ def ffcv_loader(place: Path, ranks: int, image: list | None, **options: object) 
 
 
 # %% [markdown]
-# ## 5. How it is measured: which samples come
+# ## 6. How it is measured: core time, memory, first batch
 #
 # Rank 0 makes JPEGs of about 100 kB, and writes what the decoder makes of them into both raw files.
-# Each image carries its index, so what is counted was delivered, not planned.
+# So all loaders deliver the same pixels.
 
 
 # %%
@@ -353,8 +358,7 @@ def prepare(place: Path) -> None:
     (place / "photos").mkdir()
     pixels_NHWC = np.memmap(place / "photos.raw", np.uint8, "w+", shape=(N, HEIGHT, WIDTH, 3))
     for index in range(N):
-        y = random.integers(427 - HEIGHT + 1)
-        x = random.integers(640 - WIDTH + 1)
+        y, x = random.integers([427 - HEIGHT + 1, 640 - WIDTH + 1])
         pixels_NHWC[index] = photographs[index % 2][y : y + HEIGHT, x : x + WIDTH]
         if transforms:
             path = place / f"photos/{index:04}.jpg"
@@ -370,149 +374,41 @@ def prepare(place: Path) -> None:
             process.join()  # which FFCV forgets
 
 
-def photos_in(place: Path) -> list[Path]:
-    return sorted((place / "photos").iterdir())
-
-
-def from_rank_0(value: object) -> object:
-    """Return rank 0's `value` on every rank."""
-    values = [value]
-    dist.broadcast_object_list(values)
-    return values[0]
-
-
-def gather_objects(value: object) -> list:
-    """Return every rank's `value`, in order, on every rank."""
-    values = [None] * WORLD_SIZE
-    dist.all_gather_object(values, value)
-    return values
-
-
-def delivered(batches: Iterable, steps: int | None = None) -> np.ndarray:
-    """Return the indices of the samples in the first batches, or in all."""
-    indices = []
-    for *_, index_B in itertools.islice(batches, steps):
-        indices.append(index_B.numpy().flatten().copy())  # FFCV writes over its batches
-    return np.concatenate(indices)
-
-
-def counts(index_N: np.ndarray) -> np.ndarray:
-    """Return how often each of the N samples comes, over all ranks."""
-    return np.bincount(np.concatenate(gather_objects(index_N)), minlength=N)
-
-
 # %% [markdown]
-# A DataLoader's list is put together again from what each rank was delivered: place i of rank r was
-# place i n + r. All but the first of each sample are repeats; the last ranks should have one each.
-# A stop is tried with a second loader, as after a restart.
-
-
-# %%
-STOP = 3  # batches on each rank, before the stop
-
-
-def check_data_loader(place: Path) -> None:
-    index_N = delivered(raw_loader(place, RANK, WORLD_SIZE))
-    list_N = np.stack(gather_objects(index_N), axis=1).flatten()
-    _, first = np.unique(list_N, return_index=True)
-    repeats = np.delete(np.arange(len(list_N)), first) % WORLD_SIZE
-    expected = [int(0 < N % WORLD_SIZE <= rank) for rank in range(WORLD_SIZE)]
-    wrong = (np.bincount(repeats, minlength=WORLD_SIZE) != expected).sum()
-    claim("DataLoader: samples that never come", 0, N - len(first))
-    claim("DataLoader: samples that come twice", -N % WORLD_SIZE, len(repeats), question=4)
-    claim("DataLoader: ranks with other repeats", 0, wrong, question=4)
-    before = counts(delivered(raw_loader(place, RANK, WORLD_SIZE), STOP))
-    after = counts(index_N)
-    seen = STOP * (BATCH // WORLD_SIZE) * WORLD_SIZE
-    claim("DataLoader: samples that come again", seen, (before * after > 0).sum(), question=5)
-
-
-def check_by_hand(path: Path) -> None:
-    steps = math.ceil(N / BATCH)
-    position_SB = np.arange(steps * BATCH).reshape(steps, BATCH)[:, RANK::WORLD_SIZE]
-    index_N = delivered(RawLoader(path, RANK, WORLD_SIZE), steps)[position_SB.flatten() < N]
-    claim("by hand: samples that do not come once", 0, (counts(index_N) != 1).sum())
-    expected = copied(RawLoader(path, RANK, WORLD_SIZE), 2 * STOP)
-    stopped = RawLoader(path, RANK, WORLD_SIZE)
-    before = counts(delivered(stopped, STOP))
-    resumed = copied(RawLoader(path, RANK, WORLD_SIZE, stopped.consumed), STOP)
-    after = counts(np.concatenate([index_B for _, index_B in resumed]))
-    claim("by hand: samples that come again", 0, (before * after > 0).sum(), question=5)
-    pairs = zip(resumed, expected[STOP:], strict=True)
-    differ = sum((image != same).sum() for (image, _), (same, _) in pairs)
-    claim("by hand: bytes that differ from a run without stop", 0, differ)
-
-
-def copied(loader: RawLoader, steps: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return copies of the first batches."""
-    return [(x.numpy().copy(), index.numpy()) for x, index in itertools.islice(loader, steps)]
-
-
-# %% [markdown]
-# FFCV is asked for the indices alone, and in plain Python, which spares compiling on every rank.
-# Its pixels are compared before any crop, whole images, bit by bit.
-
-
-# %%
-def check_ffcv(place: Path) -> None:
-    Compiler.set_enabled(False)  # slow, the same values, and there at once
-    each = math.ceil(N / WORLD_SIZE)
-    dropped = each % (BATCH // WORLD_SIZE)  # by each rank; repeats among them are no loss
-    left_out = WORLD_SIZE * dropped - (-N % WORLD_SIZE) if dropped else 0
-    after = counts(delivered(ffcv_loader(place, WORLD_SIZE, None)))
-    claim("FFCV: samples that never come", left_out, (after == 0).sum(), question=4)
-    with contextlib.closing(iter(ffcv_loader(place, WORLD_SIZE, None))) as epoch:
-        before = counts(delivered(epoch, STOP))  # unless it is closed, its thread goes on
-    seen = STOP * (BATCH // WORLD_SIZE) * WORLD_SIZE
-    claim("FFCV: samples that come again", seen, (before * after > 0).sum(), question=5)
-    whole = [decoders.SimpleRGBImageDecoder(), ToTensor()]
-    some = {"order": OrderOption.SEQUENTIAL, "indices": np.arange(BATCH), "distributed": False}
-    with contextlib.closing(iter(ffcv_loader(place, WORLD_SIZE, whole, **some))) as epoch:
-        image_BHWC = next(epoch)[0].numpy()
-    expected_BHWC = mapped(place / "photos.raw")[: len(image_BHWC)]
-    claim("FFCV: bytes of pixels that differ", 0, (image_BHWC != expected_BHWC).sum())
-    Compiler.set_enabled(True)
-
-
-# %% [markdown]
-# ## 6. How it is measured: core time, memory, first batch
+# Then rank 0 makes each loader for itself alone, while the other ranks wait, and asks the kernel:
 #
-# Rank 0 measures while the others wait. Each loader is made and asked for one batch, which is the
-# time to the first. After four more the memory of all processes is added up: PSS, which counts a
-# shared page once. Then the loaders take turns. Next to them stands what limits them, alone in one
-# thread: decoding the JPEGs, and copying crops. Raw pixels are read ROUNDS times, since one round
-# is too short for the kernel's clock.
+# - **First batch**: seconds from making the loader until the batch is there.
+# - **Memory** of all its processes: their PSS, in which a page that k processes share counts 1/k in
+#   each. *Own* memory is apart from pages *mapped* from files, which belong to the page cache.
+# - **Core time**: CPU seconds of all its processes, per image. The loaders take turns, and with
+#   them what limits them, alone in one thread: decoding the JPEGs, and copying crops.
 
 
 # %%
-ROUNDS = 8
-PLAIN = "DataLoader, plain"
-JPEG = "DataLoader, JPEG"
-RAW = "DataLoader, raw"
-HAND = "by hand, raw"
-FFCV = "FFCV, raw"
+ROUNDS = 8  # over the raw images in a turn: one would be too short for the kernel's clock
 
 
-def makers(place: Path) -> dict[str, Callable]:
-    """Return what makes each loader of one process; what it makes is called for each epoch."""
-    made = {HAND: lambda: endless(RawLoader(place / "photos.raw", 0, 1))}
-    made[RAW] = lambda: many_epochs(raw_loader(place, 0, 1))
-    if transforms:
-        made[JPEG] = lambda: jpeg_loader(place, 0, 1).__iter__
-        made[PLAIN] = lambda: plain_loader(place, 0, 1).__iter__
-    if Loader:
-        tiled = {"indices": np.tile(np.arange(N), ROUNDS)}
-        made[FFCV] = lambda: ffcv_loader(place, 1, random_crops(), **tiled).__iter__
-    return made
+def memory() -> Counter:
+    """Return the PSS of all processes in MB, by kind: "Anon" and "Shmem" their own, "File"."""
+    held = Counter()
+    for pid in (os.getpid(), *workers()):
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        for kind, kib in re.findall(r"^Pss_(Anon|Shmem|File): +(\d+) kB", text, re.M):
+            held[kind] += 1024 * int(kib) / 1e6
+    return held
 
 
-def endless(loader: RawLoader) -> Callable:
-    batches = iter(loader)
-    return lambda: itertools.islice(batches, ROUNDS * N // BATCH)
+def core_time() -> float:
+    """Return the CPU seconds so far of this process and its workers."""
+    spent = time.process_time()  # finer than what the kernel tells of other processes
+    for pid in workers():
+        times = psutil.Process(pid).cpu_times()
+        spent += times.user + times.system
+    return spent
 
 
-def many_epochs(loader: DataLoader) -> Callable:
-    return lambda: itertools.chain.from_iterable(itertools.repeat(loader, ROUNDS))
+def workers() -> list[int]:
+    return [worker.pid for worker in multiprocessing.active_children()]
 
 
 def decoding(place: Path) -> Iterator[tuple]:
@@ -531,144 +427,221 @@ def copying(place: Path) -> Iterator[tuple]:
 
 
 # %% [markdown]
-# The probes, and the turns.
+# A turn of a DataLoader or of FFCV is one epoch, or ROUNDS of them, so that nothing is prepared in
+# advance for the next turn. FFCV goes before the DataLoaders: rank 0 shares its pages with their
+# workers, and each page that it writes to meanwhile would be copied, and counted as FFCV's. The
+# table is printed, and ratios of its rows are claimed.
 
 
 # %%
-def processes() -> list[psutil.Process]:
-    """Return this process and its workers."""
-    workers = [worker.pid for worker in multiprocessing.active_children()]
-    return [psutil.Process(pid) for pid in (os.getpid(), *workers)]
+def makers(place: Path) -> dict[str, tuple[Callable, int]]:
+    """Return what makes each loader, for one rank, and of how many batches a turn consists."""
+    epoch = math.ceil(N / BATCH)
+    tiled = {"indices": np.tile(np.arange(N), ROUNDS)}  # since FFCV allocates slots in each epoch
+    made = {"by hand, raw": (lambda: RawLoader(place / "photos.raw", 0, 1), ROUNDS * epoch)}
+    if Loader:
+        make = functools.partial(ffcv_loader, place, 1, random_crops(), **tiled)
+        made["FFCV, raw"] = (make, ROUNDS * N // BATCH)
+    made["DataLoader, raw"] = (lambda: raw_loader(place, 0, 1), ROUNDS * epoch)
+    made["DataLoader, JPEG"] = (lambda: jpeg_loader(place, 0, 1), epoch)
+    made["DataLoader, plain"] = (lambda: plain_loader(place, 0, 1), epoch)
+    return made
 
 
-def core_time() -> float:
-    """Return the CPU seconds so far of this process and its workers, those that ended too."""
-    me, *workers = processes()
-    own = me.cpu_times()
-    spent = time.process_time() + own.children_user + own.children_system
-    for worker in workers:
-        times = worker.cpu_times()
-        spent += times.user + times.system
-    return spent
+def one_turn(loader: Iterable, batches: int) -> Iterator[tuple]:
+    """Return so many batches of a loader, epoch after epoch."""
+    return itertools.islice(itertools.chain.from_iterable(itertools.repeat(loader)), batches)
 
 
-def memory() -> Counter:
-    """Return the PSS of all processes in MB, by kind: "Anon" and "Shmem" their own, "File"."""
-    held = Counter()
-    for process in processes():
-        text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
-        for kind, kib in re.findall(r"^Pss_(Anon|Shmem|File): +(\d+) kB", text, re.M):
-            held[kind] += 1024 * int(kib) / 1e6
-    return held
-
-
-def measure(place: Path) -> tuple[dict[str, dict], dict[str, list[float]]]:
-    """On rank 0: each loader's first batch and memory, and core seconds per image of all."""
+def measure(place: Path) -> tuple[dict[str, tuple], dict[str, float]]:
+    """On rank 0: (MB own, MB mapped, seconds to the first batch), and core ms per image."""
     found = {}
-    epochs = {}
-    for name, make in makers(place).items():
+    turns = {}
+    for name, (make, count) in makers(place).items():
         before = memory()
         start = time.perf_counter()
-        epochs[name] = make()
-        batches = epochs[name]()
+        turns[name] = functools.partial(one_turn, make(), count)
+        batches = turns[name]()
         next(batches)
-        found[name] = {"first": time.perf_counter() - start}
-        for _ in itertools.islice(batches, 4):
-            held = memory()
-        own = held["Anon"] + held["Shmem"] - before["Anon"] - before["Shmem"]
-        found[name] |= {"own": own, "mapped": max(0.0, held["File"] - before["File"])}
-        for _ in batches:  # the rest of the epoch is the warm-up
+        first = time.perf_counter() - start
+        time.sleep(0.2)  # until all that is prepared in advance is there
+        more = {kind: mb - before[kind] for kind, mb in memory().items()}
+        found[name] = (more["Anon"] + more["Shmem"], more["File"], first)
+        for _ in batches:  # the rest of this turn is the warm-up
             pass
-    alone = {"decoding": functools.partial(decoding, place)} if transforms else {}
-    alone["copying"] = functools.partial(copying, place)
-    return found, take_turns(epochs | alone, repeats=2)
-
-
-def take_turns(epochs: dict[str, Callable], repeats: int) -> dict[str, list[float]]:
-    """Run an epoch of each in turns; return core seconds per image, repeat by repeat."""
-    spent = {name: [] for name in epochs}
-    for _ in range(repeats):
-        for name, epoch in epochs.items():
+        del batches  # and FFCV's slots with it
+    turns["decoding alone"] = functools.partial(decoding, place)
+    turns["copying alone"] = functools.partial(copying, place)
+    spent = {name: [] for name in turns}
+    for _ in range(2):
+        for name, turn in turns.items():
             before = core_time()
-            images = sum(len(index) for _, index in epoch())
-            spent[name].append((core_time() - before) / images)
-    return spent
+            images = sum(len(index) for _, index in turn())
+            spent[name].append(1e3 * (core_time() - before) / images)
+    return found, {name: median(ms) for name, ms in spent.items()}
 
 
-def times_as_long(spent: dict[str, list[float]], one: str, other: str) -> float:
-    """Return how many times as long `one` takes as `other`: the median over the repeats."""
-    pairs = zip(spent[one], spent[other], strict=True)
-    return median(seconds / others for seconds, others in pairs)
+def check_costs(place: Path) -> None:
+    """Print what rank 0 measures, and the price of each thing; claim ratios."""
+    found, ms = gather_objects(measure(place) if RANK == 0 else None)[0]
+    print0(f"\n{'':31}ms of a core  images/core s     MB own + mapped   first batch")
+    for name in ms:
+        told = f"{'':13}{name:18}{ms[name]:12.3f}{1e3 / ms[name]:15,.0f}"
+        if name in found:
+            told += "{:11.0f} + {:6.0f}{:12.2f} s".format(*found[name])
+        print0(told)
+    plain, jpeg, raw = (ms[f"DataLoader, {name}"] for name in ("plain", "JPEG", "raw"))
+    hand = ms["by hand, raw"]
+    prices = f"floats {plain - jpeg:.2f}, decoding {jpeg - raw:.2f}, processes {raw - hand:.2f}"
+    print0(f"{'':13}The price in ms: {prices}, a crop {hand:.2f}\n")
+    clock = {"sign": ">=", "timed": True}
+    claim("core time: DataLoader, plain / JPEG", 1.2, plain / jpeg, **clock)
+    claim("core time: DataLoader, JPEG / raw", 3, jpeg / raw, question=1, **clock)
+    claim("core time: decoding alone / DataLoader, JPEG", 0.5, ms["decoding alone"] / jpeg, **clock)
+    claim("core time: DataLoader, raw / by hand", 1.3, raw / hand, question=2, **clock)
+    if Loader:
+        claim("core time: by hand / FFCV", 1, hand / ms["FFCV, raw"], sign="<=", timed=True)
+        own, _, first = found["FFCV, raw"]
+        later = first / found["DataLoader, raw"][2]
+        claim("first batch: FFCV / DataLoader", 3, later, question=3, **clock)
+        more = own / found["by hand, raw"][0]
+        claim("own memory: FFCV / by hand", 4, more, ">=", varies=True)
 
 
 # %% [markdown]
-# What the staircase says is claimed as ratios.
+# ## 7. How it is measured: which images come
+#
+# Now all ranks load. Each image carries its index, so what is counted was delivered, not planned.
+# A stop is tried: three batches, and then three of a new loader.
+#
+# The sampler gives each rank a list of 52 images. What it pads stands last in the lists of the last
+# ranks. FFCV drops from each list what fills no batch of 8; of that, padding is no loss. (FFCV runs
+# in plain Python here, which spares compiling on every rank.) By hand, an epoch is the first N
+# positions, and after a stop the crops must be those of a run without one.
+#
+# Pixels are compared before any crop: whole images, those of the raw file with what the decoder
+# makes of the JPEGs, and FFCV's with the raw file.
 
 
 # %%
-def check_costs(place: Path) -> None:
-    """Print and claim what rank 0 measured."""
-    found, spent = from_rank_0(measure(place) if RANK == 0 else None)
-    print0(f"\n{'':34}ms of a core    MB own + mapped    first batch")
-    for name, seconds in spent.items():
-        told = f"{'':13}{name:21}{1e3 * median(seconds):12.3f}"
-        if name in found:
-            own, file, first = (found[name][key] for key in ("own", "mapped", "first"))
-            told += f"{own:12.0f} + {file:4.0f}{first:15.2f} s"
-        print0(told)
-    print0()
-    ratio = functools.partial(times_as_long, spent)
-    at_least = {"sign": ">=", "timed": True}
-    claim("core time: DataLoader, raw / by hand", 1.3, ratio(RAW, HAND), question=2, **at_least)
-    if JPEG in spent:
-        claim("core time: DataLoader, JPEG / raw", 3, ratio(JPEG, RAW), question=1, **at_least)
-        claim("core time: DataLoader, plain / JPEG", 1.2, ratio(PLAIN, JPEG), **at_least)
-        share = ratio("decoding", JPEG)
-        claim("core time: decoding alone / DataLoader, JPEG", 0.5, share, **at_least)
-    if FFCV in spent:
-        claim("core time: by hand / FFCV", 1, ratio(HAND, FFCV), sign="<=", timed=True)
-        later = found[FFCV]["first"] / found[RAW]["first"]
-        claim("first batch: FFCV / DataLoader", 3, later, question=3, **at_least)
+STOP = 3  # batches on each rank
+
+
+def gather_objects(value: object) -> list:
+    """Return every rank's `value`, in order, on every rank."""
+    values = [None] * WORLD_SIZE
+    dist.all_gather_object(values, value)
+    return values
+
+
+def delivered(batches: Iterable, steps: int | None = None) -> np.ndarray:
+    """Return the indices of the images in the first batches, or in all."""
+    indices = []
+    for *_, index_B in itertools.islice(batches, steps):
+        indices.append(index_B.numpy().flatten().copy())  # FFCV writes over its batches
+    return np.concatenate(indices)
+
+
+def counts(index_N: np.ndarray) -> np.ndarray:
+    """Return how often each of the N images comes, over all ranks."""
+    return np.bincount(np.concatenate(gather_objects(index_N)), minlength=N)
+
+
+def check_decoded(place: Path) -> None:
+    """Compare whole images of the raw file with what the decoder makes of the JPEGs, on rank 0."""
+    raw_BHWC = mapped(place / "photos.raw")[:BATCH]
+    decoded = [default_loader(p) for p in photos_in(place)[:BATCH]] if RANK == 0 else raw_BHWC
+    claim("raw file: bytes of pixels that differ", 0, (np.stack(decoded) != raw_BHWC).sum())
+
+
+def check_libraries(place: Path) -> None:
+    """Claim which images DataLoader and FFCV deliver."""
+    share = BATCH // WORLD_SIZE  # of a step, on each rank
+    seen = STOP * share * WORLD_SIZE
+    padded = -N % WORLD_SIZE
+    make = functools.partial(raw_loader, place, RANK, WORLD_SIZE)
+    epoch = delivered(make())
+    times = counts(epoch)
+    claim("DataLoader: samples that never come", 0, (times == 0).sum())
+    claim("DataLoader: samples that come twice", padded, (times == 2).sum(), question=4)
+    expected = 2 if WORLD_SIZE - padded <= RANK else 1
+    claim("DataLoader: how often a rank's last one comes", expected, times[epoch[-1]])
+    both = counts(epoch[: STOP * share]) * counts(delivered(make(), STOP))
+    claim("DataLoader: samples that come again", seen, (both > 0).sum(), question=5)
+    if Loader:
+        Compiler.set_enabled(False)
+        make = functools.partial(ffcv_loader, place, WORLD_SIZE, None)
+        epoch = delivered(make())
+        places = math.ceil(N / WORLD_SIZE)  # in each rank's list
+        dropped = places % share
+        never = WORLD_SIZE * dropped - padded if dropped else 0
+        claim("FFCV: samples that a rank is given", places - dropped, len(epoch))
+        claim("FFCV: samples that never come", never, (counts(epoch) == 0).sum(), question=4)
+        with contextlib.closing(iter(make())) as batches:  # else its thread goes on
+            both = counts(epoch[: STOP * share]) * counts(delivered(batches, STOP))
+        claim("FFCV: samples that come again", seen, (both > 0).sum(), question=5)
+        whole = [decoders.SimpleRGBImageDecoder(), ToTensor()]
+        some = {"order": OrderOption.SEQUENTIAL, "indices": np.arange(BATCH)}
+        image_BHWC, _ = next(iter(ffcv_loader(place, 1, whole, **some)))
+        differ = image_BHWC.numpy() != mapped(place / "photos.raw")[:BATCH]
+        claim("FFCV: bytes of pixels that differ", 0, differ.sum())
+
+
+def check_by_hand(path: Path) -> None:
+    """Claim which images the loader by hand delivers, and that a stop changes nothing."""
+    steps = math.ceil(N / BATCH)
+    position = np.arange(steps * BATCH)
+    mine = position[position % BATCH % WORLD_SIZE == RANK]
+    epoch = delivered(RawLoader(path, RANK, WORLD_SIZE), steps)[mine < N]
+    claim("by hand: samples that do not come once", 0, (counts(epoch) != 1).sum())
+    stopped = RawLoader(path, RANK, WORLD_SIZE)
+    before = counts(delivered(stopped, STOP))
+    resumed = RawLoader(path, RANK, WORLD_SIZE, stopped.consumed)
+    without_stop = itertools.islice(RawLoader(path, RANK, WORLD_SIZE), STOP, 2 * STOP)
+    after = []
+    differ = 0
+    for (same_BHWC, _), (image_BHWC, index_B) in zip(without_stop, resumed, strict=False):
+        differ += (image_BHWC != same_BHWC).sum()
+        after.append(index_B)
+    both = before * counts(np.concatenate(after))
+    claim("by hand: samples that come again", 0, (both > 0).sum(), question=5)
+    claim("by hand: bytes that differ from a run without stop", 0, differ)
 
 
 # %% [markdown]
 # ## What you should have seen
 #
-# 1. About six times, and that is the file, not the loader: most of what a DataLoader spends on a
-#    JPEG is the decoder, as the row "decoding" shows, done alone. As long as it decodes, nothing
-#    that is done around the decoder makes it much faster. Floats cost more than half as much again.
-# 2. Almost three times: allocating a batch, copying it to shared memory, waking another process.
-#    The rest is the crop itself, and "copying" is the least that it can take. FFCV takes half as
-#    long again as the loader by hand, since it copies first and mirrors in a second pass.
-# 3. The DataLoader, by a factor of ten and more, since FFCV compiles its pipeline first. The loader
-#    by hand compiles one small function, and the checks before had done that. (The table has the
-#    memory of all processes too. What workers have of their own is little, since forked processes
-#    share their pages until somebody writes; mapped pages belong to the page cache, which all ranks
-#    share.)
-# 4. Three, on ranks 1, 2 and 3, as their last sample: -205 mod 4 = 3. With FFCV's default 13 never
-#    come: a rank's list has 52 places, of which the last four fill no batch. Of these 16 three are
-#    the repeats, and no loss. (The sampler has a `drop_last` too: that would leave out 205 mod 4 =
-#    1.) By hand nothing is repeated or left out, since a batch may span two epochs.
-# 5. All 96 that had come, and none. DataLoader and FFCV begin the epoch again, and a run that stops
-#    often sees the first samples of its epochs more often than the last ones. torchdata's
-#    `StatefulDataLoader` saves a position, too. FFCV takes the rest of the list as `indices`, but
-#    only as another loader, which compiles again.
+# 1. Six or seven times, and that is the file, not the loader. Most of what a DataLoader spends on a
+#    JPEG is the decoder, as "decoding alone" shows. As long as it decodes, nothing that is done
+#    around the decoder makes a loader much faster. The floats cost about half as much.
+# 2. Two to three times: a batch is allocated, copied to shared memory, and another process woken.
+#    What remains is the crop; "copying alone" is the least that it can take. FFCV is close, but
+#    copies first and mirrors in a second pass.
+# 3. FFCV, by a factor of ten and more: it compiles its whole pipeline first, the loader by hand one
+#    small function. The compiler also makes it several times as large. A DataLoader's workers take
+#    little as long as they only read what they share with the trainer.
+# 4. Three come twice, as the last images of ranks 1, 2 and 3: -205 mod 4 = 3. From FFCV 13 never
+#    come: of 52 places each rank drops the last four, which fill no batch, and of these 16 three
+#    are padding. By hand nothing is repeated or left out, since a batch may span two epochs.
+# 5. All 96 that had come: DataLoader and FFCV begin the epoch again, so a run that stops often sees
+#    the first images of its epochs more often than the last ones. With the integer, none.
 #
 # **Try.** Without `self.consumed += BATCH` every batch is right, and the integer stays 0: only the
-# two claims after the stop fail. With `drop_last=True` the first three claims fail: DataLoader
-# delivers nothing twice and leaves out 13, as FFCV does.
+# two claims after the stop fail. With `drop_last=True` a DataLoader repeats nothing and leaves out
+# 13, as FFCV does.
 #
-# **Which to take when.**
+# **Which to take when.** A GPU that trains on R images per second keeps R / (images per core s) of
+# the node's cores busy with loading. Count these first:
 #
-#     raw pixels fit the node's memory, cores are short     FFCV, or a loader by hand
-#     only the JPEGs fit                                   FFCV with JPEGs: one file, threads
-#     the files lie in an object store                     shards, read from front to back
-#     the step takes longer than the next batch            DataLoader: it is fast enough
-#     the run must go on in mid-epoch                      one integer, or StatefulDataLoader
+#     the node has these cores                     DataLoader, with bytes instead of floats
+#     it has not; raw pixels fit its memory        FFCV, or a loader by hand
+#     it has not; only the JPEGs fit               FFCV's JPEGs, or decode on the GPU (DALI)
+#     the files lie in an object store             shards, read from front to back
+#     a run must go on exactly where it stopped    one integer, or torchdata's StatefulDataLoader
 #
-# On GPUs the question is the same, per card: how many cores does a node have for each, and what is
-# "ms of a core" times the images that it wants? Bytes also cross PCIe in a quarter of the time that
-# floats take. If the cores do not suffice, DALI and nvJPEG decode on the GPU.
+# FFCV decodes JPEGs by libjpeg's fast DCT, which is less exact: benchmarks/loaders.py predicts a
+# bound from the quantization table, and compares. On a GPU the slots by hand would be pinned, and
+# since a slot is used again, a copy with `non_blocking=True` must be over in time.
 
 
 # %%
@@ -690,24 +663,21 @@ def main() -> None:
     setup()
     own = tempfile.TemporaryDirectory(prefix="loaders-") if RANK == 0 else contextlib.nullcontext()
     with own as folder:
-        place = Path(from_rank_0(folder))
-        signal.signal(signal.SIGINT, functools.partial(leave, place))
-        signal.signal(signal.SIGTERM, functools.partial(leave, place))
+        place = Path(gather_objects(folder)[0])
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, functools.partial(leave, place))
         if RANK == 0:
             prepare(place)
         dist.barrier()
-        check_data_loader(place)
-        check_by_hand(place / "photos.raw")
-        if Loader:
-            check_ffcv(place)
-        else:
-            blocked("FFCV: samples, pixels, core time", needs="FFCV: make .venv/all")
-        if njit:
+        if gather_objects(bool(njit and transforms))[0]:
             check_costs(place)
+            check_decoded(place)
         else:
-            blocked("core time of each loader", needs="numba: pip install -e '.[data]'")
-        if from_rank_0(transforms is None):
-            blocked("DataLoader from JPEGs", needs="torchvision: pip install torchvision")
+            blocked("what each loader costs", needs="numba, torchvision: pip install -e '.[ffcv]'")
+        check_libraries(place)
+        check_by_hand(place / "photos.raw")
+        if Loader is None:
+            blocked("FFCV: costs, samples, pixels", needs="FFCV: make .venv/all")
         dist.barrier()  # the folder goes when all have read it
     finish()
 

@@ -15,14 +15,17 @@ from tests.lessons.every import Breaks, OnGpus, Without, test_lesson  # noqa: F4
 LESSON = "data-loading/01_ffcv_distributed_optimization.py"
 pytestmark = pytest.mark.skipif(find_spec("ffcv") is None, reason="FFCV is not installed")
 
-LOADERS = ("        core = check_loaders(place)\n", "        core = {}\n")
 STATIONS = (
-    "        stations, alone = check_stations(place, device)\n",
-    "        stations, alone = {}, 0\n",
+    "        stations = check_stations(place, device)\n",
+    "        stations = {'decode': 1.0}\n",
 )
-LIMITS = ("        check_limits(stations, alone, core)\n", "")
-KNOBS = ("    check_draws()\n    check_prefetching()\n", "")
-UNTIMED = [STATIONS, LOADERS, LIMITS]
+LOADERS = (
+    "        core = check_loaders(place)\n",
+    "        core = {'DataLoader': 1.0, 'jpg': 1.0, 'raw': 0.2}\n",
+)
+REST = ("        check_rest(stations, core, place)\n", "")
+SHARING = ('        check_sharing("FFCV", indices_by_ffcv(place / "jpg.beton"), device)\n', "")
+UNTIMED = [STATIONS, LOADERS]
 SIZES = {ranks: UNTIMED for ranks in (1, 3)}
 IMPORT = "    with contextlib.suppress(ImportError):  # the extra [ffcv]\n"
 GONE = (IMPORT, IMPORT + "        raise ImportError\n")
@@ -31,33 +34,41 @@ WITHOUT = {
         [GONE], {"where a DataLoader's time goes", "threads against processes"}, ranks=3
     )
 }
-ON_GPUS = OnGpus(
-    changes=[  # FFCV copies on streams of CUDA's, in a thread of its own
-        GONE,
-        ("cores < 4:", "cores < 0:"),
-        ('"num_workers": cores - 1', '"num_workers": WORKERS'),
-        ('"pin_memory": True', '"pin_memory": False'),  # its thread asks C++ for CUDA
-        ("return 512", "return 64"),
-        ("max(1, min(1000, round(loading / 2 / computing)))", "2"),
-    ]
-)
-NO_DEVICE = {
-    "station_seconds": "copy_to_device waits",
-    "wrapped": "copy_to_device waits",
-    "alternate": "loaders end on the host",
-}
-
-
-def test_training_crops_are_drawn_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NUMBA_OPT", "0")  # which the lesson sets, and nobody else is to see
-    monkeypatch.setenv("RANK", "0")  # which alone imports FFCV
-    crop = load(LESSON).crops_by_ffcv()[0]
-    drawn = {crop.get_crop_generator(375, 500, crop.scale, crop.ratio) for _ in range(9)}
-    assert len(drawn) > 1
-
+ON_GPUS = OnGpus(changes=[GONE])  # FFCV copies on streams of CUDA's, in a thread of its own
+NO_DEVICE = {"station": "copy waits inside", "alternate": "loaders end on the host"}
 
 MEANS = {f"mean of normalized crops, {name} - DataLoader's" for name in ("jpg", "raw")}
+BYTES = "bytes, file of raw pixels / JPEGs"
+NEVER = {name: f"{name}: images that never come" for name in ("DataLoader", "FFCV")}
+TWICE = {name: f"{name}: images that come twice" for name in ("DataLoader", "FFCV")}
 
+SHARED = {
+    "a DataLoader that all ranks read whole": (
+        "DataLoader(range(N), BATCH, sampler=sampler)",
+        "DataLoader(range(N), BATCH)",
+        {TWICE["DataLoader"]},
+    ),
+    "a Loader that all ranks read whole": (
+        "ffcv_loader(path, None, distributed=True, num",
+        "ffcv_loader(path, None, num",
+        {TWICE["FFCV"]},
+    ),
+    "an incomplete batch is dropped, as in Try": (
+        '"drop_last": False} | options',
+        '"drop_last": True} | options',
+        {NEVER["FFCV"]},
+    ),
+    "a DataLoader drops an incomplete batch": (
+        "DataLoader(range(N), BATCH, sampler",
+        "DataLoader(range(N), BATCH, drop_last=True, sampler",
+        {NEVER["DataLoader"]},
+    ),
+    "raw pixels are written as JPEGs": (
+        'place / "raw.beton", RGBImageField("raw"))',
+        'place / "raw.beton", RGBImageField("jpg", jpeg_quality=97))',
+        {BYTES},
+    ),
+}
 LINES = {
     # The mean of what is delivered gives it away.
     "red and blue are exchanged": (
@@ -71,102 +82,42 @@ LINES = {
         MEANS,
     ),
     "DataLoader has no workers": (
-        "num_workers=WORKERS, persistent_workers=True",
-        "num_workers=0",
+        'knobs = {"num_workers": workers, "persistent_workers": workers > 0}',
+        'knobs = {"num_workers": 0}',
         {"processes that DataLoader started"},
     ),
 }
 ONCE = ("alternate(loaders, 2)", "alternate(loaders, 1)")
 DECODING = "time to decode a JPEG, FFCV's / DataLoader's"
 WORKERS = "core time, 2 workers / none"
+SAVED = {f"core time, DataLoader's / FFCV's, {name}" for name in ("jpg", "raw")}
 SLOW = {
     # Its workers stay, as those of the first do, and are counted.
     "another DataLoader in FFCV's place": (
         'functools.partial(point_at, ffcv, place / f"{name}.beton")',
         'lambda another=torchvision_loader(place / "photos", rounds): another',
-        {
-            "core time, DataLoader's / FFCV's, jpg",
-            "core time, DataLoader's / FFCV's, raw",
-            "processes that FFCV started",
-            DECODING,
-        },
+        {*SAVED, "processes that FFCV started", DECODING},
     ),
-    "augmenting is not timed": (
-        'timed("augment", crops_by_torchvision())',
-        "crops_by_torchvision()",
+    "the stopwatches run at half speed": (
+        "spent[name] += time.perf_counter() - start",
+        "spent[name] += (time.perf_counter() - start) / 2",
         {"all stations / the whole epoch"},
     ),
     "an image is opened and not decoded": (
-        'folders.Image.open(file).convert("RGB")',
-        "folders.Image.open(file)",
+        'Image.open(io.BytesIO(jpeg)).convert("RGB")',
+        "Image.open(io.BytesIO(jpeg))",
         {"time to read / time to decode", DECODING},
     ),
     "what workers spend is not counted": (
         "for process in [me, *me.children()]]",
         "for process in [me]]",
-        {
-            WORKERS,
-            "core time, DataLoader's / FFCV's, jpg",
-            "core time, DataLoader's / FFCV's, raw",
-            DECODING,
-        },
-    ),
-}
-FORKED = "different draws, generator made before the fork"
-ALIKE = "different draws of torch, ranks seeded alike"
-CURED = {
-    f"different draws of {kind}, cured"
-    for kind in ("its own generator", "torch", "random", "numpy")
-}
-STARTED = "workers of a rank in two epochs"
-TURNED = {
-    "workers keep the generator of before the fork": (
-        "    dataset.generator = np.random.default_rng(torch.initial_seed())\n",
-        "",
-        {"different draws of its own generator, cured"},
-    ),
-    "all ranks draw alike, as in Try": (
-        "two_epochs(generator=seeds, **knobs)",
-        "two_epochs(**knobs)",
-        CURED,
-    ),
-    "ranks are seeded apart": (
-        "    torch.manual_seed(SEED)  # alike",
-        "    torch.manual_seed(SEED + RANK)  # alike",
-        {ALIKE},
-    ),
-    "each draw is seeded by the clock": (
-        "int(self.generator.integers(2**62))",
-        "int(np.random.default_rng().integers(2**62))",
-        {FORKED},
-    ),
-    "global states are seeded by none": (
-        '            "random": random.getrandbits(62),\n'
-        '            "numpy": int(np.random.randint(2**62)),\n',
-        '            "random": random.Random(index).getrandbits(62),\n'
-        '            "numpy": int(np.random.RandomState(index).randint(2**62)),\n',
-        {"different draws of random, cured", "different draws of numpy, cured"},
-    ),
-    "workers persist from the beginning": (
-        "naive = two_epochs()",
-        "naive = two_epochs(persistent_workers=True)",
-        {FORKED, STARTED},
-    ),
-    "workers are started for each epoch": (
-        '"persistent_workers": True}\n    cured',
-        '"persistent_workers": False}\n    cured',
-        {f"{STARTED}, persistent"},
-    ),
-    "batches are asked for as if nothing were said": (
-        '"prefetch_factor": factor, "multi',
-        '"multi',
-        {"batches asked for before the first, factor 3"},
+        {WORKERS, *SAVED, DECODING},
     ),
 }
 BREAKS = [
-    Breaks(TURNED, changes=[GONE], alone=["each draw is seeded by the clock"]),
-    Breaks(LINES, changes=[STATIONS, LIMITS, KNOBS, ONCE], deadline=150),
-    Breaks(SLOW, changes=[KNOBS], deadline=150, clock=True),
+    Breaks(SHARED, changes=[*UNTIMED], deadline=150),
+    Breaks(LINES, changes=[STATIONS, REST, SHARING, ONCE], deadline=150),
+    Breaks(SLOW, changes=[SHARING], deadline=150, clock=True),
 ]
 
 
@@ -183,9 +134,22 @@ def test_images_of_ones_own_of_any_size(tmp_path: Path) -> None:
     play(LESSON, 2, *UNTIMED, argv=data, deadline=120).expect(set())
 
 
+def test_a_folder_without_images_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"--data needs .*, got {tmp_path}"):
+        next(load(LESSON).images_of(str(tmp_path)))
+
+
+def test_training_crops_are_drawn_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUMBA_OPT", "0")
+    monkeypatch.setenv("RANK", "0")  # without which nothing of FFCV's is imported
+    crop = load(LESSON).crops_by_ffcv()[0]
+    drawn = {crop.get_crop_generator(375, 500, crop.scale, crop.ratio) for _ in range(9)}
+    assert len(drawn) > 1
+
+
 def test_each_round_of_the_dataloader_brings_every_photo_once() -> None:
     lesson = load(LESSON)
-    lesson.Photos = lambda folder, transform: range(lesson.N)
+    lesson.Photos = lambda folder, augment: range(lesson.N)
     lesson.crops_by_torchvision = Mock()
     for rounds in (1, 2):
         drawn = lesson.torchvision_loader(Path(), rounds).sampler
@@ -209,9 +173,9 @@ def test_both_loaders_decode_jpegs_of_quality_97(tmp_path: Path) -> None:
     lesson.RGBImageField = lambda mode, **options: (mode, options)
     lesson.write_photos = Mock()
     image = Mock()
-    lesson.images_of = lambda data: [("a", image)]
+    lesson.images_of = lambda data: [image]
     lesson.prepare(tmp_path, None)
-    image.save.assert_called_once_with(tmp_path / "photos/a/0000.jpg", quality=97)
+    image.save.assert_called_once_with(tmp_path / "photos/0000.jpg", quality=97)
     written = {given.args[1].name: given.args[2] for given in lesson.write_photos.call_args_list}
     assert written == {"jpg.beton": ("jpg", {"jpeg_quality": 97}), "raw.beton": ("raw", {})}
 
@@ -254,32 +218,43 @@ def test_each_loader_reads_its_own_file_as_often_as_it_is_told() -> None:
     assert options["num_workers"] == lesson.WORKERS
 
 
+def claims_of(lesson: object) -> dict[str, float]:
+    """What the lesson claims to have measured, as it comes to claim it."""
+    claims = {}
+    lesson.claim = lambda text, predicted, measured, *_, **__: claims.update({text: measured})
+    return claims
+
+
 def test_what_is_saved_is_the_dataloaders_time_of_a_core_over_ffcvs() -> None:
     lesson = load(LESSON)
     seconds = {"DataLoader": [(0.5, 6.0), (0.25, 8.0)], "jpg": [(0.2, 3.0)], "raw": [(0.1, 1.0)]}
+    seconds["no workers"] = [(1.0, 5.0), (1.0, 4.0)]
     processes = {"DataLoader": 2, "jpg": 0, "raw": 0}
-    means = {name: torch.zeros(3) for name in seconds}
+    means = {name: torch.zeros(3) for name in ("DataLoader", "jpg", "raw")}
     measured = {"seconds": seconds, "processes": processes, "means": means}
     lesson.from_rank_0 = lambda value: measured
     lesson.RANK = 1
-    said, claims = [], {}
+    said = []
     lesson.print0 = said.append
-    lesson.claim = lambda text, predicted, measured, *_, **__: claims.update({text: measured})
-    assert lesson.check_loaders(Path()) == {"DataLoader": 6.0, "jpg": 3.0, "raw": 1.0}
+    claims = claims_of(lesson)
+    best = {"DataLoader": 6.0, "jpg": 3.0, "raw": 1.0, "no workers": 4.0}
+    assert lesson.check_loaders(Path()) == best
     assert claims["core time, DataLoader's / FFCV's, jpg"] == 2.0
     assert claims["core time, DataLoader's / FFCV's, raw"] == 6.0
+    assert claims[WORKERS] == 1.5
     assert said[0].split()[:2] == ["DataLoader", "4"]
     assert "6000.00 ms of a core per image" in said[0]
 
 
-def test_workers_do_the_same_work_and_decoding_is_what_jpegs_take_beyond_raw() -> None:
+def test_decoding_is_what_jpegs_take_beyond_raw(tmp_path: Path) -> None:
     lesson = load(LESSON)
-    lesson.RANK = 1
-    claims = {}
-    lesson.claim = lambda text, predicted, measured, *_, **__: claims.update({text: measured})
+    (tmp_path / "photos").mkdir()
+    for name, size in ("photos/0.jpg", 10), ("photos/1.jpg", 20), ("raw.beton", 150):
+        (tmp_path / name).write_bytes(bytes(size))
+    claims = claims_of(lesson)
     core = {"DataLoader": 8.0, "jpg": 5.0, "raw": 2.0}
-    lesson.check_limits({"read": 1.0, "decode": 1.0}, 4.0, core)
-    assert claims == {WORKERS: 2.0, DECODING: 0.75}
+    lesson.check_rest({"read": 1.0, "decode": 1.0, "copy": 9.0}, core, tmp_path)
+    assert claims == {DECODING: 0.75, BYTES: 5.0}
 
 
 def test_bars_are_as_long_as_the_times_of_a_core() -> None:
@@ -288,7 +263,7 @@ def test_bars_are_as_long_as_the_times_of_a_core() -> None:
     with patch.object(figure, "savefig", autospec=True) as saved:
         lesson.draw(
             "figure.svg",
-            {"read": 0.001, "decode": 0.004},
+            {"read": 0.001, "decode": 0.004, "copy": 0.1},
             {"DataLoader": 0.009, "jpg": 0.005, "raw": 0.002},
         )
     (axes,) = saved.call_args.args[0].axes
@@ -307,7 +282,6 @@ def test_each_station_is_timed_by_itself_and_all_are_the_whole(tmp_path: Path) -
     lesson.N = 2
     now = [0.0]
     lesson.time = SimpleNamespace(perf_counter=lambda: now[0])
-    lesson.core_seconds = lambda: now[0] / 2
 
     def takes(seconds: float, result: object = None) -> Callable:
         def work(*_: object, **__: object) -> object:
@@ -316,28 +290,17 @@ def test_each_station_is_timed_by_itself_and_all_are_the_whole(tmp_path: Path) -
 
         return work
 
-    class Folder:
-        def __init__(self, folder: Path, transform: Callable, loader: Callable) -> None:
-            self.images = [(transform, loader, folder / "photo.jpg")] * 2
-
-        def __len__(self) -> int:
-            return 2
-
-        def __getitem__(self, index: int) -> tuple:
-            transform, loader, path = self.images[index]
-            return transform(loader(path)), 0
-
-    lesson.ImageFolder = Folder
+    for index in range(2):
+        (tmp_path / f"{index}.jpg").touch()
     opened = SimpleNamespace(convert=takes(10.0))
-    lesson.folders = SimpleNamespace(Image=SimpleNamespace(open=lambda file: opened))
+    lesson.Image = SimpleNamespace(open=lambda file: opened)
     lesson.crops_by_torchvision = lambda: takes(100.0)
     batch = Mock()
     batch.to.side_effect = takes(4000.0)
-    read = patch.object(Path, "read_bytes", takes(1.0, b""))
-    collate = patch.object(torch.utils.data, "default_collate", takes(200.0, (batch, None)))
-    with read, collate:
-        seconds = lesson.station_seconds(tmp_path, torch.device("cpu"))
+    lesson.default_collate = takes(200.0, (batch, None))
+    with patch.object(Path, "read_bytes", takes(1.0, b"")):
+        seconds, whole = lesson.station_seconds(tmp_path, torch.device("cpu"))
     stations = {"read": 1.0, "decode": 10.0, "augment": 100.0, "collate": 100.0, "copy": 2000.0}
-    whole = sum(stations.values())
-    assert seconds == stations | {"whole": whole, "core": whole / 2}
+    assert seconds == stations
+    assert whole == sum(stations.values())
     assert batch.to.call_args == call(torch.device("cpu"), copy=True)

@@ -2,14 +2,14 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
+import torch
 
-from course.playing import Lazily, load
+from course.playing import Lazily, load, play
 from tests.lessons.every import Breaks, OnGpus, Without, test_lesson  # noqa: F401
 
 LESSON = "data-loading/04_jit_augmentation.py"
@@ -17,22 +17,19 @@ pytestmark = pytest.mark.skipif(find_spec("numba") is None, reason="numba is not
 lesson = Lazily(LESSON)
 
 # The workers take the most time, on rank 0; the plain run, on four ranks, has them.
-NO_WORKERS = ("    check_workers(images, draws, expected)\n    finish", "    finish")
-NO_SECONDS = ("    check_seconds(augment, images, draws)\n", "")
-FEW = ("BATCHES = 150", "BATCHES = 30")
+NO_THREADS = ("    check_threads(images, draws, expected)\n    finish", "    finish")
+FEW = ("BATCHES = 80", "BATCHES = 8")
 SIZES = {1: [FEW], 3: [FEW]}
 ON_GPUS = OnGpus(changes=[FEW])
 NUMBA = "    import numba\n"
+PIL = "    from PIL import Image, ImageEnhance\n"
 WITHOUT = {
     "numba": Without(
-        [(NUMBA, "    raise ImportError\n" + NUMBA)],
-        {"the compiled loop", "threads against processes", "compilations"},
+        [(NUMBA, "    raise ImportError\n")],
+        {"the compiled loop", "threads against processes"},
     ),
 }
-NO_DEVICE = {
-    "seconds_of": "what it times runs on the host",
-    "pace": "batches are filled on the host",
-}
+NO_DEVICE = {"pace": "batches are filled on the host"}
 
 
 def small() -> ModuleType:
@@ -64,34 +61,25 @@ def test_all_ways_make_the_crop_that_one_makes_by_hand() -> None:
     draws[6] = lesson.LEAST
     by_hand = [crop_by_hand(*one, 8, 3) for one in zip(images, draws.tolist(), strict=True)]
     expected = np.stack(by_hand)
-    assert (lesson.one_by_one(lesson.augment_pil, images, draws) == expected).all()
-    assert (lesson.one_by_one(lesson.augment_numpy, images, draws) == expected).all()
-    assert (lesson.crops_by(lesson.augment_loop, images, draws) == expected).all()
+    for augment in (lesson.augment_pil, lesson.augment_numpy, lesson.augment_loop):
+        assert (lesson.crops_by(augment, images, draws) == expected).all(), augment
 
 
 def test_numpy_makes_a_new_crop() -> None:
     lesson = small()
-    image = np.full((12, 14, 3), 100, np.uint8)
-    for flip in (0, 1):
-        lesson.augment_numpy(image, np.array([0, 0, flip, 64, 0, 0]))
-    assert (image == 100).all()
+    images = np.full((2, 12, 14, 3), 100, np.uint8)
+    draws = np.array([[0, 0, flip, 64, 0, 0] for flip in (0, 1)])
+    lesson.crops_by(lesson.augment_numpy, images, draws)
+    assert (images == 100).all()
 
 
 def test_the_images_are_windows_of_the_photograph() -> None:
     images = lesson.windows_of_a_photograph()
-    assert images.shape == (64, 160, 240, 3)
+    assert images.shape == (128, 160, 240, 3)
     assert images.dtype == np.uint8
-    assert len({image.tobytes() for image in images}) == 64
+    assert len({image.tobytes() for image in images}) == 128
     assert images.flags.c_contiguous
     assert images.flags.writeable
-
-
-def test_times_are_per_crop() -> None:
-    lesson = small()
-    lesson.seconds_of = lambda work, *given: 1.0
-    images = np.zeros((64, 12, 14, 3), np.uint8)
-    seconds = lesson.seconds_per_crop(lesson.augment_loop, images, np.zeros((64, 6), np.int64))
-    assert seconds == {"Python": 1.0, "PIL": 1 / 64, "NumPy": 1 / 64, "numba": 1 / 64}
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 60])
@@ -100,25 +88,35 @@ def test_threads_fill_the_whole_batch(count: int) -> None:
     images = np.random.default_rng(0).integers(0, 256, (count, 12, 14, 3), np.uint8)
     draws = np.random.default_rng(1).integers(0, 3, (count, 6))
     draws[:, 3] += 62  # of 64ths
-    expected = lesson.one_by_one(lesson.augment_pil, images, draws)
+    draws[:, 2] %= 2
+    expected = lesson.crops_by(lesson.augment_pil, images, draws)
+    batch = np.empty((count, 8, 8, 3), np.uint8)
     with ThreadPoolExecutor(2) as pool:
-        found = lesson.fill_by_threads(pool, lesson.augment_loop, images, draws)
-    assert (found == expected).all()
+        lesson.fill_by_threads(pool, lesson.augment_loop, images, draws, batch)
+        assert (batch == expected).all()
+        assert lesson.by_threads(pool, lesson.augment_loop, images, draws, 3)() == 3 * count
 
 
 def test_each_thread_gets_half() -> None:
     lesson = small()
     pool = Mock()
-    lesson.fill_by_threads(pool, "augment", np.zeros((64, 12, 14, 3), np.uint8), np.zeros((64, 6)))
-    assert [len(given.args[1]) for given in pool.submit.call_args_list] == [32, 32]
+    images = np.zeros((128, 12, 14, 3), np.uint8)
+    batch = np.zeros((128, 8, 8, 3), np.uint8)
+    lesson.fill_by_threads(pool, "augment", images, np.zeros((128, 6)), batch)
+    given = [call.args[1:] for call in pool.submit.call_args_list]
+    assert [len(share) for one in given for share in one] == [64] * 6
+    assert all(np.shares_memory(one[2], batch) for one in given)
 
 
-def test_processes_make_as_many_batches_as_threads() -> None:
-    images = np.zeros((64, 160, 240, 3), np.uint8)
-    loader = lesson.process_loader(None, images, np.zeros((64, 6), np.int64))
-    assert len(loader) == lesson.BATCHES
-    assert all(sorted(batch) == [*range(64)] for batch in loader.batch_sampler)
+def test_a_worker_is_asked_for_whole_batches() -> None:
+    lesson = small()
+    images = np.random.default_rng(0).integers(0, 256, (128, 12, 14, 3), np.uint8)
+    draws = np.tile([1, 2, 1, 70, 0, 3], (128, 1))
+    loader = lesson.process_loader(lesson.augment_numpy, images, draws)
+    assert len(loader) == len([*loader.sampler]) == lesson.BATCHES
     assert loader.num_workers == lesson.WORKERS
+    batch = loader.dataset[next(iter(loader.sampler))]
+    assert (batch.numpy() == lesson.crops_by(lesson.augment_pil, images, draws)).all()
 
 
 def test_cpu_seconds_are_those_of_all_processes() -> None:
@@ -130,78 +128,81 @@ def test_cpu_seconds_are_those_of_all_processes() -> None:
         assert lesson.cpu_seconds() == 63
 
 
-def test_the_pace_is_that_of_all_batches() -> None:
+def test_the_pace_is_per_second_and_per_crop() -> None:
     lesson = load(LESSON)
     now = [0.0]
 
-    def batches() -> object:
-        for _ in range(3):
-            now[0] += 2.0
-            yield None
+    def make() -> int:
+        now[0] += 6.0
+        return 90
 
     lesson.time = SimpleNamespace(perf_counter=lambda: now[0])
     lesson.cpu_seconds = lambda: 1.5 * now[0]
-    assert lesson.pace(batches()) == (6.0, 9.0)
+    assert lesson.pace(make) == (1.5, 0.1)
 
 
-def verdicts(rate: dict, cores: dict) -> list[bool]:
+def test_shared_bytes_are_those_that_the_kernel_shares() -> None:
+    shared = torch.zeros(2**20, dtype=torch.uint8).share_memory_().numpy()
+    assert lesson.shared_bytes(shared) == 2**20
+    assert lesson.shared_bytes(shared[5:-7]) == 2**20 - 12
+    assert lesson.shared_bytes(shared.copy()) == 0
+
+
+def verdicts(paces: dict, cores: int = 2) -> dict[str, bool]:
     """Whether each claim of the clock's holds."""
     lesson = load(LESSON)
-    held = []
+    held = {}
 
-    def claim(text: str, predicted: float, measured: float, sign: str, **how: object) -> None:
+    def claim(
+        text: str,
+        predicted: float,
+        measured: float,
+        sign: str = "=",
+        atol: float = 0.0,
+        **how: object,
+    ) -> None:
         assert how["timed"]
-        held.append(measured <= predicted if sign == "<=" else measured >= predicted)
+        held[text] = measured >= predicted if sign == ">=" else abs(measured - predicted) <= atol
 
     lesson.claim = claim
-    lesson.os = Mock(cpu_count=lambda: 2)
-    lesson.judge_threads(rate, cores)
+    lesson.blocked = lambda text, needs: held.update({text: None})
+    lesson.os = Mock(cpu_count=lambda: cores)
+    lesson.judge_paces(paces)
     return held
 
 
 def test_what_the_clock_says_of_threads_and_processes() -> None:
-    rate = {"threads": 60_000.0, "DataLoader": 20_000.0}
-    cores = {"threads, GIL held": 1.0, "threads": 1.9, "DataLoader": 2.0}
-    assert verdicts(rate, cores) == [True, True, True, True]
-    slow = {"threads": 20_000.0, "DataLoader": 20_000.0}  # no faster, and as much CPU time
-    assert verdicts(slow, cores | {"threads": 2.0}) == [True, True, False, False]
-    one = {"threads, GIL held": 2.0, "threads": 1.0}
-    assert verdicts(rate, cores | one)[:2] == [False, False]
-    assert verdicts(slow, cores | {"threads": 1.0})[3]  # half the CPU time per crop
+    paces = {"threads, not compiled": (1.02, 0.03), "threads, GIL held": (1.0, 30e-6)}
+    paces |= {"threads, GIL released": (1.9, 31e-6), "DataLoader": (2.0, 45e-6)}
+    assert verdicts(paces) == dict.fromkeys([PYTHON, ONE, TWO, CPU], True)
+    assert verdicts(paces, cores=1)[TWO] is None
+    assert not verdicts(paces | {"threads, not compiled": (1.9, 0.03)})[PYTHON]
+    assert not verdicts(paces | {"threads, GIL held": (1.9, 30e-6)})[ONE]
+    assert not verdicts(paces | {"threads, GIL released": (1.0, 31e-6)})[TWO]
+    assert not verdicts(paces | {"DataLoader": (2.0, 32e-6)})[CPU]
 
 
-@pytest.mark.parametrize("launched", [True, False])
-def test_the_folder_lies_in_the_launchers_and_goes(
-    launched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "other"))
-    (tmp_path / "other").mkdir()
-    (tmp_path / "0").mkdir()
-    monkeypatch.setenv(
-        "TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "error.json") if launched else ""
-    )
-    lesson = load(LESSON)
-    lesson.from_rank_0 = lambda value: value
-    lesson.dist = Mock()
-    with lesson.shared_folder() as folder:
-        assert folder.is_dir()
-        assert folder.parent == tmp_path / ("0" if launched else "other")
-    assert not folder.exists()
+@pytest.mark.deep
+def test_without_pil_it_says_what_it_needs() -> None:
+    played = play(LESSON, 2, (PIL, "    raise ImportError\n"))
+    (row,) = played.ledger
+    assert row["needs"] == "Pillow, and scikit-learn's photograph"
+    assert played.code == 1
 
 
 NUMPY = "bytes in which NumPy's crops differ from PIL's"
 LOOP = "bytes in which the loop's crops differ from PIL's"
 BATCHES = "bytes in which batches differ from PIL's crops"
-KINDS = "compilations for 4 kinds of images"
-NO_CACHE = "compilations on all ranks, no cache"
-STORED = "compilations on all ranks, cache, rank 0 first"
-LOADED = "ranks that loaded it from the cache"
-HELD = "another thread's steps meanwhile, GIL held"
-RELEASED = "another thread's steps meanwhile, GIL released"
+HELD = "threads in the loop at one time, GIL held"
+RELEASED = "threads in the loop at one time, GIL released"
 COPIED = "bytes per crop in shared memory, DataLoader"
 WRITTEN = "bytes per crop in shared memory, threads"
+PYTHON = "cores in use by 2 threads, not compiled"
+ONE = "cores in use by 2 threads, GIL held"
+TWO = "cores in use by 2 threads, GIL released"
+CPU = "CPU time per crop, DataLoader / threads"
 
-COMPILING = {
+PIXELS = {
     "NumPy forgets the minimum, as in Try": (
         "np.minimum(crop_SSC.astype(np.uint16) * light // 64, 255).astype",
         "(crop_SSC.astype(np.uint16) * light // 64).astype",
@@ -212,27 +213,11 @@ COMPILING = {
         "column if flip else S - 1 - column",
         {LOOP},
     ),
-    "the mirrored view is a copy": (
-        "mirrored = images_NHWC[:, :, ::-1]\n",
-        "mirrored = images_NHWC[:, :, ::-1].copy()\n",
-        {KINDS},
-    ),
-    "nothing is cached": (
-        "augment = compiled(cache=True)",
-        "augment = compiled()",
-        {STORED, LOADED},
-    ),
-    # One of the four kinds that come later.
-    "all ranks compile for a second kind of images": (
-        "min(seconds_of(crops_by, augment, images, draws)",
-        "min(seconds_of(crops_by, augment, images[:, ::-1], draws)",
-        {NO_CACHE},
-    ),
 }
-WORKERS = {
+THREADS = {
     "threads take the draws of other images": (
-        "images[mine], draws[mine], crops_NSSC[mine]",
-        "images[mine], draws[mine][::-1].copy(), crops_NSSC[mine]",
+        "images_NHWC[mine], draws[mine], batch_NSSC[mine]))",
+        "images_NHWC[mine], draws[mine][::-1].copy(), batch_NSSC[mine]))",
         {BATCHES},
     ),
     "the GIL is released where it is said to be held": (
@@ -241,61 +226,57 @@ WORKERS = {
         {HELD},
     ),
     "the DataLoader carries floats": (
-        "self.draws[one])[0])\n",
-        "self.draws[one])[0]).float()\n",
+        "self.draws[batch]))\n",
+        "self.draws[batch])).float()\n",
         {COPIED},
     ),
-    "all batches are copied into shared memory": (
-        "batch = torch.as_tensor(last)\n",
-        "batch = torch.as_tensor(last).share_memory_()\n",
+    "threads fill shared memory": (
+        "    batch_NSSC = np.empty((N, S, S, 3), np.uint8)\n    with",
+        "    batch_NSSC = torch.zeros(N, S, S, 3, dtype=torch.uint8).share_memory_().numpy()\n"
+        "    with",
         {WRITTEN},
     ),
-    "the GIL is held where it is said to be released": (
-        "for nogil in (False, True)]",
-        "for nogil in (False, False)]",
+    "workers make crops of other images": (
+        "self.images[batch], self.draws[batch]))\n",
+        "self.images[batch][::-1].copy(), self.draws[batch]))\n",
+        {BATCHES},
+    ),
+    "the GIL is held, as in Try": (
+        "numba.njit(nogil=nogil)",
+        "numba.njit(nogil=False)",
         {RELEASED},
     ),
 }
 CLOCK = {
-    "the first call is the second": (
-        "    first = seconds_of(",
-        "    crops_by(augment, images, draws)\n    first = seconds_of(",
-        {"seconds of the first call / of a later one"},
+    "the GIL is held, as in Try": (
+        "numba.njit(nogil=nogil)",
+        "numba.njit(nogil=False)",
+        {RELEASED, TWO},
     ),
-    "the loop in Python is the compiled one": (
-        "N * seconds_of(crops_by, augment_loop, images[:1], draws[:1])",
-        "seconds_of(crops_by, augment, images, draws)",
-        {"time per crop, Python / the compiled loop"},
-    ),
-    "NumPy is the compiled loop": (
-        "seconds_of(one_by_one, augment_numpy, images, draws)",
-        "seconds_of(crops_by, augment, images, draws)",
-        {"time per crop, NumPy / the compiled loop"},
+    "the loop that is not compiled is": (
+        "by_threads(pool, augment_loop, images[:4], draws[:4], 1)",
+        "by_threads(pool, released, images, draws, BATCHES)",
+        {PYTHON},
     ),
     "threads release the GIL that are said to hold it": (
-        "held = compiled(nogil=False)",
-        "held = compiled(nogil=bool(1))",
-        {"cores in use by 2 threads, GIL held"},
+        "held = compiled(augment_loop, nogil=False)",
+        "held = compiled(augment_loop, nogil=bool(1))",
+        {ONE},
     ),
     "one thread takes all images": (
-        "share = math.ceil(len(images) / WORKERS)",
-        "share = len(images)",
-        {"cores in use by 2 threads, GIL released", "crops per second, threads / DataLoader"},
+        "share = math.ceil(len(images_NHWC) / WORKERS)",
+        "share = len(images_NHWC)",
+        {TWO},
     ),
-    "threads make each crop four times": (
-        "        jobs.append(pool.submit(augment, images[mine], draws[mine], crops_NSSC[mine]))",
-        "        given = images[mine], draws[mine], crops_NSSC[mine]\n"
-        "        jobs += [pool.submit(augment, *given) for _ in range(4)]",
-        {"CPU time per crop, DataLoader / threads", "crops per second, threads / DataLoader"},
+    "threads make each crop twice": (
+        "jobs.append(pool.submit(augment, images_NHWC[mine], draws[mine], batch_NSSC[mine]))",
+        "given = images_NHWC[mine], draws[mine], batch_NSSC[mine]\n"
+        "        jobs += [pool.submit(augment, *given) for _ in range(2)]",
+        {CPU},
     ),
 }
 BREAKS = [
-    Breaks(
-        COMPILING,
-        changes=[NO_WORKERS, NO_SECONDS],
-        alone=["all ranks compile for a second kind of images"],
-        deadline=120,
-    ),
-    Breaks(WORKERS, changes=[FEW, NO_SECONDS], deadline=120),
+    Breaks(PIXELS, changes=[NO_THREADS], deadline=120),
+    Breaks(THREADS, changes=[FEW], deadline=120),
     Breaks(CLOCK, deadline=120, clock=True),
 ]

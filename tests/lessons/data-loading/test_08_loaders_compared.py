@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,15 +44,14 @@ def without(extra: str) -> tuple[str, str]:
 
 
 NO_FFCV = without("the extra [ffcv]")
+FFCV = "FFCV: costs, samples, pixels"
+COST = "what each loader costs"
 WITHOUT = {
-    "FFCV": Without([NO_FFCV], {"FFCV: samples, pixels, core time"}),
-    "numba": Without(
-        [NO_FFCV, without("the extra [data]")],
-        {"core time of each loader", "FFCV: samples, pixels, core time"},
-    ),
+    "FFCV": Without([NO_FFCV], {FFCV}),
+    "numba": Without([NO_FFCV, without("the extra [data]")], {COST, FFCV}),
     "torchvision": Without(
         [("            from torchvision import transforms\n", "            raise ImportError\n")],
-        {"DataLoader from JPEGs"},
+        {COST},
     ),
 }
 ON_GPUS = OnGpus(changes=[NO_FFCV, COSTS])  # FFCV copies on streams of CUDA's, in its thread
@@ -197,40 +198,44 @@ def test_a_loader_s_crops_are_of_the_images_whose_numbers_come_with_them(
 # How it is measured
 
 
-def test_loaders_take_turns_and_seconds_are_per_image() -> None:
+def test_loaders_take_turns_and_milliseconds_are_per_image() -> None:
     own = load(LESSON)
     order = []
-    clock = iter([0.0, 8.0] * 4)
+
+    class Fake:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __iter__(self) -> Iterator[tuple]:
+            order.append(self.name)
+            return iter([(None, [0] * 5), (None, [0] * 3)])
+
+    clock = itertools.cycle([0.0, 8.0])
+    held = itertools.cycle([{"Anon": 1, "Shmem": 0, "File": 5}, {"Anon": 3, "Shmem": 4, "File": 6}])
     own.core_time = lambda: next(clock)
-
-    def epoch(name: str) -> list[tuple]:
-        order.append(name)
-        return [(None, [0] * 5), (None, [0] * 3)]
-
-    spent = own.take_turns({"a": lambda: epoch("a"), "b": lambda: epoch("b")}, 2)
-    assert spent == {"a": [1.0, 1.0], "b": [1.0, 1.0]}
-    assert order == ["a", "b", "a", "b"]
-
-
-def test_a_ratio_is_of_the_same_repeat() -> None:
-    spent = {"a": [2.0, 40.0, 9.0], "b": [1.0, 10.0, 3.0]}
-    assert lesson.times_as_long(spent, "a", "b") == 3.0
+    own.memory = lambda: Counter(next(held))
+    own.makers = lambda place: {"a": (lambda: Fake("a"), 2), "b": (lambda: Fake("b"), 4)}
+    own.decoding = own.copying = lambda place: [(None, [0])]
+    found, ms = own.measure(Path())
+    assert ms == {"a": 1000, "b": 500, "decoding alone": 8000, "copying alone": 8000}
+    assert "".join(order) == "abb" * 3, "a warm-up, and two turns"
+    assert [found[name][:2] for name in "ab"] == [(6, 1), (6, 1)]
 
 
 def test_the_time_of_a_core_is_that_of_all_processes() -> None:
     own = load(LESSON)
-    me = Mock(cpu_times=lambda: SimpleNamespace(children_user=100.0, children_system=200.0))
+    own.workers = lambda: [1, 2]
     worker = Mock(cpu_times=lambda: SimpleNamespace(user=10.0, system=20.0))
-    own.processes = lambda: [me, worker, worker]
+    own.psutil = SimpleNamespace(Process=lambda pid: worker)
     own.time = SimpleNamespace(process_time=lambda: 1.0)
-    assert own.core_time() == 361
+    assert own.core_time() == 61
 
 
 def test_memory_is_that_of_all_processes_by_kind() -> None:
     sleeping = subprocess.Popen(["sleep", "60"])
-    with patch.object(lesson._lesson, "processes", lambda: [psutil.Process()]):
+    with patch.object(lesson._lesson, "workers", list):
         alone = lesson.memory()
-    with patch.object(lesson._lesson, "processes", lambda: [psutil.Process(), sleeping]):
+    with patch.object(lesson._lesson, "workers", lambda: [sleeping.pid]):
         both = lesson.memory()
     sleeping.kill()
     sleeping.wait()
@@ -328,11 +333,13 @@ HAND_AGAIN = "by hand: samples that come again"
 HAND_SAME = "by hand: bytes that differ from a run without stop"
 NEVER = "DataLoader: samples that never come"
 TWICE = "DataLoader: samples that come twice"
-REPEATS = "DataLoader: ranks with other repeats"
+LAST = "DataLoader: how often a rank's last one comes"
 DATA_AGAIN = "DataLoader: samples that come again"
+FFCV_EACH = "FFCV: samples that a rank is given"
 FFCV_NEVER = "FFCV: samples that never come"
 FFCV_AGAIN = "FFCV: samples that come again"
 FFCV_PIXELS = "FFCV: bytes of pixels that differ"
+RAW_PIXELS = "raw file: bytes of pixels that differ"
 
 LINES = {
     "what was given is not counted, as in Try": (
@@ -343,21 +350,21 @@ LINES = {
     "DataLoader drops what fills no batch, as in Try": (
         'options["multiprocessing_context"] = "fork"',
         'options |= {"multiprocessing_context": "fork", "drop_last": True}',
-        {NEVER, TWICE, REPEATS},
+        {NEVER, TWICE, LAST},
     ),
-    "repeats on the first ranks": (
-        "int(0 < N % WORLD_SIZE <= rank)",
-        "int(rank < -N % WORLD_SIZE)",
-        {REPEATS},
+    "padding on the first ranks": (
+        "2 if WORLD_SIZE - padded <= RANK else 1",
+        "2 if padded > RANK else 1",
+        {LAST},
     ),
     "FFCV drops nothing": (
         '"distributed": ranks > 1, "seed"',
         '"distributed": ranks > 1, "drop_last": False, "seed"',
-        {FFCV_NEVER},
+        {FFCV_EACH, FFCV_NEVER},
     ),
-    "the repeats that are dropped are counted as lost": (
-        "WORLD_SIZE * dropped - (-N % WORLD_SIZE) if",
-        "WORLD_SIZE * dropped if",
+    "padding that is dropped is counted as lost": (
+        "WORLD_SIZE * dropped - padded if dropped else 0",
+        "WORLD_SIZE * dropped",
         {FFCV_NEVER},
     ),
     "the last sample of each epoch is left out": (
@@ -380,23 +387,35 @@ LINES = {
         "[(pixels_NHWC[i - 1], i) for",
         {FFCV_PIXELS},
     ),
-    "a new DataLoader is shuffled otherwise": (
-        "    before = counts(delivered(raw_loader(place, RANK, WORLD_SIZE), STOP))\n    after",
-        "    before = counts(delivered(raw_loader(place, RANK, WORLD_SIZE), STOP + 1))\n    after",
+    "the raw files hold the pixels before they were JPEGs": (
+        "            pixels_NHWC[index] = default_loader(path)\n",
+        "",
+        {RAW_PIXELS},
+    ),
+    "a DataLoader goes on where it stopped": (
+        "counts(delivered(make(), STOP))",
+        "counts(epoch[STOP * share :])",
         {DATA_AGAIN},
     ),
-    "FFCV is stopped one batch later": (
-        "        before = counts(delivered(epoch, STOP))",
-        "        before = counts(delivered(epoch, STOP + 1))",
+    "FFCV goes on where it stopped": (
+        "counts(delivered(batches, STOP))",
+        "counts(epoch[STOP * share :])",
         {FFCV_AGAIN},
     ),
 }
-HAND = "core time: by hand / FFCV"
+LARGE = {
+    "FFCV compiles nothing, so the compiler takes no memory": (
+        "        make = functools.partial(ffcv_loader, place, 1,",
+        "        Compiler.set_enabled(False)\n"
+        "        make = functools.partial(ffcv_loader, place, 1,",
+        {"own memory: FFCV / by hand"},
+    ),
+}
 SLOW = {
-    "each crop is copied 200 times": (
+    "each crop is copied 20 times": (
         "        compiled()(self.images_NHWC,",
-        "        for _ in range(200):\n            compiled()(self.images_NHWC,",
-        {"core time: DataLoader, raw / by hand", HAND},
+        "        for _ in range(20):\n            compiled()(self.images_NHWC,",
+        {"core time: DataLoader, raw / by hand", "core time: by hand / FFCV"},
     ),
     "the plain DataLoader is the other one": (
         "lambda: plain_loader(place, 0, 1)",
@@ -413,14 +432,16 @@ SLOW = {
         "yield path.read_bytes(), [0]",
         {"core time: decoding alone / DataLoader, JPEG"},
     ),
-    "FFCV compiles nothing": (
-        "        made[FFCV] =",
-        "        Compiler.set_enabled(False)\n        made[FFCV] =",
+    "one clock runs for all loaders, one after the other": (
+        [
+            ("        start = time.perf_counter()\n", ""),
+            ("    found = {}\n", "    found = {}\n    start = time.perf_counter()\n"),
+        ],
         {"first batch: FFCV / DataLoader"},
     ),
 }
-ALONE = ["FFCV compiles nothing"]  # the other claims that it fails vary
 BREAKS = [
     Breaks(LINES, changes=[COSTS], deadline=120),
-    Breaks(SLOW, deadline=150, clock=True, alone=ALONE),
+    Breaks(LARGE, deadline=150),
+    Breaks(SLOW, deadline=150, clock=True),
 ]

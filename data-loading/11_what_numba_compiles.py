@@ -1,0 +1,593 @@
+"""What numba compiles, and how often: signatures, ranks, the cache on disk
+========================================================================
+
+**Question.** numba compiles a function when it is called. Which calls make it compile, and what do
+n ranks of one machine do n times, where once would be enough?
+
+**Predict**, and write it down before you run. There are n ranks on a machine of c cores.
+
+1. A function is called with 64 images of 160 x 240 pixels, with 2 images of 200 x 300, with a
+   mirrored view of the 64 (`images[:, :, ::-1]`), and with a read-only copy of them. How many times
+   is it compiled?
+2. All n ranks call it for the first time. How many times is it compiled, all ranks together?
+3. The function is declared with `cache=True`, and rank 0 calls it before the others do. How many
+   times now?
+4. With `parallel=True` numba divides a loop among threads. torchrun has set OMP_NUM_THREADS to 1 in
+   each rank. On how many threads does the loop run, all ranks together?
+
+**Run.**
+
+    torchrun --standalone --nproc-per-node=4 11_what_numba_compiles.py   # on GPUs, else on cores
+    python 11_what_numba_compiles.py                                     # the same, started for you
+
+Not run on several GPUs. One node. numba comes with `pip install -e '.[data]'`; without it
+all claims are BLOCKED.
+
+**Try.** In `four_kinds` write `images_NHWC[:, :, ::-1].copy()`: which claim fails? In
+`call_on_rank_0_first` leave out the barrier: which claims now?
+
+**Before.** data-loading/04_jit_augmentation.py: what such a function is good for.
+
+**Next.** data-loading/05_random_numbers.py: random numbers, of which compiled code has its own.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import json
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+# A *rank* is one of WORLD_SIZE processes that run this same file. `claim(text, predicted,
+# measured)` prints one row of the ledger and must be called by every rank. It, `setup`, `print0`,
+# `blocked` and `finish` stand in the last cell, the same in every lesson; you need not read them.
+RANK = int(os.environ.get("RANK", "0"))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+
+try:
+    import numba
+except ImportError:  # it comes with the extra [data]
+    numba = None
+
+LIGHT = 96  # brightness, in 64ths
+
+# %% [markdown]
+# ## 1. Once per signature
+#
+# A C compiler runs before the program. numba runs while it does, **just in time** (JIT): a function
+# that is declared with `@numba.njit` is compiled by the first call, because only a call shows of
+# which types the arguments are. These types are its **signature**. Each function keeps a table of
+# what it has compiled:
+#
+#     call ──> types of the arguments ──> in the table? ──yes──> jump to the machine code
+#                                               └─no──> compile, enter it, jump
+#
+# The way on top takes about a microsecond, the way below some tenths of a second. This is the
+# idea of the lesson: **the table is filled per signature, and it belongs to one process.** Both
+# halves cost time where one does not expect it.
+#
+# What belongs to an array's type? Not its size. Its number of dimensions does, the type of its
+# elements, whether they lie in C's order without gaps (numba writes C; A, any, if not), and whether
+# they may be written. Below are a function to compile, and four kinds of images to call it with.
+
+
+# %%
+def brighten(images_NHWC: np.ndarray, light: int, bright_NHWC: np.ndarray) -> None:
+    """Write each byte times light / 64, at most 255."""
+    count, height, width, colors = images_NHWC.shape
+    for i in range(count):
+        for row in range(height):
+            for column in range(width):
+                for color in range(colors):
+                    value = images_NHWC[i, row, column, color] * light // 64
+                    bright_NHWC[i, row, column, color] = min(value, 255)
+
+
+def declared(**options: bool) -> Callable:
+    """Return the function, to be compiled; `@numba.njit(...)` above it would do the same."""
+    return numba.njit(**options)(brighten)
+
+
+def brightened(function: Callable, images_NHWC: np.ndarray) -> np.ndarray:
+    """Call it, and return the images that it has written."""
+    bright_NHWC = np.empty(images_NHWC.shape, np.uint8)
+    function(images_NHWC, LIGHT, bright_NHWC)
+    return bright_NHWC
+
+
+def four_kinds(images_NHWC: np.ndarray) -> list[np.ndarray]:
+    larger = np.zeros((2, 200, 300, 3), np.uint8)
+    mirrored = images_NHWC[:, :, ::-1]
+    read_only = images_NHWC.copy()
+    read_only.flags.writeable = False
+    return [images_NHWC, larger, mirrored, read_only]
+
+
+# %% [markdown]
+# ## 2. Once per process
+#
+# Machine code lies in the memory of the process that has compiled it, and a rank is a process. So n
+# ranks fill n tables, with the same code, at the same time, on cores that they share:
+#
+#     rank 0   import ──compile──> first batch          8 ranks on 8 idle cores: as long as one
+#     rank 1   import ──compile──> first batch          8 ranks on 4 cores: twice as long, or more
+#     ...                                               and every GPU waits for it
+#
+# numba counts for itself what it compiles: `stats.cache_misses`, a count per signature, goes up
+# with each compilation, with a cache or without.
+
+
+# %%
+def compilations(function: Callable) -> int:
+    """Return how often this process has compiled a function."""
+    return sum(function.stats.cache_misses.values())
+
+
+def loads(function: Callable) -> int:
+    """Return how often this process has found it, compiled, in the cache on disk."""
+    return sum(function.stats.cache_hits.values())
+
+
+# %% [markdown]
+# ## 3. A cache on disk: one rank goes first
+#
+# With `cache=True` a process that has compiled writes the machine code to a file, and one whose
+# table has no entry looks there before it compiles. The files lie in `__pycache__` next to the
+# source, or where NUMBA_CACHE_DIR says. But if all ranks look at once, all find nothing, and all
+# compile. One must go first:
+
+
+# %%
+def call_on_rank_0_first(function: Callable, images_NHWC: np.ndarray) -> None:
+    if RANK == 0:
+        brightened(function, images_NHWC)  # compiles, and writes the file
+    dist.barrier()
+    if RANK != 0:
+        brightened(function, images_NHWC)  # reads it
+
+
+# %% [markdown]
+# How does the cache know that a file is still right? Its key is the signature, the bytecode of the
+# function and the kind of CPU; and if the function's own source file has changed, nothing in the
+# cache counts. That leaves a hole. What the function calls becomes part of its machine code, and
+# may come from *another* file. Of two files like these, the cache looks at the second alone:
+
+
+# %%
+OTHER = """
+import numba
+
+@numba.njit
+def gain():
+    return {gain}
+"""
+
+OWN = """
+import numba
+from other import gain
+
+@numba.njit(cache=True)
+def brighten(x):
+    return gain() * x
+
+print(brighten(10))
+"""
+
+
+def run_own(folder: Path) -> int:
+    """Run the second file in a new process; return what it prints."""
+    command = [sys.executable, "-B", str(folder / "own.py")]  # -B: Python's own cache stays out
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(folder)}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return int(ran.stdout)
+
+
+def change_files(folder: Path) -> list[int]:
+    """Return what it prints at first, after the other file has changed, and after its own has."""
+    (folder / "other.py").write_text(OTHER.format(gain=2))
+    (folder / "own.py").write_text(OWN)
+    printed = [run_own(folder)]
+    (folder / "other.py").write_text(OTHER.format(gain=3))
+    printed.append(run_own(folder))
+    (folder / "own.py").write_text(OWN + "# a comment\n")
+    printed.append(run_own(folder))
+    return printed
+
+
+# %% [markdown]
+# ## 4. Threads: every rank starts as many as there are cores
+#
+# Machine code is not all that numba makes once per process. Compiled with `parallel=True`, a loop
+# over `prange` is divided among threads, which the process starts when it first needs them. How
+# many? As many as there are cores that this process may run on. No rank knows of the others, so n
+# ranks start n times as many:
+#
+#     rank 0   ▒▒▒▒▒▒▒▒  8 threads ┐
+#     rank 1   ▒▒▒▒▒▒▒▒  8 threads ├─ on 8 cores: each waits for a core most of the time, and a
+#     ...                          │  loop is done when the last of its threads is
+#     rank 7   ▒▒▒▒▒▒▒▒  8 threads ┘
+#
+# torchrun knows this danger from PyTorch's own threads, which is why it sets OMP_NUM_THREADS to 1.
+# numba reads NUMBA_NUM_THREADS. Or one tells it in the code, as `keep_to_a_share` does. The threads
+# that work on a loop can be counted: each notes its number.
+
+
+# %%
+def note_threads(worked: np.ndarray) -> None:
+    """Write 1 at the number of each thread that does a part of this loop."""
+    for _ in numba.prange(1000 * len(worked)):
+        worked[numba.get_thread_id()] = 1
+
+
+def threads_at_work(function: Callable) -> int:
+    """Return how many threads divide a loop; `function` is `note_threads`, compiled."""
+    worked = np.zeros(numba.config.NUMBA_NUM_THREADS, np.int64)
+    function(worked)
+    return worked.sum()
+
+
+def keep_to_a_share() -> None:
+    """Let numba use this rank's share of the cores."""
+    numba.set_num_threads(max(1, numba.config.NUMBA_NUM_THREADS // WORLD_SIZE))
+
+
+# %% [markdown]
+# ## 5. How it is measured
+#
+# Every rank compiles, and compares what it gets with NumPy's. The folder for the cache is rank 0's,
+# and temporary. It lies in the launcher's own folder, if there is one, which is removed even after
+# Ctrl-C.
+
+
+# %%
+def from_rank_0(value: object) -> object:
+    """Return rank 0's `value` on every rank."""
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+
+def gather_objects(value: object) -> list:
+    """Return every rank's `value`, in order, on every rank."""
+    values = [None] * WORLD_SIZE
+    dist.all_gather_object(values, value)
+    return values
+
+
+@contextlib.contextmanager
+def shared_folder() -> Iterator[Path]:
+    """Yield a temporary folder of rank 0's that all ranks use."""
+    errors = os.environ.get("TORCHELASTIC_ERROR_FILE")  # in the launcher's folder
+    with tempfile.TemporaryDirectory(dir=Path(errors).parent if errors else None) as folder:
+        yield Path(from_rank_0(folder))
+        dist.barrier()  # it goes when all have used it
+
+
+def seconds_of(function: Callable, images_NHWC: np.ndarray) -> float:
+    start = time.perf_counter()
+    brightened(function, images_NHWC)
+    return time.perf_counter() - start
+
+
+# %% [markdown]
+# The first call's time is that of compiling and that of a later call, so what share of it is
+# compiling follows from both.
+
+
+# %%
+def check_signatures(images_NHWC: np.ndarray) -> None:
+    function = declared()
+    first = seconds_of(function, images_NHWC)
+    later = min(seconds_of(function, images_NHWC) for _ in range(3))
+    claim("compilations in 4 calls with one kind of images", 1, compilations(function))
+    share = 1 - later / first
+    claim("share of the first call that is compiling", 1, share, atol=0.1, timed=True)
+    print0(f"{'':13}the first call took {first:.2f} s, a later one {later:.4f} s")
+    on_all_ranks = sum(gather_objects(compilations(function)))
+    claim("compilations on all ranks, no cache", WORLD_SIZE, on_all_ranks, question=2)
+    wrong = 0
+    if RANK == 0:
+        for images in four_kinds(images_NHWC):
+            expected = np.minimum(images.astype(np.uint16) * LIGHT // 64, 255)
+            wrong += (brightened(function, images) != expected).sum()
+        for signature in function.signatures:
+            print0(f"{'':13}compiled for {signature[0]}")
+    claim("bytes that differ from NumPy's", 0, from_rank_0(wrong))
+    kinds = from_rank_0(len(function.signatures))
+    claim("compilations for 4 kinds of images", 3, kinds, question=1)
+
+
+# %% [markdown]
+# What loading saves is measured by rank 0 alone, while the others wait. Then it runs the two files
+# of section 3, three times, each time in a new process.
+
+
+# %%
+def check_cache(images_NHWC: np.ndarray, folder: Path) -> None:
+    numba.config.CACHE_DIR = str(folder)  # as NUMBA_CACHE_DIR, which is read by `import numba`
+    function = declared(cache=True)
+    call_on_rank_0_first(function, images_NHWC)
+    on_all_ranks = sum(gather_objects(compilations(function)))
+    claim("compilations on all ranks, cache, rank 0 first", 1, on_all_ranks, question=3)
+    loaded = sum(gather_objects(loads(function)))
+    claim("ranks that loaded it from the cache", WORLD_SIZE - 1, loaded)
+    ratio = None
+    printed = None
+    if RANK == 0:
+        compiling = seconds_of(declared(), images_NHWC[:1])
+        ratio = seconds_of(declared(cache=True), images_NHWC[:1]) / compiling
+        printed = change_files(folder)
+    at_most = "seconds of the first call, loaded / compiled"
+    claim(at_most, 0.3, from_rank_0(ratio), "<=", timed=True)
+    first, other_changed, own_changed = from_rank_0(printed)
+    claim("printed with a gain of 2", 20, first)
+    claim("printed with a gain of 3, in the other file", 20, other_changed)
+    claim("printed with a gain of 3, own file changed too", 30, own_changed)
+
+
+# %% [markdown]
+# Threads are counted in numba's own pool, which every numba has. OpenMP's, which it takes where it
+# finds one, has as many.
+
+
+# %%
+def check_threads() -> None:
+    numba.config.THREADING_LAYER = "workqueue"
+    cores = len(os.sched_getaffinity(0))  # that this process may run on
+    threads = int(os.environ.get("NUMBA_NUM_THREADS", cores))
+    function = numba.njit(parallel=True)(note_threads)
+    at_work = sum(gather_objects(threads_at_work(function)))
+    claim("threads at work, all ranks", WORLD_SIZE * threads, at_work, question=4)
+    keep_to_a_share()
+    at_work = sum(gather_objects(threads_at_work(function)))
+    shares = WORLD_SIZE * max(1, threads // WORLD_SIZE)
+    claim("threads at work, all ranks, a share each", shares, at_work)
+
+
+# %% [markdown]
+# ## What you should have seen
+#
+# 1. Three times. 64 images or 2, of whatever size, are one signature. The mirrored view has other
+#    strides, A instead of C. The read-only copy is another type, which is why a file that is mapped
+#    to be read (FFCV's) costs a compilation that a test with a plain array did not. A loader that
+#    stutters now and then may be compiling for a new kind of input: print its functions'
+#    `signatures`.
+# 2. n times: once in each process. That the code is the same nobody knows.
+# 3. Once. All others load, which takes a small part of the time. But it is up to you who goes
+#    first: the cache has no lock.
+# 4. n times c: every rank starts as many threads as there are cores, whatever OMP_NUM_THREADS says.
+#    With a share for each rank it is c again (or n, if there are more ranks than cores).
+#
+# The cached function still gave 20 when the gain in the other file was 3: the wrong result, no
+# warning. It gave 30 when its own file had changed, by as little as a comment. So keep what is
+# compiled together in one file, or delete the cache when a helper changes.
+#
+# **Try.** A copy of the mirrored view lies in C's order again: two compilations instead of three.
+# Without the barrier every rank finds an empty folder: n compilations, nothing loaded, and both
+# claims of the cache fail (on one rank neither does).
+#
+# **When.** If compiling takes seconds and jobs start often: `cache=True`, and one rank first. If a
+# run takes days, forget it; but call the functions once, with every kind of input, before the
+# first step, so that no rank compiles while the others wait for it in a collective. Or name the
+# signature, `@numba.njit("...")`: then it is compiled where it is declared, and a call with any
+# other type is an error. FFCV caches nothing; every rank compiles its pipeline at its first batch.
+#
+# **On GPUs, and at a thousand ranks.** All of this runs on the cores, while the GPUs wait. A
+# compilation takes as long on every node, at the same time, and does not grow with their number;
+# what grows is the load on a file system that all share. So give each node a folder of its own, on
+# its own disk, and let LOCAL_RANK 0 go first on each. Cores of another kind find the files and
+# compile anew. Under Slurm a rank that is bound to its cores counts only these: there n ranks start
+# c threads by themselves. An `all_reduce` that one rank reaches late, because it compiles, looks
+# like a slow network (profiling/06).
+
+
+# %%
+def main() -> None:
+    command_line()
+    launch()
+    if int(os.environ.get("LOCAL_WORLD_SIZE", WORLD_SIZE)) != WORLD_SIZE:
+        refuse(f"needs one node, whose ranks share a folder, got {WORLD_SIZE} ranks on several")
+    setup()
+    if numba is None:
+        blocked("what numba compiles, and how often", needs="numba: pip install -e '.[data]'")
+        finish()
+    images_NHWC = np.random.default_rng(RANK).integers(0, 256, (64, 160, 240, 3), np.uint8)
+    check_signatures(images_NHWC)
+    with shared_folder() as folder:
+        check_cache(images_NHWC, folder)
+    check_threads()
+    finish()
+
+
+# %% [markdown]
+# ## Plumbing, the same in every lesson: join the group, print, check a claim, leave
+
+# %%
+ledger: list[dict] = []  # one row per claim, the same on every rank
+
+
+def command_line(flags: dict[str, dict] | None = None) -> argparse.Namespace:
+    """Read the flags, given as {name: arguments of add_argument}; --help and mistakes end here."""
+    as_it_is = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_it_is)
+    for name, arguments in (flags or {}).items():
+        parser.add_argument(name, **arguments)
+    parser.error = refuse
+    return parser.parse_args()
+
+
+def launch(world_sizes: range | list[int] = range(1, 1025)) -> None:
+    """Plain `python lesson.py`: be torchrun, one rank per GPU if there are several, else 4.
+
+    `world_sizes` are the numbers of ranks that the lesson takes: it gets the largest that fits.
+    """
+    if "RANK" in os.environ:
+        return  # torchrun has started this rank
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    gpus = torch.cuda.device_count()
+    ranks = max(size for size in world_sizes if size <= gpus) if gpus > 1 else 4
+    os.environ |= {"LAUNCHER": str(os.getpid()), "OMP_NUM_THREADS": "1"}  # ranks share the cores
+    logging.disable()  # the rank that fails says why
+    here = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}"]
+    try:
+        with tempfile.TemporaryDirectory() as logs:  # the one that torchrun makes would stay
+            torchrun([*here, f"--log-dir={logs}", *sys.argv])
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        sys.exit(f"rank {rank} was ended by {failure.signal_name()}" if failure.exitcode < 0 else 1)
+    except SignalException as error:
+        sys.exit(128 + error.sigval)
+    sys.exit()
+
+
+def setup() -> torch.device:
+    """Join the process group: NCCL if every rank has a GPU of its own, gloo if none has."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the launcher
+    if os.environ.pop("LAUNCHER", str(os.getppid())) != str(os.getppid()):
+        sys.exit(1)  # it was killed before that line
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank that waits inside C++ too
+    torch.set_float32_matmul_precision("highest")  # some images make TF32 the default
+    gpus = torch.cuda.device_count()
+    local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    device = torch.device("cpu")
+    how = f"gloo ({local_ranks} ranks and {gpus} GPUs here)"
+    if gpus >= local_ranks:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        version = ".".join(map(str, torch.cuda.nccl.version()))
+        how = f"NCCL {version} on {torch.cuda.get_device_name()}"
+    patience = timedelta(minutes=2)
+    store, _, _ = next(dist.rendezvous("env://", timeout=patience))
+    store.set(f"device of {RANK}", device.type)
+    devices = store.multi_get([f"device of {rank}" for rank in range(WORLD_SIZE)])
+    if len(set(devices)) > 1:
+        counted = f"{devices.count(b'cuda')} GPUs for {WORLD_SIZE} ranks"
+        refuse(f"needs a GPU per rank, or none, got {counted}; hide all by CUDA_VISIBLE_DEVICES=")
+    group = {"rank": RANK, "world_size": WORLD_SIZE, "store": store, "timeout": patience}
+    own_gpu = device if device.type == "cuda" else None
+    dist.init_process_group("nccl" if own_gpu else "gloo", device_id=own_gpu, **group)
+    sys.excepthook = crash  # only now: init_process_group sets one of its own
+    print0(f"{WORLD_SIZE} ranks, {how}, torch {torch.__version__}\n")
+    print0(f"{'':13}{'claim':50} {'predicted':22} {'measured':>11}")
+    return device
+
+
+def print0(*words: object) -> None:
+    """Print on rank 0 only."""
+    if RANK == 0:
+        print(*words, flush=True)
+
+
+def refuse(rule: str) -> None:
+    """End before the first collective with one message, from rank 0: rule, value, remedy."""
+    if RANK != 0:
+        time.sleep(30)  # the launcher ends us meanwhile
+    sys.exit(f"{sys.argv[0]}: {rule}")
+
+
+def crash(*error: object) -> None:
+    """Leave without ceremony, since peers may be stuck. The first rank that fails says why."""
+    first = dist.distributed_c10d._get_default_store().add("crashes", 1) == 1
+    time.sleep(1 if first else 30)  # the launcher ends us meanwhile, if a peer's death is the cause
+    print(f"rank {RANK}:", file=sys.stderr)
+    sys.__excepthook__(*error)
+    os._exit(1)
+
+
+def claim(
+    text: str,
+    predicted: float,
+    measured: float,
+    sign: str = "=",
+    atol: float = 0.0,
+    question: int | None = None,
+    kind: str = "measured",
+    timed: bool = False,
+    varies: bool = False,
+    rank: int | None = None,
+) -> None:
+    """Check `measured sign predicted` (=, <=, >=), give or take `atol`, on all ranks; all call.
+
+    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers.
+    `kind` says what was measured: the real thing, or what is "simulated", or "theory". `timed` says
+    that a clock decides; `varies`, that the kernel's own traffic does, or how well a model learns.
+    """
+    p = float(predicted)
+    m = float(measured)
+    error = {"=": abs(m - p), "<=": m - p, ">=": p - m}[sign] - atol
+    found = [(math.inf if math.isnan(error) else error, RANK, p, m, float(atol))]
+    if dist.is_initialized():
+        found *= WORLD_SIZE
+        dist.all_gather_object(found, found[0])
+    worst = max(found, key=lambda one: one[0]) if rank is None else found[rank]
+    error, rank, p, m, slack = worst
+    verdict = "PASS" if error <= 0 else "FAIL"
+    mark = {"measured": " ", "simulated": "s", "theory": "t"}[kind]
+    answers = f"{question}." if question else ""
+    between = f"{sign:>2} {readable(p)}" + (f" ±{slack:.2g}" if slack else "")
+    print0(f"  {verdict} {mark}  {answers:2} {text:50} {between:22} {readable(m):>11}")
+    if verdict == "FAIL":
+        print0(f"{'':13}off by {m - p:.3g} on rank {rank}")
+    row = {"claim": text, "verdict": verdict, "sign": sign, "rank": rank, "slack": slack}
+    row |= {"predicted": p, "measured": m if math.isfinite(m) else str(m)}  # JSON knows no NaN
+    row |= {"question": question, "kind": kind, "timed": timed, "varies": varies}
+    ledger.append(row | {"line": sys._getframe(1).f_lineno})
+
+
+def readable(x: float) -> str:
+    """Whole numbers in full, others to six digits."""
+    return f"{x:,.0f}" if x.is_integer() and abs(x) < 1e12 else f"{x:,.6g}"
+
+
+def blocked(text: str, needs: str) -> None:
+    """Record what this machine cannot answer, and what would."""
+    print0(f"  BLOCKED    {text:50} needs {needs}")
+    row = {"claim": text, "verdict": "BLOCKED", "needs": needs}
+    ledger.append(row | {"line": sys._getframe(1).f_lineno})
+
+
+def finish() -> None:
+    """Write the ledger where LESSON_JSON says; exit 1 if a claim failed or none was made."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    counts = Counter((row.get("kind"), row["verdict"]) for row in ledger)
+    said = f"{counts['measured', 'PASS']} PASS, {counts['measured', 'FAIL']} FAIL"
+    said += f", {counts[None, 'BLOCKED']} BLOCKED"
+    for kind in ("simulated", "theory"):  # apart from what was measured
+        passed = counts[kind, "PASS"]
+        failed = counts[kind, "FAIL"]
+        said += f"; {kind} ({kind[0]}): {passed} PASS, {failed} FAIL" if passed + failed else ""
+    print0(f"\n  {said}")
+    verdicts = {row["verdict"] for row in ledger}
+    if verdicts == {"BLOCKED"}:
+        print0("  Nothing could be checked: BLOCKED rows say what they need.")
+    if RANK == 0 and "LESSON_JSON" in os.environ:
+        with open(os.environ["LESSON_JSON"], "w") as file:
+            json.dump({"ranks": WORLD_SIZE, "ledger": ledger}, file, indent=1)
+    code = int("FAIL" in verdicts or "PASS" not in verdicts)
+    if __name__ == "__main__":
+        os._exit(code)  # threads of a group that something still holds can abort a plain exit
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
