@@ -64,6 +64,7 @@ function best(planned, count = 5) {
 const least = (all, key) => all.reduce((so_far, one) => (key(one) < key(so_far) ? one : so_far));
 const most = (parts) => Object.keys(parts).reduce((a, b) => (parts[b] > parts[a] ? b : a));
 const whole = (x) => Math.round(x).toLocaleString("en-US");
+const in_tenths = (x) => x.toLocaleString("en-US", { minimumFractionDigits: 1, maximumFractionDigits: 1 });
 
 // One line for each alternative that is not the choice: does not fit, or how much slower.
 function why_not(model, job, planned, cluster, first) {
@@ -107,13 +108,16 @@ function plan(model, job, cluster) {
 
 // The form
 
-const DEFAULTS = { days: "", sequence: "4096", batch: "", lora: "", optimizer: "adam", compute: "bf16" };
-// How each is written in the fragment: before and after its value.
-const AROUND = { days: ["", "d"], sequence: ["s", ""], batch: ["b", ""], lora: ["lora", ""] };
+const DEFAULTS = { days: "", tokens: "", price: "", sequence: "4096", batch: "", lora: "" };
+const CHOICES = { optimizer: "adam", compute: "bf16", schedule: "1f1b" };
+const SCHEDULES = ["1f1b", "gpipe", "zb-h1"];
+// How each number is written in the fragment: before and after its value.
+const AROUND = { days: ["", "d"], tokens: ["tokens", ""], price: ["price", ""] };
+Object.assign(AROUND, { sequence: ["s", ""], batch: ["b", ""], lora: ["lora", ""] });
 
 function fragment_of(fields) {
   const said = [fields.model, fields.gpus, fields.gpu];
-  for (const [name, usual] of Object.entries(DEFAULTS)) {
+  for (const [name, usual] of Object.entries({ ...DEFAULTS, ...CHOICES })) {
     const [before, after] = AROUND[name] ?? ["", ""];
     if (fields[name] !== usual) said.push(before + fields[name] + after);
   }
@@ -123,7 +127,7 @@ function fragment_of(fields) {
 // What a fragment says; what it does not say, or says wrongly, is as usual.
 function fields_of(fragment) {
   const [model, gpus, gpu, ...words] = decodeURIComponent(fragment).split(",");
-  const fields = { model: "qwen3-30b-a3b", gpus: "8", gpu: "h100", ...DEFAULTS, offload: false };
+  const fields = { model: "qwen3-30b-a3b", gpus: "8", gpu: "h100", ...DEFAULTS, ...CHOICES, offload: false };
   if (model in MODELS) fields.model = model;
   if (/^[1-9]\d{0,5}$/.test(gpus)) fields.gpus = gpus;
   if (gpu in GPUS) fields.gpu = gpu;
@@ -133,6 +137,7 @@ function fields_of(fragment) {
       if (number && around.join() === [before, after].join()) fields[name] = number;
     if (word in OPTIMIZERS) fields.optimizer = word;
     if (word === "fp8") fields.compute = word;
+    if (SCHEDULES.includes(word)) fields.schedule = word;
     if (word === "offload") fields.offload = true;
   }
   return fields;
@@ -143,10 +148,10 @@ function asked(fields) {
   const cluster = { gpus: Number(fields.gpus), gpu };
   const sequence = Number(fields.sequence);
   const batch = Number(fields.batch) || Math.max(cluster.gpus, Math.floor((4 * 2 ** 20) / sequence));
-  const { compute, offload } = fields;
+  const { compute, offload, schedule } = fields;
   const lora = Number(fields.lora);
   const state_bytes = OPTIMIZERS[fields.optimizer];
-  const job = Job({ sequence, batch, state_bytes, compute, offload, lora, reserve: gpu.reserve });
+  const job = Job({ sequence, batch, state_bytes, compute, offload, lora, schedule, reserve: gpu.reserve });
   return [read_config(MODELS[fields.model]), job, cluster];
 }
 
@@ -185,7 +190,7 @@ function parts_table(title, parts, unit, digits) {
 
 const items = (lines) => tag("ul", "", ...lines.map((line) => tag("li", line)));
 
-function rates(model, job, cluster, step, days) {
+function rates(model, job, cluster, step, fields) {
   const per_gpu = (job.batch * job.sequence) / step / cluster.gpus;
   const peak = job.compute === "fp8" ? cluster.gpu.fp8 : cluster.gpu.bf16;
   const share = (convention) => `${(100 * mfu(model, job.sequence, per_gpu, peak, convention)).toFixed(1)}%`;
@@ -194,10 +199,21 @@ function rates(model, job, cluster, step, days) {
     `MFU ${share("causal")} (half of the attention matrix, no input embedding), ${share("full")} (all ` +
       `of it), ${share("6N")} (6N); of the dense ${job.compute} peak`,
   );
+  let days = Number(fields.days);
+  const per_day = per_gpu * cluster.gpus * 86400;
   if (days) {
-    const tokens = per_gpu * cluster.gpus * days * 86400;
+    const tokens = per_day * days;
     const each = tokens / sum(Object.values(parameters(model)));
     lines.push(`${days} days: ${whole(tokens / 1e9)} billion tokens, ${each.toFixed(1)} per parameter`);
+  }
+  if (Number(fields.tokens)) {
+    const needed = (Number(fields.tokens) * 1e9) / per_day;
+    days = days || needed;
+    lines.push(`${fields.tokens} billion tokens: ${in_tenths(needed)} days`);
+  }
+  if (Number(fields.price) && days) {
+    const cost = whole(fields.price * cluster.gpus * days * 24);
+    lines.push(`cost: ${cost} at ${fields.price} per GPU-hour, for ${in_tenths(days)} days`);
   }
   return items(lines);
 }
@@ -236,7 +252,7 @@ function shown(fields) {
   const note = headroom ? "" : " Nothing fits with headroom: the allocator will free its cache and ask again.";
   return [
     tag("p", tag("strong", words(first.layout, job)), ` is the best of ${whole(count)} layouts.${note}`),
-    rates(model, job, cluster, first.seconds, Number(fields.days)),
+    rates(model, job, cluster, first.seconds, fields),
     parts_table(`Memory: ${in_gib(first.bytes).toFixed(1)} of ${limit} GiB`, gib, "GiB", 2),
     parts_table(`A step: ${first.seconds.toFixed(3)} s`, seconds(model, job, first.layout, cluster.gpu), "s", 3),
     tag("h2", "The next best meshes"),

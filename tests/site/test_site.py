@@ -1,12 +1,14 @@
 """The site as a reader has it: made by `make site`, opened as files in Chromium.
 
-What has changed in a lesson is seen by test_pages.py on each change, and here at night.
+What has changed in a lesson is seen by test_pages.py on each change, and here at night; what has
+changed in site/ is seen here at the gate, too.
 """
 
 import fcntl
 import json
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -32,7 +34,7 @@ from course.planning import (
 )
 from tests.site.chromium import Chromium, program
 
-pytestmark = [pytest.mark.night, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.deep, pytest.mark.timeout(600)]
 
 SITE = ROOT / "build/site"
 READ = ("site/conf.py", "site/pages.py", "site/front.md.in", "site/static", "course/lessons.toml")
@@ -200,7 +202,7 @@ def test_an_empty_answer_uncovers_nothing_and_a_choice_uncovers_every_page(
     browser.run(answer(1, ""))
     assert not browser.run(shown("tr[data-question='1'] .value"))
     browser.run("document.querySelector('#uncovered').click()")
-    browser.open(address("parallelism/08_pipeline_deadlocks.html"))
+    browser.open(address("parallelism/09_pipeline_deadlocks.html"))
     assert browser.run(shown("tr[data-question] .value"))
     assert browser.run(shown("pre.printed"))
 
@@ -250,6 +252,7 @@ def random_case(random: Random) -> dict:
     job = {"sequence": 4096 * 2 ** random.randrange(3), "batch": batch}
     job |= {"state_bytes": random.choice([*OPTIMIZERS.values()]), "lora": random.choice([0, 16])}
     job |= {"compute": random.choice(["bf16", "fp8"]), "offload": random.random() < 0.2}
+    job |= {"schedule": random.choice(["1f1b", "gpipe", "zb-h1"]), "hide": random.random() < 0.5}
     models = [name for name, one in known_models().items() if "hidden_size" in one]
     case = {"model": random.choice(models), "gpu": random.choice([*known_gpus()])}
     return case | {"job": job, "layout": layout}
@@ -325,10 +328,12 @@ def test_the_form_finds_what_course_plan_finds(
 
 
 def test_a_plan_s_address_holds_all_of_its_fields(browser: Chromium) -> None:
-    fragment = "deepseek-v3,256,gb300,21d,s8192,b2048,lora8,muon,fp8,offload"
+    fragment = "deepseek-v3,256,gb300,21d,tokens15000,price2.5,s8192,b2048,lora8"
+    fragment += ",muon,fp8,gpipe,offload"
     browser.open(address(f"planner.html#{fragment}"))
     assert browser.run("fragment_of(fields_of(location.hash.slice(1)))") == fragment
     assert browser.run("document.querySelector('[name=optimizer]').value") == "muon"
+    assert browser.run("document.querySelector('[name=schedule]').value") == "gpipe"
     browser.run("""
         document.querySelector("[name=gpus]").value = "512";
         document.querySelector("[name=gpus]").dispatchEvent(new Event("change", { bubbles: true }));
@@ -338,3 +343,14 @@ def test_a_plan_s_address_holds_all_of_its_fields(browser: Chromium) -> None:
     browser.until("document.querySelector('[name=model]').value == 'qwen3-30b-a3b'")
     usual = "qwen3-30b-a3b,8,h100,21d"
     assert browser.run("fragment_of(fields_of(location.hash.slice(1)))") == usual
+
+
+def test_days_and_cost_are_the_command_s(browser: Chromium) -> None:
+    command = [sys.executable, "-m", "course", "plan", "--model", "llama-8b", "--gpus", "64"]
+    command += ["--gpu", "h100", "--tokens", "15T", "--price", "2.5", "--schedule", "zb-h1"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    days, cost = re.search(r" tokens: ([\d,.]+) days\ncost: ([\d,]+) at 2.5", said).groups()
+    browser.open(address("planner.html#llama-8b,64,h100,tokens15000,price2.5,zb-h1"))
+    text = browser.run("document.getElementById('plan').innerText")
+    assert f"15000 billion tokens: {days} days" in text
+    assert f"cost: {cost} at 2.5 per GPU-hour, for {days} days" in text
