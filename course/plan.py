@@ -1,7 +1,7 @@
 """Will it fit, how long does it take: memory and time of a training step, from first principles.
 
 NumPy alone. Every number of a `Layout` may be an array, and then so is every result: one call
-plans fifty thousand layouts. The lessons parallelism/10 and 11 explain what it rests on.
+plans fifty thousand layouts. The lessons parallelism/16 and 17 explain what it rests on.
 """
 
 import json

@@ -33,7 +33,7 @@ Not run on several GPUs.
 claims fail, and why do others hold? Make PARAMETERS 16 times as large: who should share a node now?
 
 **Before.** communication/03_ring_and_tree.py: how a ring all-reduces. The parallelisms themselves:
-parallelism/09_3d_parallelism.py.
+parallelism/12_3d_parallelism.py.
 
 **Next.** data-loading/01_ffcv_distributed_optimization.py: what it takes to feed all these ranks.
 """

@@ -75,6 +75,32 @@ def test_the_first_page_is_short_and_says_first_what_has_not_run() -> None:
     assert "`make gpu`" in first
 
 
+def test_the_first_page_s_numbers_are_counted() -> None:
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    hours = sum(lesson.minutes for lesson in outline.lessons()) / 60
+    assert f"{len(LESSONS)} lessons ({hours:.0f} hours)" in text
+    rows = tables.ledger_of("profiling/05_memory.py")["ledger"]
+    counted = {row["claim"]: row["measured"] for row in rows if row["verdict"] == "PASS"}
+    many, few = peak(counted, "many tokens"), peak(counted, "few tokens")
+    saved = "4 micro-batches: saves, per P"
+    less = counted[f"many tokens, {saved}"] * many["parameters"] / 4 / sum(many.values())
+    more = -counted[f"few tokens, {saved}"] * few["parameters"] / 4 / sum(few.values())
+    fixed = 1 - (few["activations"] + few["work"]) / sum(few.values())
+    for said in (f"peak by {less:.0%}.", f"lower one's by {more:.0%}", f"there: {fixed:.0%} are"):
+        assert said in text
+    sent = counted["shard: bytes sent / the plain step's"] - 1
+    assert f"sharding sends {sent:.0%} more" in text
+
+
+def peak(counted: dict[str, float], job: str) -> dict[str, float]:
+    """The kB of each category at a job's peak."""
+    found = {}
+    for claim, kilobytes in counted.items():
+        if named := re.fullmatch(rf"{job}: (\w+) at the peak, in kB", claim):
+            found[named[1]] = kilobytes
+    return found
+
+
 def test_each_lesson_names_the_next_one() -> None:
     """The check of the machine, then the spine; then the others, folder by folder."""
     order = outline.lessons()
