@@ -187,8 +187,8 @@ def pack(tokens: torch.Tensor, device: torch.device) -> Batch:
 
 # %% [markdown]
 # **What a cut costs.** The rest of a cut document begins its row at position 0,
-# without what came before. It is treated as a document of its own, which it is not: its first token
-# is predicted from nothing, and each of its tokens misses all keys of the part in the row before.
+# without what came before. It is treated as a document of its own, which it is not: each of
+# its tokens misses all keys of the part in the row before.
 # If L1 tokens stand before the cut and L2 after it, L1 x L2 pairs are lost. A row's end cuts one
 # document at most, so long rows cut few. Data loaders that avoid it choose documents that fit
 # together (best fit) and pad what remains of a row.

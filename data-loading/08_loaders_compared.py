@@ -57,8 +57,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from multiprocessing import shared_memory
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -79,6 +81,7 @@ if "RANK" in os.environ or WORLD_SIZE > 1:  # a launcher needs none of it
 
         config.DISABLE_JIT = RANK != 0  # what FFCV compiles on import is needed on rank 0 alone
     with contextlib.suppress(ImportError):  # the extra [ffcv]
+        from ffcv import writer as ffcv_writer
         from ffcv.fields import IntField, RGBImageField, decoders
         from ffcv.loader import Loader, OrderOption
         from ffcv.pipeline.compiler import Compiler
@@ -113,7 +116,7 @@ STD = [0.229, 0.224, 0.225]
 # another copy. And it hands the batch over from a worker **process** to the trainer's.
 #
 # Of these four only the crop has to be copied anew in every epoch. Each loader of this lesson
-# leaves out one thing more than the one above it, and all else stays as it was:
+# leaves out one thing more than the one above it, and as little else changes as libraries allow:
 #
 #                          decode     floats,     process to    copy
 #                          a JPEG     collate     process       a crop
@@ -123,8 +126,8 @@ STD = [0.229, 0.224, 0.225]
 #     by hand, raw                                                 x
 #     FFCV, raw                                                    x, and mirrors afterwards
 #
-# So **the difference of two rows is the price of one thing**. One price is larger than the others
-# together, and as long as it is paid, hardly anything else matters.
+# So **the difference of two rows is mostly the price of one thing**. One price is larger than the
+# others together, and as long as it is paid, hardly anything else matters.
 #
 # What is left out is paid for elsewhere. Raw pixels were decoded once, beforehand: they take six
 # times the bytes of these JPEGs, and should fit into the page cache. Threads need code that runs
@@ -227,9 +230,15 @@ def data_loader(dataset: Dataset, rank: int, ranks: int) -> DataLoader:
     sampler = DistributedSampler(dataset, ranks, rank, seed=SEED)
     options = {"num_workers": WORKERS, "persistent_workers": True}
     options["multiprocessing_context"] = "fork"
+    options["worker_init_fn"] = end_with_the_rank
     if isinstance(dataset, Batches):
         options["collate_fn"] = lambda batch: batch
     return DataLoader(dataset, BATCH // ranks, sampler=sampler, **options)
+
+
+def end_with_the_rank(worker: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def photos_in(place: Path) -> list[Path]:
@@ -349,6 +358,17 @@ def ffcv_loader(place: Path, ranks: int, image: list | None, **options: object) 
 
 
 # %%
+class Nameless(shared_memory.SharedMemory):
+    """Shared memory that forked processes inherit, and that no kill leaves behind by its name."""
+
+    def __init__(self, *given: object, **options: object) -> None:
+        super().__init__(*given, **options)
+        super().unlink()
+
+    def unlink(self) -> None:
+        """Nothing: its name went when it came."""
+
+
 def prepare(place: Path) -> None:
     """Fill `place` with photos/*.jpg, photos.raw and photos.beton, as far as packages are here."""
     from sklearn.datasets import load_sample_images
@@ -366,6 +386,7 @@ def prepare(place: Path) -> None:
             pixels_NHWC[index] = default_loader(path)
     if Loader:
         multiprocessing.set_start_method("fork", force=True)  # FFCV's writers inherit the pixels
+        ffcv_writer.shared_memory = SimpleNamespace(SharedMemory=Nameless)
         fields = {"image": RGBImageField("raw"), "index": IntField()}
         writer = DatasetWriter(str(place / "photos.beton"), fields, num_workers=1)
         with contextlib.redirect_stderr(io.StringIO()):  # its progress bar
@@ -664,9 +685,9 @@ def main() -> None:
     own = tempfile.TemporaryDirectory(prefix="loaders-") if RANK == 0 else contextlib.nullcontext()
     with own as folder:
         place = Path(gather_objects(folder)[0])
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, functools.partial(leave, place))
-        if RANK == 0:
+        if RANK == 0:  # the others have nothing to remove
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, functools.partial(leave, place))
             prepare(place)
         dist.barrier()
         if gather_objects(bool(njit and transforms))[0]:

@@ -415,8 +415,9 @@ def check_run(device: torch.device) -> None:
 # 2. Five times, 50 / 10. Gradient accumulation has the same mistake on one GPU; and the results
 #    change with the size of a micro-batch, which should only decide how much memory a step takes.
 # 3. None. Rank 0 divides by 0, its gradients are nan, DDP adds them to all others, and after the
-#    step every weight of every rank is nan. (`F.cross_entropy` with all tokens ignored is milder:
-#    its loss is nan, and its gradients are 0.) With one count that rank just adds nothing.
+#    step every weight of every rank is nan (all words occur in this batch). (`F.cross_entropy` with
+#    all tokens ignored is milder: its loss is nan, and its gradients are 0.) With one count that
+#    rank just adds nothing.
 # 4. 1 / n, a quarter on four ranks. A is right for 20 of 200 tokens there, a tenth. The loss falls
 #    all the same, from 0.69 to 0.40 nats, where 0.33 is the best; on a curve nobody sees which of
 #    the two it is.

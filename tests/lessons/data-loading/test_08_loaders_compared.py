@@ -153,6 +153,9 @@ def test_threads_of_a_loader_that_is_dropped_end(tmp_path: Path) -> None:
     next(loader)
     assert psutil.Process().num_threads() > before
     loader.close()
+    stop = time.monotonic() + 30
+    while time.monotonic() < stop and psutil.Process().num_threads() > before:
+        time.sleep(0.05)
     assert psutil.Process().num_threads() == before
 
 
