@@ -69,7 +69,8 @@ def words(layout: object, job: object) -> str:
     from course.plan import hides
 
     said = [f"{axis}={getattr(layout, axis)}" for axis in ("dp", "tp", "pp", "cp", "ep")]
-    said = [word for word in said if not word.endswith("=1")] or ["dp=1"]
+    said = [word for word in said if not word.endswith("=1")]
+    said = said if len(said) > 0 else ["dp=1"]
     said.append(f"micro-batch={layout.micro_batch}")
     if layout.chunks > 1:
         said.append(f"interleaved v={layout.chunks}")

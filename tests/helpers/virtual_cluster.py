@@ -19,6 +19,7 @@ def play_as_nobody(path: str, *changes: tuple[str, str]) -> tuple[int, list[dict
 
     Root's clone has to lie where everybody may read it: in /opt, say, and not in root's home.
     """
+    "localhost".encode("idna")  # getaddrinfo loads this, from where nobody may not read
     shut = [folder for folder in Path(sys.executable).parents if not folder.stat().st_mode & 0o001]
     assert not shut, f"nobody may enter {shut[-1]}: clone the repository elsewhere, into /opt, say"
     load_digits()  # what it imports and reads late, nobody may not be able to
