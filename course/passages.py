@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 import sysconfig
-import time
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
@@ -514,32 +513,6 @@ def nvlinks_one_way(device: torch.device) -> float:
                 else:
                     rate += 25 if version < 7 else 50
     return rate
-
-
-def live_storages() -> dict[int, torch.UntypedStorage]:
-    """Return every storage that a tensor within Python's reach holds, by address.
-
-    Scalars are left out, such as Adam's counters of steps. Who keeps the storages keeps their
-    addresses from being used again.
-    """
-    gc.collect()
-    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
-    tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
-    storages = [tensor.untyped_storage() for tensor in tensors if tensor.dim() > 0]
-    return {storage.data_ptr(): storage for storage in storages if storage.nbytes() > 0}
-
-
-def bytes_added(before: dict[int, torch.UntypedStorage]) -> int:
-    """Return the bytes of all live storages but those of `before`.
-
-    Gloo's threads hold what they have sent for a moment longer: the smallest of three looks counts.
-    """
-    looks = []
-    for _ in range(3):
-        time.sleep(0.05)  # launch time or not: bytes are counted here
-        added = [storage for at, storage in live_storages().items() if at not in before]
-        looks.append(sum(storage.nbytes() for storage in added))
-    return min(looks)
 
 
 # DeepSpeed
