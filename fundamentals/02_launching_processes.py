@@ -81,7 +81,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 # - `destroy_process_group` says goodbye. Without it a finished program sometimes crashes at exit.
 #
 # This lesson runs as several ranks itself, four if you started it with plain `python`. Its rank 0
-# types the command for you: it starts another torchrun, with three ranks. Then `from_rank_0` hands
+# types the command for you: it starts another torchrun, with four ranks. Then `from_rank_0` hands
 # the lines that these print to the other ranks of the lesson, because every rank must call `claim`.
 # These helpers stand in section 9: `TORCHRUN` and `PYTHON` are the parts of the command, and
 # `output_of` runs it.

@@ -268,15 +268,15 @@ CLOCK = {
         "share = len(images_NHWC)",
         {TWO},
     ),
-    "threads make each crop twice": (
+    "threads make each crop four times": (
         "jobs.append(pool.submit(augment, images_NHWC[mine], draws[mine], batch_NSSC[mine]))",
         "given = images_NHWC[mine], draws[mine], batch_NSSC[mine]\n"
-        "        jobs += [pool.submit(augment, *given) for _ in range(2)]",
+        "        jobs += [pool.submit(augment, *given) for _ in range(4)]",
         {CPU},
     ),
 }
 BREAKS = [
     Breaks(PIXELS, changes=[NO_THREADS], deadline=120),
     Breaks(THREADS, changes=[FEW], deadline=120),
-    Breaks(CLOCK, deadline=120, clock=True),
+    Breaks(CLOCK, deadline=120, clock=True, alone=[*CLOCK]),
 ]
