@@ -295,13 +295,14 @@ def check_model(device: torch.device, tied: bool) -> None:
     table_VD, middle, word_N, next_N = draw(device)
     ours = Model(table_VD, middle, tied)
     loss_N = ours(word_N, next_N)
-    loss_N.mean().backward()
+    weight_N = torch.linspace(0, 1, N, device=device, dtype=torch.float64)  # tokens count unequally
+    (weight_N * loss_N).mean().backward()
     found = {"middle": middle.weight.grad.clone(), "embedding": ours.embedding.weight.grad}
     found["head"] = ours.head.grad
     middle.zero_grad()
     oracle = Oracle(table_VD, middle, tied)
     expected_N = oracle(word_N, next_N)
-    expected_N.mean().backward()
+    (weight_N * expected_N).mean().backward()
     due = {"middle": middle.weight.grad, "embedding": rows_of(oracle.embedding.grad)}
     due["head"] = rows_of(oracle.head.grad)
     name = "tied" if tied else "untied"

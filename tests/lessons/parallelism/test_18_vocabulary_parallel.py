@@ -97,6 +97,10 @@ LINES = {
         ("-= mine_N.to(grad_Nv.dtype)", "-= 1"),
         GRADIENTS | {SAME_GRADIENT},
     ),
+    "every token counts the same backward": (
+        ("grad_Nv.mul_(grad_N[:, None])", "grad_Nv.mul_(grad_N.mean())"),
+        GRADIENTS,
+    ),
     "no f before the head": (
         ("CopyToRanks.apply(x_ND) @ self.head.T", "x_ND @ self.head.T"),
         GRADIENTS,
