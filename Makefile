@@ -22,10 +22,10 @@ export PYTHON TORCH TORCH_INDEX SYSTEM_PACKAGES
 start: .venv/core
 	@echo "=== What is here (the whole report: course doctor)"
 	@$(BIN)/python -m course.doctor >.venv/doctor.log || { cat .venv/doctor.log; exit 1; }
-	@grep -E "^  (✓|!|✗) |^ +-> | PASS, " .venv/doctor.log
+	@grep -E "^  (✓|!|✗) |^ +-> " .venv/doctor.log
 	@echo; echo "=== Training on several ranks: parallelism/01_data_parallelism_ddp.py"; echo
 	@$(BIN)/python parallelism/01_data_parallelism_ddp.py >.venv/start.log || { cat .venv/start.log; exit 1; }
-	@grep -E "predicted +measured|by hand: accuracy| PASS, " .venv/start.log
+	@grep -E "^[0-9]+ ranks, |predicted +measured|by hand: accuracy| PASS, " .venv/start.log
 	@echo; echo "You will predict the other rows:  course predict parallelism/01"
 	@echo; echo "=== It works. Now:  . .venv/bin/activate; course    (and README.md, A first hour)"
 

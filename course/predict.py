@@ -160,7 +160,7 @@ def ask(lesson: Lesson) -> dict[str, str]:
     if first:
         say(" ".join(first.split()))
         print()
-    say(f"Have {shown(lesson.file)} open next to this: a question may name a section of it.")
+    say(f"Guess before you read. Only where a question names a section: {shown(lesson.file)}")
     print("Enter skips a question, or keeps your earlier answer. Ctrl-D skips the rest.\n")
     for number, question in questions.items():
         print(numbered(number, question))
@@ -208,7 +208,9 @@ def compare(lesson: Lesson, answers: dict[str, str], ledger: list[dict]) -> None
             say(seen[number], 3)
     judged = [said for said in judged if said]
     if judged:
-        print(f"\nBy your own judgment you were right in {judged.count('y')} of {len(judged)}.")
+        partly = f", partly in {judged.count('p')}" if "p" in judged else ""
+        right = judged.count("y")
+        print(f"\nBy your own judgment you were right in {right} of {len(judged)}{partly}.")
     blocked = [row for row in ledger if row["verdict"] == "BLOCKED"]
     if blocked:
         print("\nThis machine cannot say:")
@@ -224,12 +226,14 @@ def what_was_seen(lesson: Lesson) -> str:
 
 
 def was_right() -> str:
-    """What the learner says of the guess: y, n, or nothing. Keys typed earlier do not count."""
+    """What the learner says of the guess: y, n, p for partly, or nothing. Keys typed earlier do not
+    count.
+    """
     try:
         while True:
             forget_what_was_typed()
-            said = input("   Were you right, y or n? > ").strip().lower()
-            if said in ("", "y", "yes", "n", "no"):
+            said = input("   Were you right: y, n or p (partly)? > ").strip().lower()
+            if said in ("", "y", "yes", "n", "no", "p", "partly"):
                 return said[:1]
     except EOFError:
         print()

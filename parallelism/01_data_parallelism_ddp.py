@@ -11,12 +11,12 @@ other, so that training goes as if one process had seen all the samples?
 2. Ranks train for 150 steps and exchange nothing but gradients. How far apart are their weights in
    the end, and how far from the weights of one process that saw all samples: nothing, rounding
    errors, or more?
-3. The model has 8 parameter tensors with 42,634 elements of 8 bytes. If the gradients are averaged
-   tensor by tensor, how many all-reduces does a step make, and how many bytes does a rank hand to
-   them? How many all-reduces does DistributedDataParallel make, with its buckets of 25 MiB, and
-   with buckets of 0.1 MiB (105 kB), if the layers have 67, 132, 132 and 10 kB?
-4. A batch is computed in 4 micro-batches. How many bytes does a rank hand over per step, with and
-   without `no_sync`?
+3. By hand the gradients of the 8 parameter tensors are averaged in 8 all-reduces.
+   DistributedDataParallel collects them in buckets, from the last layer to the first, and sends a
+   bucket as soon as it is full. How many all-reduces does a step make with buckets of 0.1 MiB
+   (105 kB), if the layers have, from the first to the last, 67, 132, 132 and 10 kB?
+4. A batch is computed in 4 micro-batches. DDP sends the gradients after each of them, unless all
+   but the last run under `no_sync`. How many times the bytes of a plain step does that cost?
 5. Training in bfloat16 with Adam in float32: how many bytes per parameter does each rank hold
    between two steps? How many GB is that for 7 billion parameters?
 
@@ -450,8 +450,8 @@ def check_communication(device: torch.device) -> None:
     gradient_bytes = sum(parameter.nbytes for parameter in by_hand.parameters())
     with CountedCommunication() as counted:
         train(by_hand, [mine], by_hand=True)
-    claim("by hand: all-reduces per step", 8, len(counted.calls("all_reduce")), question=3)
-    claim("by hand: bytes per step", gradient_bytes, bytes_of(counted), question=3)
+    claim("by hand: all-reduces per step", 8, len(counted.calls("all_reduce")))
+    claim("by hand: bytes per step", gradient_bytes, bytes_of(counted))
     for name, bucket_mib, buckets in (("DDP", None, 1), ("DDP, buckets of 0.1 MiB", 0.1, 3)):
         ddp = wrap(net(device, seed=0), bucket_mib)
         train(ddp, [mine] * 2)
@@ -576,11 +576,11 @@ def median_ms(work: Callable, repeats: int = 20) -> float:
 #    `--figure PATH` draws the three curves of the loss, which lie on top of each other. So data
 #    parallelism *is* training with the larger batch: no better, no worse. It is the larger batch
 #    that may want a larger learning rate, in proportion, after a warm-up (Goyal et al., 2017).
-# 3. Eight all-reduces by hand, one per tensor. DDP hands over the same 341,072 bytes in one, since
-#    all of them fit into its first bucket; with buckets of 0.1 MiB in three, filled from the last
-#    layer on. Real models fill many, which is what lets them leave early.
-# 4. With `no_sync` a step of 4 micro-batches hands over what a plain step does, 341,072 bytes, and
-#    without it four times that. The weights are right both ways: forgotten, it only costs time.
+# 3. Three, filled from the last layer on: 10 + 132, 132, and 67 kB. A bucket leaves once it has
+#    reached its size, which may exceed it. With DDP's usual buckets of 25 MiB all 341,072 bytes fit
+#    into one. Real models fill many, which is what lets them leave early.
+# 4. Four times: 1,364,288 bytes for 341,072. With `no_sync` a step of 4 micro-batches hands over
+#    what a plain step does. The weights are right both ways: forgotten, it only costs time.
 # 5. Sixteen bytes: 112 GB for 7 billion parameters, on every rank, before any activation. No GPU
 #    of 80 GB trains that, and adding GPUs does not help. DDP holds 18, unless you ask it for
 #    `gradient_as_bucket_view=True`: its buckets are a second copy of the gradients.

@@ -433,7 +433,7 @@ def test_predict_shows_yours_beside_predicted_and_measured(home: Path) -> None:
     for reply in ("two, never", ""):
         shell.expect_exact(" > ")
         shell.sendline(reply)
-    shell.expect_exact("Were you right, y or n? > ")
+    shell.expect_exact("Were you right: y, n or p (partly)? > ")
     shown = shell.before.replace("\r", "").partition("Yours next to")[2]
     shell.sendline("y")
     status, text = said(shell)
