@@ -41,7 +41,7 @@ from course.plan import (
 )
 from course.plan_emit import WRITERS, pieces, settings
 from course.plan_rows import bridge_row, model_named, predicted, simumax_row, with_predictions
-from course.plan_scenarios import ADVICE, SCENARIOS, advice, scenarios
+from course.plan_scenarios import ADVICE, SCENARIOS, advice, images, scenarios
 from course.plan_validate import (
     AIM,
     classes,
@@ -648,6 +648,31 @@ def test_scenarios_and_advice_are_tables() -> None:
     lines = advice().splitlines()
     assert len(lines) == 2 + len(ADVICE)
     assert sum("1.00 x" in line for line in lines) < len(ADVICE)
+
+
+def test_images_on_an_a100_are_those_that_were_seen() -> None:
+    """timm's benchmark.py on one A100: "always 2,600 img/s" (pytorch-image-models, issue 1491)."""
+    one = Cluster(1, known_gpus()["a100"])
+    _, seconds_per_step = images(known_models()["resnet-50"], one, batch=512)
+    assert 512 / seconds_per_step == pytest.approx(2600, rel=0.15)
+
+
+def test_what_resnet_50_moves() -> None:
+    torch = pytest.importorskip("torch")
+    resnet50 = pytest.importorskip("torchvision").models.resnet50().eval()
+    made = defaultdict(int)
+
+    def count(module: object, inputs: object, output: object) -> None:
+        made[type(module).__name__] += output.numel()
+
+    for module in resnet50.modules():
+        module.register_forward_hook(count)
+    with torch.no_grad():
+        resnet50(torch.zeros(1, 3, 224, 224))
+    known = known_models()["resnet-50"]
+    moved = 6 * made["Conv2d"] + 8 * made["BatchNorm2d"] + 5 * made["ReLU"]
+    assert known["moved"] == pytest.approx(moved, rel=0.001)
+    assert known["activations"] == pytest.approx(made["Conv2d"] + made["BatchNorm2d"], rel=0.01)
 
 
 def test_interleaving_goes_with_1f1b() -> None:
