@@ -59,6 +59,7 @@ if os.name != "posix":
     sys.exit("Ranks are forked processes, which Windows has not: use WSL2, where all of this runs.")
 
 QUIET = 1.5  # seconds of sleep on every rank that make a hang; TCP asks again after 1 s
+ALONE = 4.0  # the same where ranks join by themselves: a TCPStore's client sleeps before it retries
 GRACE = 1.5  # seconds of CPU that the others may use once one rank has failed
 OUTPUT_LIMIT = 20_000_000  # bytes one rank may print
 WORD_LIMIT = 1_000_000_000  # bytes one rank may return
@@ -132,17 +133,17 @@ def run(
     world_size: int,
     *args: object,
     deadline: float = 30,
-    quiet: float = QUIET,
+    quiet: float | None = None,
     group: bool = True,
 ) -> list:
     """Call `function(*args)` on every rank; return what the ranks returned, in order.
 
-    The ranks hang if all that have not returned are asleep for `quiet` seconds: choose more if they
-    sleep on purpose, or communicate over a throttled link. `deadline` is in seconds of CPU, of any
-    rank and what it started, from when all ranks have met; on the clock the run gets LONGEST times
-    that. With `group`, a gloo process group is there; its own timeout lies beyond both. Raises
-    RanksFailed if any rank raises, exits, is killed, hangs, prints more than OUTPUT_LIMIT or
-    returns more than WORD_LIMIT bytes.
+    The ranks hang if all that have not returned are asleep for `quiet` seconds (QUIET, or ALONE
+    without a group): choose more if they sleep on purpose, or communicate over a throttled link.
+    `deadline` is in seconds of CPU, of any rank and what it started, from when all ranks have met;
+    on the clock the run gets LONGEST times that. With `group`, a gloo process group is there; its
+    own timeout lies beyond both. Raises RanksFailed if any rank raises, exits, is killed, hangs,
+    prints more than OUTPUT_LIMIT or returns more than WORD_LIMIT bytes.
     """
     how = {"deadline": deadline, "quiet": quiet, "group": group}
     outcomes = attempt(function, world_size, *args, **how)
@@ -156,7 +157,7 @@ def attempt(
     world_size: int,
     *args: object,
     deadline: float = 30,
-    quiet: float = QUIET,
+    quiet: float | None = None,
     group: bool = True,
     own: Iterable[Path] = (),
     trusted: bool = True,
@@ -174,6 +175,7 @@ def attempt(
         cloudpickle.register_pickle_by_value(module)  # ranks need not import what a test imports
     work = cloudpickle.dumps((function, args))
     own = [*own] or [file.parent, COURSE.parent]
+    quiet = (QUIET if group else ALONE) if quiet is None else quiet
     with one_at_a_time, contextlib.ExitStack() as files:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         ranks = [Rank(Outcome(rank), files) for rank in range(world_size)]

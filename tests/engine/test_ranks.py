@@ -23,6 +23,7 @@ from course.ranks import (
     LONGEST,
     LOOPBACK,
     OUTPUT_LIMIT,
+    QUIET,
     Frame,
     Outcome,
     RanksFailed,
@@ -248,6 +249,11 @@ def test_a_rank_that_comes_back_while_it_is_asked_has_come_back(
     monkeypatch.setattr("course.ranks.STACK_WAIT", 3)
     outcomes = attempt(time.sleep, 2, 1.5, quiet=0.2, group=False)
     assert [o.kind for o in outcomes] == ["returned", "returned"]
+
+
+def test_a_rank_that_joins_by_itself_may_sleep_before_it_asks_the_store_again() -> None:
+    (outcome,) = attempt(time.sleep, 1, QUIET + 1, group=False)
+    assert outcome.kind == "returned"
 
 
 def stopped_in_its_word() -> torch.Tensor:

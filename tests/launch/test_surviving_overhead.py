@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from course.lessons import ROOT
@@ -21,7 +20,7 @@ from course.ranks import run
 SCRIPT = ROOT / "launch/ddp_surviving.py"
 STEPS = 10  # of a turn: short ones, so that a disturbance meets both; the script listens in each
 TURNS = 20
-RUNS = 3  # where its tensors lie in memory makes a run some percent faster or slower
+RUNS = 3
 SAVE_EVERY = 100  # steps, the script's own default
 WIDTH = 64  # the digits' own model is so small that a step would be Python's alone
 
@@ -34,11 +33,13 @@ def wide_model(args: object, classes: int) -> nn.Module:
     )  # fmt: skip
 
 
-def bare_loop(args: object, train: object) -> Callable[[], None]:
-    """The same step, without what a restart needs: no seeds, no flag, no checkpoint."""
-    model = DistributedDataParallel(wide_model(args, 10))
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.learning_rate, momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100_000)
+def bare_loop(args: object, trainer: object) -> Callable[[], None]:
+    """The same step, without what a restart needs: no seeds, no flag, no checkpoint.
+
+    Of the same model: where tensors lie in memory makes a step some percent faster or slower.
+    """
+    model, optimizer, scheduler = trainer.ddp, trainer.optimizer, trainer.scheduler
+    train = trainer.loader.dataset.data
     sampler = DistributedSampler(train, drop_last=True)
     loader = DataLoader(train, args.batch, sampler=sampler, drop_last=True)
 
@@ -84,7 +85,7 @@ def race(folder: Path) -> dict[str, float]:
                 stop.answer()
 
     does = {
-        "bare": bare_loop(args, trainer.loader.dataset.data),
+        "bare": bare_loop(args, trainer),
         "surviving": surviving,
         "save": lambda: trainer.save(must=True),
     }
