@@ -23,11 +23,12 @@ start: .venv/core
 	@echo "=== What is here (the whole report: course doctor)"
 	@$(BIN)/python -m course.doctor >.venv/doctor.log || { cat .venv/doctor.log; exit 1; }
 	@grep -E "^  (✓|!|✗) |^ +-> " .venv/doctor.log
+	@echo "  (What is marked ! is for later lessons, and can wait.)"
 	@echo; echo "=== Training on several ranks: parallelism/01_data_parallelism_ddp.py"; echo
 	@$(BIN)/python parallelism/01_data_parallelism_ddp.py >.venv/start.log || { cat .venv/start.log; exit 1; }
 	@grep -E "^[0-9]+ ranks, |predicted +measured|by hand: accuracy| PASS, " .venv/start.log
 	@echo; echo "You will predict the other rows:  course predict parallelism/01"
-	@echo; echo "=== It works. Now:  . .venv/bin/activate; course    (and README.md, A first hour)"
+	@echo; echo "=== It works. Now, as README.md says:  . .venv/bin/activate; course predict fundamentals/02"
 
 check: lint .venv/test
 	$(BIN)/python -m pytest --tier=gate -n 2 --dist worksteal tests/form tests/engine

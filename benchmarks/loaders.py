@@ -5,9 +5,10 @@
 
 All deliver the same: crops of 224 x 224 bytes, half of them mirrored, of the same 500 x 375 JPEGs
 of quality 97, 32 per step over all ranks. One rank has two workers, several ranks have one each.
-data-loading/08_loaders_compared.py tells what each number means. First come the limits, each
-alone in one thread, then whether the pixels are the same, then the loaders. LitData is run if it is
-installed; its row was written from its documentation, and has not run yet.
+data-loading/08_loaders_compared.py tells what each thing costs that they do, and 14_exactly_once.py
+what comes twice or again; the loaders of both, complete, are in image_loaders.py. First come the
+limits, each alone in one thread, then whether the pixels are the same, then the loaders. LitData is
+run if it is installed; its row was written from its documentation, and has not run yet.
 """
 
 import argparse
@@ -36,8 +37,7 @@ from course.lessons import ROOT
 from course.playing import load
 from course.ranks import run
 
-LESSON = "data-loading/08_loaders_compared.py"
-N = 482  # images; four ranks cannot share them equally
+N = 482  # images, as in image_loaders.py; four ranks cannot share them equally
 ROUNDS = 8  # over the images, in an epoch from raw pixels
 BATCH = 32  # over all ranks
 RANKS = (1, 2, 4)
@@ -46,25 +46,21 @@ SHUFFLED = 64  # samples in the buffer from which those of a shard are drawn
 QUALITY = 97
 
 
-def the_lesson(ranks: int) -> ModuleType:
-    """The lesson with our images; all ranks compile and decode, since all are timed."""
-    changes = [
-        ("DISABLE_JIT = RANK != 0", "DISABLE_JIT = False"),
-        ("    if RANK == 0:  # which alone", "    if RANK >= 0:  # which alone"),
-        ("\nN = 205 ", f"\nN = {N} "),
-    ]
-    return load(LESSON, *changes, ("\nWORKERS = 2", f"\nWORKERS = {max(1, 2 // ranks)}"))
+def loaders_of(ranks: int) -> ModuleType:
+    """image_loaders.py with two workers in all, or one per rank."""
+    workers = max(1, 2 // ranks)
+    return load("benchmarks/image_loaders.py", ("\nWORKERS = 2", f"\nWORKERS = {workers}"))
 
 
 # The files
 
 
 def prepare(folder: str) -> None:
-    """JPEGs, raw pixels and FFCV's raw file, by the lesson; and the forms that it has not."""
+    """JPEGs, raw pixels, FFCV's files, tar shards."""
     place = Path(folder)
-    lesson = the_lesson(1)
-    lesson.prepare(place)
-    paths = lesson.photos_in(place)
+    ours = loaders_of(1)
+    ours.prepare(place)
+    paths = ours.photos_in(place)
     jpegs = [path.read_bytes() for path in paths]
     (place / "photos.jpgs").write_bytes(b"".join(jpegs))
     np.save(place / "ends.npy", np.cumsum([len(jpeg) for jpeg in jpegs]))
@@ -72,14 +68,14 @@ def prepare(folder: str) -> None:
         with tarfile.open(place / f"shard-{shard:02}.tar", "w") as tar:
             for path in paths[shard::SHARDS]:
                 tar.add(path, arcname=path.name)
-    if lesson.Loader:
+    if ours.Loader:
         (place / "jpg").mkdir()
-        field = lesson.RGBImageField("jpg", jpeg_quality=QUALITY)
-        fields = {"image": field, "index": lesson.IntField()}
+        field = ours.RGBImageField("jpg", jpeg_quality=QUALITY)
+        fields = {"image": field, "index": ours.IntField()}
         path = str(place / "jpg/photos.beton")
         with contextlib.redirect_stderr(io.StringIO()):
-            writer = lesson.DatasetWriter(path, fields, num_workers=1)
-            images = [(np.asarray(lesson.default_loader(p)), i) for i, p in enumerate(paths)]
+            writer = ours.DatasetWriter(path, fields, num_workers=1)
+            images = [(np.asarray(ours.default_loader(p)), i) for i, p in enumerate(paths)]
             writer.from_indexed_dataset(images, chunksize=16)
     if find_spec("litdata"):
         optimize = import_module("litdata").optimize
@@ -93,7 +89,7 @@ def as_lit(numbered: tuple[int, str]) -> dict:
     return {"index": index, "image": Path(path).read_bytes()}
 
 
-# Loaders that the lesson has not
+# Loaders by other libraries
 
 
 def decode(jpeg: bytes) -> object:
@@ -134,33 +130,33 @@ class TarShards(IterableDataset):
         return tensor_of(self.crop(decode(jpeg))), index
 
 
-def crop_of(lesson: ModuleType) -> Callable:
-    kinds = lesson.transforms
-    return kinds.Compose([kinds.RandomCrop(lesson.CROP), kinds.RandomHorizontalFlip()])
+def crop_of(ours: ModuleType) -> Callable:
+    kinds = ours.transforms
+    return kinds.Compose([kinds.RandomCrop(ours.CROP), kinds.RandomHorizontalFlip()])
 
 
-def tar_loader(lesson: ModuleType, place: Path, batch: int, rank: int, ranks: int) -> DataLoader:
+def tar_loader(ours: ModuleType, place: Path, batch: int, rank: int, ranks: int) -> DataLoader:
     shards = sorted(place.glob("shard-*.tar"))[rank::ranks]
-    dataset = TarShards(shards, crop_of(lesson))
-    live = {"num_workers": lesson.WORKERS, "persistent_workers": True}
+    dataset = TarShards(shards, crop_of(ours))
+    live = {"num_workers": ours.WORKERS, "persistent_workers": True}
     live["multiprocessing_context"] = "fork"
     return DataLoader(dataset, batch, **live)
 
 
-def lit_loader(lesson: ModuleType, place: Path, batch: int) -> object:
+def lit_loader(ours: ModuleType, place: Path, batch: int) -> object:
     litdata = import_module("litdata")
 
     class Crops(litdata.StreamingDataset):
         def __getitem__(self, index: object) -> tuple:
             sample = super().__getitem__(index)
-            return tensor_of(crop_of(lesson)(decode(sample["image"]))), sample["index"]
+            return tensor_of(crop_of(ours)(decode(sample["image"]))), sample["index"]
 
-    dataset = Crops(str(place / "lit"), shuffle=True, drop_last=False, seed=lesson.SEED)
-    return litdata.StreamingDataLoader(dataset, batch_size=batch, num_workers=lesson.WORKERS)
+    dataset = Crops(str(place / "lit"), shuffle=True, drop_last=False, seed=ours.SEED)
+    return litdata.StreamingDataLoader(dataset, batch_size=batch, num_workers=ours.WORKERS)
 
 
-def mapped_jpegs(lesson: ModuleType, place: Path, *given: object) -> object:
-    """The lesson's loader by hand over JPEGs in one mapped file, decoded by OpenCV in threads."""
+def mapped_jpegs(ours: ModuleType, place: Path, *given: object) -> object:
+    """The loader by hand over JPEGs in one mapped file, decoded by OpenCV in threads."""
     cv2 = import_module("cv2")  # which FFCV brings
 
     cv2.setNumThreads(1)  # the threads are ours
@@ -168,12 +164,12 @@ def mapped_jpegs(lesson: ModuleType, place: Path, *given: object) -> object:
     parts = np.split(bytes_of_all, np.load(place / "ends.npy")[:-1])
     one = np.zeros(1, int)
 
-    class JpegLoader(lesson.RawLoader):
+    class JpegLoader(ours.RawLoader):
         def copy(self, index_B: np.ndarray, draws_3B: np.ndarray, out_BHWC: np.ndarray) -> None:
             for b, index in enumerate(index_B):
                 photo_HWC = cv2.imdecode(parts[index], cv2.IMREAD_COLOR_RGB)
                 draws = np.ascontiguousarray(draws_3B[:, b : b + 1])
-                lesson.compiled()(photo_HWC[None], one, draws, out_BHWC[b : b + 1])
+                ours.compiled()(photo_HWC[None], one, draws, out_BHWC[b : b + 1])
 
     return JpegLoader(place / "photos.raw", *given)
 
@@ -188,32 +184,32 @@ def endless(loader: object, steps: int) -> Callable:
 
 
 def makers(
-    lesson: ModuleType, place: Path, rank: int, ranks: int, rounds: int, seen: int = 0
+    ours: ModuleType, place: Path, rank: int, ranks: int, rounds: int, seen: int = 0
 ) -> dict[str, Callable]:
     """What makes each loader of this rank; raw ones go `rounds` times over the images."""
     here = (rank, ranks)
     steps = -(-N // BATCH)
     raw_file = place / "photos.raw"
     made = {
-        "DataLoader, plain": lambda: lesson.plain_loader(place, *here).__iter__,
-        "DataLoader, JPEG": lambda: lesson.jpeg_loader(place, *here).__iter__,
-        "tar shards": lambda: tar_loader(lesson, place, BATCH // ranks, *here).__iter__,
+        "DataLoader, plain": lambda: ours.plain_loader(place, *here).__iter__,
+        "DataLoader, JPEG": lambda: ours.jpeg_loader(place, *here).__iter__,
+        "tar shards": lambda: tar_loader(ours, place, BATCH // ranks, *here).__iter__,
     }
     if find_spec("litdata"):
-        made["LitData"] = lambda: lit_loader(lesson, place, BATCH // ranks).__iter__
+        made["LitData"] = lambda: lit_loader(ours, place, BATCH // ranks).__iter__
     whole = {"drop_last": False, "distributed": True}
-    if lesson.Loader:
-        jpg = partial(lesson.ffcv_loader, place / "jpg", ranks, **whole)
-        made["FFCV, JPEG"] = lambda: jpg(lesson.random_crops()).__iter__
+    if ours.Loader:
+        jpg = partial(ours.ffcv_loader, place / "jpg", ranks, **whole)
+        made["FFCV, JPEG"] = lambda: jpg(ours.random_crops()).__iter__
     if find_spec("cv2"):
-        jpegs = partial(mapped_jpegs, lesson, place, *here, seen)
+        jpegs = partial(mapped_jpegs, ours, place, *here, seen)
         made["by hand, JPEG"] = lambda: endless(jpegs(), steps)
-    made["DataLoader, raw"] = lambda: repeated(lesson.raw_loader(place, *here), rounds)
-    if lesson.Loader:
+    made["DataLoader, raw"] = lambda: repeated(ours.raw_loader(place, *here), rounds)
+    if ours.Loader:
         tiled = whole | {"indices": np.tile(np.arange(N), rounds)}
-        raw = partial(lesson.ffcv_loader, place, ranks, **tiled)
-        made["FFCV, raw"] = lambda: raw(lesson.random_crops()).__iter__
-    by_hand = partial(lesson.RawLoader, raw_file, *here, seen)
+        raw = partial(ours.ffcv_loader, place, ranks, **tiled)
+        made["FFCV, raw"] = lambda: raw(ours.random_crops()).__iter__
+    by_hand = partial(ours.RawLoader, raw_file, *here, seen)
     made["by hand, raw"] = lambda: endless(by_hand(), rounds * steps)
     return made
 
@@ -230,24 +226,24 @@ def gathered(value: object) -> list:
 
 def names() -> list[str]:
     """Of the loaders that can run here."""
-    return list(makers(the_lesson(1), Path(), 0, 1, 1))
+    return list(makers(loaders_of(1), Path(), 0, 1, 1))
 
 
 def alone(folder: str, name: str) -> dict:
     """In fresh processes: first batch, memory, which samples come, and what comes again."""
     rank = dist.get_rank()
     ranks = dist.get_world_size()
-    lesson = the_lesson(ranks)
+    ours = loaders_of(ranks)
     place = Path(folder)
-    before = lesson.memory()
+    before = ours.memory()
     dist.barrier()
     start = time.perf_counter()
-    batches = makers(lesson, place, rank, ranks, 1)[name]()()
+    batches = makers(ours, place, rank, ranks, 1)[name]()()
     arrived = [next(batches)[1].flatten().clone()]
     first = time.perf_counter() - start
-    wait_until_idle(lesson)
+    wait_until_idle(ours)
     dist.barrier()  # all look while all hold what they hold
-    held = lesson.memory()
+    held = ours.memory()
     dist.barrier()
     own = held["Anon"] + held["Shmem"] - before["Anon"] - before["Shmem"]
     for _, index_B in batches:
@@ -268,25 +264,25 @@ def alone(folder: str, name: str) -> dict:
         "twice": int(np.maximum(times - 1, 0).sum()),
         "fewest": min(samples),
         "most": max(samples),
-        "again": again(lesson, place, name, arrived[:2]),
+        "again": again(ours, place, name, arrived[:2]),
     }
 
 
-def wait_until_idle(lesson: ModuleType) -> None:
+def wait_until_idle(ours: ModuleType) -> None:
     """Return when this rank and its workers have hardly used a core for a while."""
     spent = -1.0
-    while lesson.core_time() - spent > 0.05:
-        spent = lesson.core_time()
+    while ours.core_time() - spent > 0.05:
+        spent = ours.core_time()
         time.sleep(0.2)
 
 
-def again(lesson: ModuleType, place: Path, name: str, arrived: list[torch.Tensor]) -> int:
+def again(ours: ModuleType, place: Path, name: str, arrived: list[torch.Tensor]) -> int:
     """How many of the samples of two steps come again in two steps of a new loader."""
     rank = dist.get_rank()
     ranks = dist.get_world_size()
-    if lesson.Loader:
-        lesson.Compiler.set_enabled(False)
-    new = makers(lesson, place, rank, ranks, 1, seen=2 * BATCH)[name]()()
+    if ours.Loader:
+        import_module("ffcv.pipeline.compiler").Compiler.set_enabled(False)
+    new = makers(ours, place, rank, ranks, 1, seen=2 * BATCH)[name]()()
     after = [next(new)[1].flatten().clone() for _ in range(2)]
     if "FFCV" in name:
         new.close()
@@ -298,17 +294,17 @@ def compare(folder: str, repeats: int) -> dict[str, list[tuple[float, float]]]:
     """Seconds per image, on the wall and of a core, of each loader; they take turns."""
     rank = dist.get_rank()
     ranks = dist.get_world_size()
-    lesson = the_lesson(ranks)
-    made = makers(lesson, Path(folder), rank, ranks, ROUNDS)
+    ours = loaders_of(ranks)
+    made = makers(ours, Path(folder), rank, ranks, ROUNDS)
     epochs = {name: make() for name, make in made.items()}
     seconds = {name: [] for name in epochs}
     for repeat in range(-1, repeats):  # the first is a warm-up: numba compiles
         for name, epoch in epochs.items():
             dist.barrier()
             start = time.perf_counter()
-            spent = lesson.core_time()
+            spent = ours.core_time()
             mine = sum(len(index) for _, index in epoch())
-            spent = lesson.core_time() - spent
+            spent = ours.core_time() - spent
             dist.barrier()
             wall = time.perf_counter() - start
             images, cores = (sum(parts) for parts in zip(*gathered((mine, spent)), strict=True))
@@ -322,22 +318,22 @@ def compare(folder: str, repeats: int) -> dict[str, list[tuple[float, float]]]:
 
 def limits(folder: str, repeats: int) -> dict[str, float]:
     """Milliseconds of a core per image for each thing that a loader may do, in turns."""
-    lesson = the_lesson(1)
+    ours = loaders_of(1)
     place = Path(folder)
-    paths = lesson.photos_in(place)
+    paths = ours.photos_in(place)
     works = {
         "open a file and read it": lambda: [path.read_bytes() for path in paths],
-        "decode a JPEG, Pillow": lambda: [lesson.default_loader(path) for path in paths],
-        "copy a crop": lambda: list(lesson.copying(place)),
+        "decode a JPEG, Pillow": lambda: [ours.default_loader(path) for path in paths],
+        "copy a crop": lambda: list(ours.copying(place)),
     }
-    images = dict.fromkeys(works, N) | {"copy a crop": lesson.ROUNDS * N}
+    images = dict.fromkeys(works, N) | {"copy a crop": ours.ROUNDS * N}
     jpegs = [np.fromfile(path, np.uint8) for path in paths]
-    photos_NHWC = lesson.mapped(place / "photos.raw")
+    photos_NHWC = ours.mapped(place / "photos.raw")
     works["read a raw image from the page cache"] = lambda: [photo.copy() for photo in photos_NHWC]
-    floats = lesson.transforms.Compose(
-        [lesson.transforms.ToTensor(), lesson.transforms.Normalize(lesson.MEAN, lesson.STD)]
+    floats = ours.transforms.Compose(
+        [ours.transforms.ToTensor(), ours.transforms.Normalize(ours.MEAN, ours.STD)]
     )
-    crop = lesson.transforms.CenterCrop(lesson.CROP)(decode(paths[0].read_bytes()))
+    crop = ours.transforms.CenterCrop(ours.CROP)(decode(paths[0].read_bytes()))
     works["make normalized floats of a crop"] = lambda: [floats(crop) for _ in range(N)]
     if find_spec("cv2"):
         cv2 = import_module("cv2")  # which FFCV brings
@@ -345,9 +341,9 @@ def limits(folder: str, repeats: int) -> dict[str, float]:
         cv2.setNumThreads(1)
         mode = cv2.IMREAD_COLOR_RGB
         works["decode a JPEG, OpenCV"] = lambda: [cv2.imdecode(jpeg, mode) for jpeg in jpegs]
-    if lesson.Loader:
-        works["decode a JPEG, FFCV"] = lambda: [by_ffcv(jpeg, lesson) for jpeg in jpegs]
-        resize = partial(resized, lesson, np.empty((224, 224, 3), np.uint8))
+    if ours.Loader:
+        works["decode a JPEG, FFCV"] = lambda: [by_ffcv(jpeg, ours) for jpeg in jpegs]
+        resize = partial(resized, ours, np.empty((224, 224, 3), np.uint8))
         works["resize a crop, FFCV"] = lambda: [resize(photo) for photo in photos_NHWC]
     spent = {name: [] for name in works}
     for repeat in range(-1, repeats):
@@ -359,21 +355,21 @@ def limits(folder: str, repeats: int) -> dict[str, float]:
     return {name: 1e3 * median(s) / images.get(name, N) for name, s in spent.items()}
 
 
-def by_ffcv(jpeg: np.ndarray, lesson: ModuleType) -> np.ndarray:
+def by_ffcv(jpeg: np.ndarray, ours: ModuleType) -> np.ndarray:
     """Decode as FFCV does: libjpeg-turbo with the fast DCT."""
     from ffcv.libffcv import imdecode
 
-    image_HWC = np.empty((lesson.HEIGHT, lesson.WIDTH, 3), np.uint8)
-    size = (lesson.HEIGHT, lesson.WIDTH)
+    image_HWC = np.empty((ours.HEIGHT, ours.WIDTH, 3), np.uint8)
+    size = (ours.HEIGHT, ours.WIDTH)
     imdecode(jpeg, image_HWC, *size, *size, 0, 0, 1, 1, False, False)
     return image_HWC
 
 
-def resized(lesson: ModuleType, out_HWC: np.ndarray, photo_HWC: np.ndarray) -> None:
+def resized(ours: ModuleType, out_HWC: np.ndarray, photo_HWC: np.ndarray) -> None:
     """Resize the largest square to a crop, as FFCV's RandomResizedCrop does."""
     from ffcv.libffcv import resize_crop
 
-    resize_crop(photo_HWC, 0, lesson.HEIGHT, 62, 62 + lesson.HEIGHT, out_HWC)
+    resize_crop(photo_HWC, 0, ours.HEIGHT, 62, 62 + ours.HEIGHT, out_HWC)
 
 
 LIMIT_OF = {
@@ -424,10 +420,10 @@ def pixels(folder: str) -> dict[str, float]:
     """Whole images of each decoder and file next to Pillow's; of FFCV's JPEGs, their error."""
     from PIL import Image
 
-    lesson = the_lesson(1)
+    ours = loaders_of(1)
     place = Path(folder)
-    some = lesson.photos_in(place)[:16]
-    photos_NHWC = np.stack([np.asarray(lesson.default_loader(path)) for path in some])
+    some = ours.photos_in(place)[:16]
+    photos_NHWC = np.stack([np.asarray(ours.default_loader(path)) for path in some])
     raw = np.memmap(place / "photos.raw", np.uint8, "r")[: photos_NHWC.size]
     told = {"bytes that differ: raw file, Pillow": (raw != photos_NHWC.flatten()).sum()}
     if find_spec("cv2"):
@@ -435,13 +431,13 @@ def pixels(folder: str) -> dict[str, float]:
 
         theirs = [cv2.imdecode(np.fromfile(p, np.uint8), cv2.IMREAD_COLOR_RGB) for p in some]
         told["bytes that differ: OpenCV, Pillow"] = (theirs != photos_NHWC).sum()
-    if lesson.Loader:
-        whole = [lesson.decoders.SimpleRGBImageDecoder(), lesson.ToTensor()]
-        given = {"order": lesson.OrderOption.SEQUENTIAL, "indices": np.arange(16)}
+    if ours.Loader:
+        whole = [ours.decoders.SimpleRGBImageDecoder(), ours.ToTensor()]
+        given = {"order": ours.OrderOption.SEQUENTIAL, "indices": np.arange(16)}
         given["drop_last"] = False
-        lesson.Compiler.set_enabled(False)
-        ((raw_BHWC, _),) = lesson.ffcv_loader(place, 1, whole, **given)
-        loader = lesson.ffcv_loader(place / "jpg", 1, whole, **given)
+        import_module("ffcv.pipeline.compiler").Compiler.set_enabled(False)
+        ((raw_BHWC, _),) = ours.ffcv_loader(place, 1, whole, **given)
+        loader = ours.ffcv_loader(place / "jpg", 1, whole, **given)
         ((jpg_BHWC, _),) = loader
         told["bytes that differ: FFCV raw, Pillow"] = (raw_BHWC.numpy() != photos_NHWC).sum()
         data = np.memmap(place / "jpg/photos.beton", np.uint8, "r")

@@ -19,10 +19,10 @@ import sysconfig
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
-from multiprocessing import Pipe
+from multiprocessing import Pipe, shared_memory
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import numpy as np
@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:  # the lessons import it; that compiles for seconds, and GPT needs none of it
+    from ffcv import writer as ffcv_writer
     from ffcv.fields import IntField, RGBImageField, decoders
     from ffcv.loader import Loader, OrderOption
     from ffcv.transforms import ToTensor
@@ -273,9 +274,21 @@ class Images:
         return np.ascontiguousarray(crop_HWC), label, int(index)
 
 
+class Nameless(shared_memory.SharedMemory):
+    """Shared memory that forked processes inherit, and that no kill leaves behind by its name."""
+
+    def __init__(self, *given: object, **options: object) -> None:
+        super().__init__(*given, **options)
+        super().unlink()
+
+    def unlink(self) -> None:
+        """Nothing: its name went when it came."""
+
+
 def write_beton(path: Path) -> None:
     """Write N images as raw pixels, with label and index, by FFCV's own writer."""
     multiprocessing.set_start_method("fork", force=True)  # FFCV's writers inherit what they need
+    ffcv_writer.shared_memory = SimpleNamespace(SharedMemory=Nameless)
     fields = {"image": RGBImageField("raw"), "label": IntField(), "index": IntField()}
     writer = DatasetWriter(str(path), fields, page_size=PAGE, num_workers=1)
     writer.from_indexed_dataset(Images(N, SEED), chunksize=16)

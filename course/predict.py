@@ -138,7 +138,8 @@ def predict(options: argparse.Namespace) -> int:
     lesson = find_lesson(options.lesson)
     print(f"{paint(lesson.title, 'bold')}\n")
     answers = ask(lesson)
-    print(paint(f"{shown(lesson.file)} runs now.", "bold"), end="\n\n", flush=True)
+    print(paint(f"{shown(lesson.file)} runs now (a minute or less).", "bold"), flush=True)
+    print(flush=True)
     status, ledger = play(lesson, options.flags)
     if not ledger:
         print(f"\nThe lesson ended with status {status} and no ledger: nothing to compare.")
@@ -160,7 +161,7 @@ def ask(lesson: Lesson) -> dict[str, str]:
     if first:
         say(" ".join(first.split()))
         print()
-    say(f"Guess before you read. Only where a question names a section: {shown(lesson.file)}")
+    say("Guess: you need not have read the lesson.")
     print("Enter skips a question, or keeps your earlier answer. Ctrl-D skips the rest.\n")
     for number, question in questions.items():
         print(numbered(number, question))
@@ -216,7 +217,7 @@ def compare(lesson: Lesson, answers: dict[str, str], ledger: list[dict]) -> None
         print("\nThis machine cannot say:")
     for row in blocked:
         say(f"BLOCKED  {row['claim']} (needs {row['needs']})", 3)
-    print(f"\nMore: {what_was_seen(lesson)}, What you should have seen; then its **Try**\n")
+    print(f"\nNow read {shown(lesson.file)}, then break what its **Try** names.\n")
 
 
 def what_was_seen(lesson: Lesson) -> str:

@@ -175,7 +175,8 @@ def attempt(
         cloudpickle.register_pickle_by_value(module)  # ranks need not import what a test imports
     work = cloudpickle.dumps((function, args))
     own = [*own] or [file.parent, COURSE.parent]
-    quiet = (QUIET if group else ALONE) if quiet is None else quiet
+    if quiet is None:
+        quiet = QUIET if group else ALONE
     with one_at_a_time, contextlib.ExitStack() as files:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         ranks = [Rank(Outcome(rank), files) for rank in range(world_size)]

@@ -45,7 +45,7 @@ ROWS = (
 ABOUT_FOLDERS = {
     "fundamentals": "the machine, links, launching ranks, nodes, surviving failures",
     "communication": "collectives, what they cost, and how to pay less",
-    "parallelism": "data, tensor and pipeline parallelism by hand; which one you need",
+    "parallelism": "the five parallelisms by hand; which one you need",
     "fsdp": "FSDP2 and DeepSpeed: memory, checkpoints, LoRA, inference, offload",
     "profiling": "where the time and the memory go; hangs, stragglers",
     "data-loading": "what a DataLoader costs, and FFCV",
@@ -142,7 +142,7 @@ def ran() -> str:
     if links:
         where = f"Run on several GPUs so far: {', '.join(links)}."
     return (
-        f"{where} Got the box?\n`make gpu` says how long it takes, then runs the lessons on 1, 2, "
+        f"{where} With one,\n`make gpu` says how long it takes, then runs the lessons on 1, 2, "
         "4 and 8 GPUs, with all results in one folder."
     )
 

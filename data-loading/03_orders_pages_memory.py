@@ -53,7 +53,9 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
+from multiprocessing import shared_memory
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -70,6 +72,7 @@ Loader = None
 if "RANK" in os.environ or WORLD_SIZE > 1:  # a launcher needs none of it
     os.environ["NUMBA_OPT"] = "0"  # compile quickly: nothing here is timed
     with contextlib.suppress(ImportError):  # the extra [ffcv]
+        from ffcv import writer as ffcv_writer
         from ffcv.fields import IntField, RGBImageField, decoders
         from ffcv.loader import Loader, OrderOption
         from ffcv.transforms import ToTensor
@@ -324,9 +327,21 @@ class Images:
         return np.ascontiguousarray(crop_HWC), label, int(index)
 
 
+class Nameless(shared_memory.SharedMemory):
+    """Shared memory that forked processes inherit, and that no kill leaves behind by its name."""
+
+    def __init__(self, *given: object, **options: object) -> None:
+        super().__init__(*given, **options)
+        super().unlink()
+
+    def unlink(self) -> None:
+        """Nothing: its name went when it came."""
+
+
 def write_beton(path: Path) -> None:
     """Write N images as raw pixels, with label and index, by FFCV's own writer."""
     multiprocessing.set_start_method("fork", force=True)  # FFCV's writers inherit what they need
+    ffcv_writer.shared_memory = SimpleNamespace(SharedMemory=Nameless)
     fields = {"image": RGBImageField("raw"), "label": IntField(), "index": IntField()}
     writer = DatasetWriter(str(path), fields, page_size=PAGE, num_workers=1)
     writer.from_indexed_dataset(Images(N, SEED), chunksize=16)
@@ -583,7 +598,9 @@ def main() -> None:
         for text in ("orders", "the page cache", "a rank's own cache"):
             blocked(text, needs="FFCV: make .venv/all")
         finish()
-    with tempfile.TemporaryDirectory(prefix="beton-") as folder:
+    errors = os.environ.get("TORCHELASTIC_ERROR_FILE")  # in the launcher's folder
+    here = Path(errors).parent if errors else None
+    with tempfile.TemporaryDirectory(prefix="beton-", dir=here) as folder:
         path = Path(from_rank_0(folder)) / "raw.beton"
         if RANK == 0:
             write_beton(path)

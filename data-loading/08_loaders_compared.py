@@ -1,45 +1,41 @@
-"""Data loaders compared: PyTorch's DataLoader, FFCV, and forty lines by hand
-==========================================================================
+"""Data loaders compared: what each thing that a loader does costs
+===============================================================
 
-**Question.** Five loaders deliver the same crops of the same images, at very different costs. What
-does each of them leave out, and which of them is enough?
+**Question.** Five loaders deliver the same crops of the same images, and each leaves out one thing
+that the one before it does. What does each thing cost, and which loader is enough?
 
-**Predict**, and write it down before you run:
+**Predict**, and write it down before you run. An image is a JPEG of 375 x 500 pixels, about 100 kB,
+and a crop has 224 x 224. Costs are CPU seconds, those of all processes together.
 
-1. A DataLoader decodes JPEGs. Another one reads the same images as raw pixels from a file that is
-   mapped into memory, and all else is the same. How many times less core time does an image cost?
-2. Threads of one process now do that work in place of worker processes. How many times less again?
-3. Which loader is last with its first batch: a DataLoader, FFCV, or the one by hand?
-4. An epoch has 205 images, on 4 ranks, in batches of 8 per rank. How many come twice from a
-   DataLoader with a `DistributedSampler`? How many never come from FFCV's `Loader`, whose default
-   is `drop_last=True`?
-5. Training stops after three batches on each rank, and goes on with a new loader. How many images
-   come again? How many would, if the loader had saved one integer?
+1. One DataLoader decodes JPEGs. Another one finds the same images' pixels in a file that is mapped
+   into memory, and all else is the same. How many times less does an image cost?
+2. What costs more: to decode the JPEG, or to make normalized floats of the crop and to pass these
+   on in place of bytes?
+3. A DataLoader's worker process makes whole batches. Then a thread of the trainer's own process
+   makes them by the same call. How many times less does an image cost?
+4. How many times as many bytes as the JPEGs does the file of pixels take?
 
 **Run.**
 
     torchrun --standalone --nproc-per-node=4 08_loaders_compared.py    # NCCL on 4 GPUs, else gloo
     python 08_loaders_compared.py                                      # the same, started for you
 
-Not run on several GPUs. One node. It needs numba and torchvision; FFCV needs the Debian packages of
-packages.txt. `pip install -e '.[ffcv]'` brings all three.
+Not run on several GPUs. numba and Pillow come with `pip install -e '.[data]'`; FFCV needs the
+Debian packages of packages.txt, then `pip install -e '.[ffcv]'`. What lacks them is BLOCKED.
 
-**Try.** In `RawLoader.__iter__` leave out `self.consumed += BATCH`: does the loader still deliver
-what it should, and which claims fail? In `data_loader` add `drop_last=True` to what `DataLoader` is
-given: which claims fail now?
+**Try.** In `loaders` give `raw` the photo `decoded` in place of `photos_NHWC.__getitem__`: which
+claims fail? In `Batches.__getitems__` write `index_B[:-1]` for `index_B` in the call of
+`copy_crops`: which claims fail, and would a loss curve have told you?
 
 **Before.** data-loading/04_jit_augmentation.py: the GIL, and compiled loops without it.
-data-loading/06_tokens.py: one global order, and ranks that cut it.
 
-**Next.** benchmarks/loaders.py: eight loaders on 1, 2 and 4 ranks. Its table is in
-data-loading/README.md.
+**Next.** data-loading/14_exactly_once.py: which samples a loader delivers, also after a stop.
 """
 
 import argparse
 import contextlib
 import ctypes
-import functools
-import gc
+import importlib.util
 import io
 import itertools
 import json
@@ -47,7 +43,6 @@ import logging
 import math
 import multiprocessing
 import os
-import re
 import shutil
 import signal
 import sys
@@ -57,6 +52,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from multiprocessing import shared_memory
 from pathlib import Path
 from statistics import median
@@ -66,7 +62,7 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset
 
 # A *rank* is one of WORLD_SIZE processes that run this same file. `claim(text, predicted,
 # measured)` prints one row of the ledger and must be called by every rank. It, `setup`, `print0`,
@@ -74,166 +70,143 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 RANK = int(os.environ.get("RANK", "0"))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
-Loader = transforms = njit = None
-if "RANK" in os.environ or WORLD_SIZE > 1:  # a launcher needs none of it
+Loader = Image = njit = None
+if "RANK" in os.environ and RANK == 0:  # which alone loads images
     with contextlib.suppress(ImportError):  # the extra [data]
-        from numba import config, njit
-
-        config.DISABLE_JIT = RANK != 0  # what FFCV compiles on import is needed on rank 0 alone
+        from numba import njit
+    with contextlib.suppress(ImportError):  # the extra [data] too
+        from PIL import Image
     with contextlib.suppress(ImportError):  # the extra [ffcv]
         from ffcv import writer as ffcv_writer
         from ffcv.fields import IntField, RGBImageField, decoders
-        from ffcv.loader import Loader, OrderOption
+        from ffcv.loader import Loader
         from ffcv.pipeline.compiler import Compiler
-        from ffcv.transforms import RandomHorizontalFlip, ToTensor
+        from ffcv.transforms import ToTensor
         from ffcv.writer import DatasetWriter
-    if njit:
-        config.DISABLE_JIT = False
-    if RANK == 0:  # which alone makes and decodes JPEGs
-        with contextlib.suppress(ImportError):
-            from torchvision import transforms
-            from torchvision.datasets.folder import default_loader
 
-N = 205  # images, HEIGHT x WIDTH pixels
+N = 96  # images, HEIGHT x WIDTH pixels of three bytes
 HEIGHT = 375
 WIDTH = 500
 CROP = 224  # rows and columns of a crop
-BATCH = 32  # images per step, over all ranks
-WORKERS = 2  # processes or threads of a loader
-AHEAD = 3  # batches that threads prepare in advance
+BATCH = 32
+AHEAD = 2  # batches that a loader prepares in advance
 SEED = 0
-MEAN = [0.485, 0.456, 0.406]  # of ImageNet's pixels between 0 and 1
-STD = [0.229, 0.224, 0.225]
+MEAN = torch.tensor([0.485, 0.456, 0.406]).reshape(3, 1, 1)  # of ImageNet's pixels, from 0 to 1
+STD = torch.tensor([0.229, 0.224, 0.225]).reshape(3, 1, 1)
 
-# Shapes: N images, B of them in a batch, S slots; H, W, C: rows, columns, colors.
-
-# %% [markdown]
-# ## 1. A loader is what it leaves out
-#
-# A training step wants 32 crops of 224 x 224 pixels, half of them mirrored. A DataLoader, as most
-# tutorials write it, does four things for each image. It **decodes** a JPEG. It copies a **crop**
-# out of the image. It makes normalized **floats** of the crop, and collates 32 of them, which is
-# another copy. And it hands the batch over from a worker **process** to the trainer's.
-#
-# Of these four only the crop has to be copied anew in every epoch. Each loader of this lesson
-# leaves out one thing more than the one above it, and as little else changes as libraries allow:
-#
-#                          decode     floats,     process to    copy
-#                          a JPEG     collate     process       a crop
-#     DataLoader, plain       x          x            x            x
-#     DataLoader, JPEG        x                       x            x
-#     DataLoader, raw                                 x            x
-#     by hand, raw                                                 x
-#     FFCV, raw                                                    x, and mirrors afterwards
-#
-# So **the difference of two rows is mostly the price of one thing**. One price is larger than the
-# others together, and as long as it is paid, hardly anything else matters.
-#
-# What is left out is paid for elsewhere. Raw pixels were decoded once, beforehand: they take six
-# times the bytes of these JPEGs, and should fit into the page cache. Threads need code that runs
-# without the GIL, and it is compiled before the first batch. And two things should never be left
-# out, but often are: a few images of each epoch, and the place at which a run stopped. So there are
-# five columns to compare: core time, memory, time to the first batch, which images come in an
-# epoch, and which come again after a stop.
+# Shapes: N images, B of them in a batch; H, W, C: rows, columns, colors.
 
 # %% [markdown]
-# ## 2. What remains: copying a crop
+# ## 1. A price is the difference of two loaders that differ in one thing
 #
-# Three of the loaders share this loop. It is one like those of data-loading/04: numba compiles it,
-# and it runs without the GIL.
+# A training step wants 32 crops of 224 x 224 pixels. A DataLoader, as most tutorials write it, does
+# five things for each of them. It **decodes** a JPEG. It copies a **crop** out of the image. It
+# makes normalized **floats** of the crop. It does so **one by one**: a call of `__getitem__` per
+# image, and 32 crops are then collated, which is another copy. And a worker **process** hands the
+# batch over to the trainer's process.
+#
+# What does each of the five cost? Here are five loaders. Each is the one above it, with one line of
+# code changed, and leaves out one thing more. So **the difference of two neighbors is the price of
+# one thing**:
+#
+#                 floats    decoding    one by one    process    crop
+#     plain         x          x            x            x         x
+#     bytes                    x            x            x         x
+#     raw                                   x            x         x
+#     batches                                            x         x
+#     by hand                                                      x
+#     FFCV                                                         x       written by others
+#
+# Only the crop has to be made anew in every epoch. The other four can be left out, if one pays
+# elsewhere. Bytes can be normalized on the GPU, where that costs next to nothing. Decoded pixels
+# take several times the bytes of the JPEGs, and should fit into the page cache. A thread needs code
+# that runs without the GIL, and such code is compiled before the first batch comes.
 
+# %% [markdown]
+# ## 2. The crop: what no loader leaves out
+#
+# All five call the same two functions. numba compiles them, and then they run without the GIL
+# (data-loading/04). Where the crops lie was drawn before, so all five make the same crops. (In
+# training one would draw anew in each epoch.)
 
 # %%
-def crop_and_mirror(
-    images_NHWC: np.ndarray, index_B: np.ndarray, draws_3B: np.ndarray, out_BHWC: np.ndarray
-) -> None:
-    """Copy a crop of each image to its place in the batch, mirrored or not."""
+compiled = njit(nogil=True) if njit else lambda function: function
+draw = np.random.default_rng(SEED).integers
+CORNERS_N2 = draw((HEIGHT - CROP + 1, WIDTH - CROP + 1), size=(N, 2))  # y and x of each crop
+
+
+@compiled
+def copy_crop(photo_HWC: np.ndarray, corner: np.ndarray, out_HWC: np.ndarray) -> None:
+    """Copy the crop of one image to its place."""
+    y, x = corner
+    for row in range(CROP):
+        for column in range(CROP):
+            for color in range(3):
+                out_HWC[row, column, color] = photo_HWC[y + row, x + column, color]
+
+
+@compiled
+def copy_crops(photos_NHWC: np.ndarray, index_B: np.ndarray, out_BHWC: np.ndarray) -> None:
+    """Copy the crop of each of these images to its place in the batch."""
     for b in range(len(index_B)):
-        y = draws_3B[0, b]
-        x = draws_3B[1, b]
-        mirrored = draws_3B[2, b]
-        for row in range(CROP):
-            source_WC = images_NHWC[index_B[b], y + row, x : x + CROP]
-            target_WC = out_BHWC[b, row]
-            for column in range(CROP):
-                from_column = CROP - 1 - column if mirrored else column
-                for color in range(3):
-                    target_WC[column, color] = source_WC[from_column, color]
-
-
-@functools.cache
-def compiled() -> Callable:
-    """Return that loop as machine code; without numba as it is, which is slow."""
-    return njit(nogil=True)(crop_and_mirror) if njit else crop_and_mirror
-
-
-def draw(random: np.random.Generator, count: int) -> np.ndarray:
-    """Return y, x and whether it is mirrored, of so many crops: (3, count)."""
-    choices = np.array([[HEIGHT - CROP + 1], [WIDTH - CROP + 1], [2]])
-    return random.integers(choices, size=(3, count))
+        index = index_B[b]
+        copy_crop(photos_NHWC[index], CORNERS_N2[index], out_BHWC[b])
 
 
 # %% [markdown]
-# ## 3. DataLoader: plain, without floats, without decoding
+# ## 3. Five loaders
 #
-# `Photos` is the dataset that everybody writes, one image at a time. `Batches` leaves out the
-# second column. Pixels stay bytes, a quarter of the floats, and are normalized on the GPU. And
-# since DataLoader hands all indices of a batch to `__getitems__` (plural), where a dataset has it,
-# each crop is written into its place and nothing is collated.
+# `Crops` makes crops one by one, and `Batches` makes a whole batch by one call. DataLoader uses
+# `__getitems__` (plural) where a dataset has it: then it hands over the indices of a batch and
+# nothing is collated.
 
 
 # %%
-class Photos(Dataset):
-    """(crop, index) of each JPEG in a folder, the crop in normalized floats (C, H, W)."""
+class Crops(Dataset):
+    """(crop, index) of one image: bytes (H, W, C), or normalized floats (C, H, W)."""
 
-    def __init__(self, paths: list[Path]) -> None:
-        self.paths = paths
-        crop = [transforms.RandomCrop(CROP), transforms.RandomHorizontalFlip()]
-        floats = [transforms.ToTensor(), transforms.Normalize(MEAN, STD)]
-        self.transform = transforms.Compose(crop + floats)
+    def __init__(self, photo: Callable[[int], np.ndarray], floats: bool = False) -> None:
+        self.photo = photo  # index -> its pixels (H, W, C)
+        self.floats = floats
 
-    def __len__(self) -> int:
-        return N
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        crop_HWC = np.empty((CROP, CROP, 3), np.uint8)
+        copy_crop(self.photo(index), CORNERS_N2[index], crop_HWC)
+        crop = torch.from_numpy(crop_HWC)
+        return (normalized(crop) if self.floats else crop), index
 
-    def __getitem__(self, index: int) -> tuple:
-        return self.transform(default_loader(self.paths[index])), index
+
+def normalized(crop_HWC: torch.Tensor) -> torch.Tensor:
+    crop_CHW = crop_HWC.permute(2, 0, 1).contiguous()
+    return (crop_CHW / 255 - MEAN) / STD
 
 
 class Batches(Dataset):
-    """(crops, indices), a whole batch at a time; the crops are bytes (B, H, W, C)."""
+    """(crops, indices) of one batch: bytes (B, H, W, C)."""
 
-    def __init__(self, photo: Callable[[int], np.ndarray]) -> None:
-        self.photo = photo  # index -> its pixels (H, W, C)
-
-    def __len__(self) -> int:
-        return N
+    def __init__(self, photos_NHWC: np.ndarray) -> None:
+        self.photos_NHWC = photos_NHWC
 
     def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        image_BHWC = np.empty((len(indices), CROP, CROP, 3), np.uint8)
-        draws_3B = draw(np.random.default_rng(), len(indices))
-        first = np.zeros(1, int)
-        for b, index in enumerate(indices):
-            photo_NHWC = self.photo(index)[None]  # one image
-            compiled()(photo_NHWC, first, draws_3B[:, [b]], image_BHWC[b : b + 1])
-        return torch.from_numpy(image_BHWC), torch.tensor(indices)
+        index_B = np.array(indices)
+        crops_BHWC = np.empty((len(indices), CROP, CROP, 3), np.uint8)
+        copy_crops(self.photos_NHWC, index_B, crops_BHWC)
+        return torch.from_numpy(crops_BHWC), torch.from_numpy(index_B)
 
 
 # %% [markdown]
-# `photo` decides about the first column: it is a decoder, or a view of one file that holds nothing
-# but pixels and is mapped into memory. On n ranks a `DistributedSampler` deals out the shuffled
-# images. Where n does not divide N it **pads**: the first few images come once more, at the end.
+# Four loaders are DataLoaders of these, with one worker each. The fifth, **by hand**, calls the
+# same `__getitems__` in a thread, two batches ahead of the trainer. Nothing has to be handed over:
+# a batch lies where the trainer reads it. In `loaders` each is one line of code, and differs from
+# the line above it in one thing.
 
 
 # %%
-def data_loader(dataset: Dataset, rank: int, ranks: int) -> DataLoader:
-    """Return a DataLoader of this rank's share of the images, shuffled."""
-    sampler = DistributedSampler(dataset, ranks, rank, seed=SEED)
-    options = {"num_workers": WORKERS, "persistent_workers": True}
-    options["multiprocessing_context"] = "fork"
-    options["worker_init_fn"] = end_with_the_rank
-    if isinstance(dataset, Batches):
-        options["collate_fn"] = lambda batch: batch
-    return DataLoader(dataset, BATCH // ranks, sampler=sampler, **options)
+def data_loader(dataset: Dataset, order: list[int], collate: Callable | None = None) -> DataLoader:
+    """Return a DataLoader of these images, in this order, with one worker that stays."""
+    options = {"num_workers": 1, "prefetch_factor": AHEAD, "persistent_workers": True}
+    options |= {"multiprocessing_context": "fork", "worker_init_fn": end_with_the_rank}
+    return DataLoader(dataset, BATCH, sampler=order, collate_fn=collate, **options)
 
 
 def end_with_the_rank(worker: int) -> None:
@@ -241,8 +214,51 @@ def end_with_the_rank(worker: int) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
+class ByHand:
+    """The batches of a dataset, made by a thread of this process."""
+
+    def __init__(self, dataset: Batches, order: list[int]) -> None:
+        self.dataset = dataset
+        self.order = order
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        pending = deque()
+        with ThreadPoolExecutor(1) as thread:
+            for first in range(0, len(self.order), BATCH):
+                indices = self.order[first : first + BATCH]
+                pending.append(thread.submit(self.dataset.__getitems__, indices))
+                if len(pending) > AHEAD:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+
+
+def loaders(place: Path) -> dict[str, Callable[[list[int]], Iterable]]:
+    """Return what makes each loader of the images in `place`, given the order of their indices."""
+    paths = photos_in(place)
+    photos_NHWC = mapped(place / "photos.raw")
+
+    def decoded(index: int) -> np.ndarray:
+        return decode(paths[index])
+
+    made = {
+        "plain": partial(data_loader, Crops(decoded, floats=True)),
+        "bytes": partial(data_loader, Crops(decoded)),
+        "raw": partial(data_loader, Crops(photos_NHWC.__getitem__)),
+        "batches": partial(data_loader, Batches(photos_NHWC), collate=lambda batch: batch),
+        "by hand": partial(ByHand, Batches(photos_NHWC)),
+    }
+    if Loader:
+        made["FFCV"] = partial(ffcv_loader, place, random_crops())
+    return made
+
+
 def photos_in(place: Path) -> list[Path]:
     return sorted((place / "photos").iterdir())
+
+
+def decode(path: Path) -> np.ndarray:
+    return np.asarray(Image.open(path).convert("RGB"))
 
 
 def mapped(path: Path) -> np.ndarray:
@@ -250,86 +266,13 @@ def mapped(path: Path) -> np.ndarray:
     return np.asarray(np.memmap(path, np.uint8, "r")).reshape(-1, HEIGHT, WIDTH, 3)
 
 
-def plain_loader(place: Path, rank: int, ranks: int) -> DataLoader:
-    return data_loader(Photos(photos_in(place)), rank, ranks)
-
-
-def jpeg_loader(place: Path, rank: int, ranks: int) -> DataLoader:
-    paths = photos_in(place)
-    return data_loader(Batches(lambda i: np.asarray(default_loader(paths[i]))), rank, ranks)
-
-
-def raw_loader(place: Path, rank: int, ranks: int) -> DataLoader:
-    images_NHWC = mapped(place / "photos.raw")
-    return data_loader(Batches(lambda i: images_NHWC[i]), rank, ranks)
-
-
 # %% [markdown]
-# ## 4. By hand: threads, slots, and one integer
+# ## 4. FFCV: the same things left out, by a library
 #
-# Since the compiled loop holds no GIL, threads can do the work of processes, and nothing has to be
-# handed over: a batch lies where the trainer reads it. Two threads fill **slots**, batches that are
-# allocated once and used again and again. A queue of three keeps them ahead of the trainer:
-#
-#     thread 1    fill slot 0        fill slot 2        fill slot 0  ...
-#     thread 2         fill slot 1        fill slot 3        fill slot 1  ...
-#     trainer                 slot 0   slot 1   slot 2   slot 3   slot 0  ...
-#
-# The order of the images is that of data-loading/06: one endless line of positions, epoch after
-# epoch. A step takes the next 32, and rank r of n takes every n-th of these. So nothing is repeated
-# or left out, and the place of a run is one integer, `consumed`, to be saved next to the weights. A
-# step's crops are drawn from its first position, so they too are the same after a stop.
-
-
-# %%
-@functools.lru_cache(maxsize=2)
-def order(epoch: int) -> np.ndarray:
-    return np.random.default_rng([SEED, epoch]).permutation(N)
-
-
-class RawLoader:
-    """Batches of random crops from a file of raw pixels, without end."""
-
-    def __init__(self, path: Path, rank: int, ranks: int, consumed: int = 0) -> None:
-        self.images_NHWC = mapped(path)
-        self.mine = slice(rank, BATCH, ranks)  # of each step
-        share = len(range(rank, BATCH, ranks))
-        self.slots_SBHWC = torch.empty(AHEAD + 1, share, CROP, CROP, 3, dtype=torch.uint8)
-        self.consumed = consumed  # images that all ranks have been given: the whole state
-
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield (image_BHWC, index_B); a batch is overwritten when two more were asked for."""
-        first = self.consumed
-        pending = deque()
-        with ThreadPoolExecutor(WORKERS) as threads:
-            for step in itertools.count():
-                slot_BHWC = self.slots_SBHWC[step % len(self.slots_SBHWC)]
-                pending.append(threads.submit(self.fill, slot_BHWC, first + step * BATCH))
-                if len(pending) == AHEAD:
-                    batch = pending.popleft().result()
-                    self.consumed += BATCH
-                    yield batch
-
-    def fill(self, slot_BHWC: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Fill a slot with this rank's images of the step that begins at position `first`."""
-        positions = range(first, first + BATCH)[self.mine]
-        index_B = np.array([order(position // N)[position % N] for position in positions])
-        draws_3B = draw(np.random.default_rng([SEED, first]), BATCH)[:, self.mine]
-        self.copy(index_B, np.ascontiguousarray(draws_3B), slot_BHWC.numpy())
-        return slot_BHWC, torch.from_numpy(index_B)
-
-    def copy(self, index_B: np.ndarray, draws_3B: np.ndarray, out_BHWC: np.ndarray) -> None:
-        compiled()(self.images_NHWC, index_B, draws_3B, out_BHWC)
-
-
-# %% [markdown]
-# ## 5. FFCV: the same things left out, by a library
-#
-# FFCV also has one file, whose images were decoded when it was written, and threads, compiled code
-# and slots. Its decoder draws crops of any size and resizes them. Here `scale` and `ratio` leave it
-# one size, which it copies as it is; it mirrors in a second pass over the batch. On several ranks
-# it asks the same `DistributedSampler`. But it has a `drop_last` of its own, True unless told,
-# which **drops** what does not fill a rank's last batch.
+# FFCV also has one file, whose images were decoded when it was written, and a thread that runs
+# compiled code. It is no step of the ladder: it does what the loader by hand does, by other code.
+# It compiles a pipeline, and fills **slots**, batches that are allocated once and used again and
+# again. Its crops may have any size and are resized; `scale` and `ratio` leave it one size here.
 
 
 # %%
@@ -337,24 +280,21 @@ def random_crops() -> list:
     """Return FFCV's pipeline for crops of CROP x CROP pixels that are not resized."""
     share = CROP * CROP / (HEIGHT * WIDTH)  # of the image's area
     one_size = {"scale": (share, share), "ratio": (1.0, 1.0)}
-    crop = decoders.RandomResizedCropRGBImageDecoder((CROP, CROP), **one_size)
-    return [crop, RandomHorizontalFlip(), ToTensor()]
+    return [decoders.RandomResizedCropRGBImageDecoder((CROP, CROP), **one_size), ToTensor()]
 
 
-def ffcv_loader(place: Path, ranks: int, image: list | None, **options: object) -> "Loader":
-    """Return FFCV's loader of (image, index), or without a pipeline for `image` of (index,)."""
-    gc.collect()  # an old loader, freed while numba compiles, prints "Exception ignored: KeyError"
+def ffcv_loader(place: Path, image: list, order: list[int]) -> "Loader":
+    """Return FFCV's loader of (image, index), in this order."""
     pipelines = {"image": image, "index": [decoders.IntDecoder(), ToTensor()]}
-    options = {"order": OrderOption.RANDOM, "distributed": ranks > 1, "seed": SEED} | options
-    options |= {"num_workers": WORKERS, "batches_ahead": AHEAD}
-    return Loader(str(place / "photos.beton"), BATCH // ranks, pipelines=pipelines, **options)
+    options = {"indices": order, "num_workers": 1, "batches_ahead": AHEAD}
+    return Loader(str(place / "photos.beton"), BATCH, pipelines=pipelines, **options)
 
 
 # %% [markdown]
-# ## 6. How it is measured: core time, memory, first batch
+# ## 5. How it is measured: CPU time per image
 #
-# Rank 0 makes JPEGs of about 100 kB, and writes what the decoder makes of them into both raw files.
-# So all loaders deliver the same pixels.
+# Rank 0 makes the images, and writes what the decoder makes of the JPEGs into both raw files. So
+# all loaders deliver the same pixels.
 
 
 # %%
@@ -370,299 +310,206 @@ class Nameless(shared_memory.SharedMemory):
 
 
 def prepare(place: Path) -> None:
-    """Fill `place` with photos/*.jpg, photos.raw and photos.beton, as far as packages are here."""
-    from sklearn.datasets import load_sample_images
-
-    photographs = load_sample_images().images  # two of 427 x 640 pixels
+    """Fill `place` with photos/*.jpg, photos.raw and, if FFCV is here, photos.beton."""
+    folder = Path(importlib.util.find_spec("sklearn").origin).parent / "datasets/images"
+    two = [decode(folder / name) for name in ("china.jpg", "flower.jpg")]  # 427 x 640 pixels
     random = np.random.default_rng(SEED)
     (place / "photos").mkdir()
     pixels_NHWC = np.memmap(place / "photos.raw", np.uint8, "w+", shape=(N, HEIGHT, WIDTH, 3))
     for index in range(N):
         y, x = random.integers([427 - HEIGHT + 1, 640 - WIDTH + 1])
-        pixels_NHWC[index] = photographs[index % 2][y : y + HEIGHT, x : x + WIDTH]
-        if transforms:
-            path = place / f"photos/{index:04}.jpg"
-            transforms.functional.to_pil_image(pixels_NHWC[index]).save(path, quality=97)
-            pixels_NHWC[index] = default_loader(path)
-    if Loader:
-        multiprocessing.set_start_method("fork", force=True)  # FFCV's writers inherit the pixels
-        ffcv_writer.shared_memory = SimpleNamespace(SharedMemory=Nameless)
-        fields = {"image": RGBImageField("raw"), "index": IntField()}
-        writer = DatasetWriter(str(place / "photos.beton"), fields, num_workers=1)
-        with contextlib.redirect_stderr(io.StringIO()):  # its progress bar
-            writer.from_indexed_dataset([(pixels_NHWC[i], i) for i in range(N)], chunksize=16)
-        for process in multiprocessing.active_children():
-            process.join()  # which FFCV forgets
+        window_HWC = two[index % 2][y : y + HEIGHT, x : x + WIDTH]
+        path = place / f"photos/{index:04}.jpg"
+        Image.fromarray(window_HWC).save(path, quality=97)
+        pixels_NHWC[index] = decode(path)
+    if Loader is None:
+        return
+    multiprocessing.set_start_method("fork", force=True)  # FFCV's writer inherits the pixels
+    ffcv_writer.shared_memory = SimpleNamespace(SharedMemory=Nameless)
+    fields = {"image": RGBImageField("raw"), "index": IntField()}
+    writer = DatasetWriter(str(place / "photos.beton"), fields, num_workers=1)
+    with contextlib.redirect_stderr(io.StringIO()):  # its progress bar
+        writer.from_indexed_dataset([(pixels_NHWC[i], i) for i in range(N)], chunksize=16)
+    for process in multiprocessing.active_children():
+        process.join()  # which FFCV forgets
 
 
 # %% [markdown]
-# Then rank 0 makes each loader for itself alone, while the other ranks wait, and asks the kernel:
-#
-# - **First batch**: seconds from making the loader until the batch is there.
-# - **Memory** of all its processes: their PSS, in which a page that k processes share counts 1/k in
-#   each. *Own* memory is apart from pages *mapped* from files, which belong to the page cache.
-# - **Core time**: CPU seconds of all its processes, per image. The loaders take turns, and with
-#   them what limits them, alone in one thread: decoding the JPEGs, and copying crops.
+# Then rank 0 makes each loader for itself, while the other ranks wait. The loaders take turns, and
+# with them two limits, each alone in one thread: to decode all JPEGs, and to copy all crops into
+# one batch again and again. What a loader costs is the CPU time of this process and of all workers,
+# divided by the images. The kernel counts other processes' time in steps of 10 ms, so a turn over
+# raw pixels goes ROUNDS times over the images.
 
 
 # %%
-ROUNDS = 8  # over the raw images in a turn: one would be too short for the kernel's clock
+ROUNDS = 12
+TURNS = 3
 
 
-def memory() -> Counter:
-    """Return the PSS of all processes in MB, by kind: "Anon" and "Shmem" their own, "File"."""
-    held = Counter()
-    for pid in (os.getpid(), *workers()):
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-        for kind, kib in re.findall(r"^Pss_(Anon|Shmem|File): +(\d+) kB", text, re.M):
-            held[kind] += 1024 * int(kib) / 1e6
-    return held
-
-
-def core_time() -> float:
-    """Return the CPU seconds so far of this process and its workers."""
+def cpu_seconds() -> float:
+    """Return the CPU time so far of this process and its workers."""
     spent = time.process_time()  # finer than what the kernel tells of other processes
-    for pid in workers():
-        times = psutil.Process(pid).cpu_times()
+    for worker in multiprocessing.active_children():
+        times = psutil.Process(worker.pid).cpu_times()
         spent += times.user + times.system
     return spent
 
 
-def workers() -> list[int]:
-    return [worker.pid for worker in multiprocessing.active_children()]
+def milliseconds(work: Callable[[], int]) -> float:
+    """Do some work; return milliseconds of CPU time per image, of which it returns the number."""
+    before = cpu_seconds()
+    images = work()
+    return 1e3 * (cpu_seconds() - before) / images
 
 
-def decoding(place: Path) -> Iterator[tuple]:
-    """Decode every JPEG, and do nothing else."""
-    for path in photos_in(place):
-        yield default_loader(path), [0]
+def run_through(loader: Iterable) -> int:
+    return sum(len(index) for _, index in loader)
 
 
-def copying(place: Path) -> Iterator[tuple]:
-    """Copy a crop of every raw image to its place in a batch, and do nothing else."""
-    images_NHWC = mapped(place / "photos.raw")
-    image_BHWC = np.empty((BATCH, CROP, CROP, 3), np.uint8)
-    for index in np.tile(order(0), ROUNDS):
-        image_BHWC[index % BATCH] = images_NHWC[index, 75 : 75 + CROP, 138 : 138 + CROP]
-        yield image_BHWC, [index]
+def decode_all(paths: list[Path]) -> int:
+    for path in paths:
+        decode(path)
+    return len(paths)
 
 
-# %% [markdown]
-# A turn of a DataLoader or of FFCV is one epoch, or ROUNDS of them, so that nothing is prepared in
-# advance for the next turn. FFCV goes before the DataLoaders: rank 0 shares its pages with their
-# workers, and each page that it writes to meanwhile would be copied, and counted as FFCV's. The
-# table is printed, and ratios of its rows are claimed.
-
-
-# %%
-def makers(place: Path) -> dict[str, tuple[Callable, int]]:
-    """Return what makes each loader, for one rank, and of how many batches a turn consists."""
-    epoch = math.ceil(N / BATCH)
-    tiled = {"indices": np.tile(np.arange(N), ROUNDS)}  # since FFCV allocates slots in each epoch
-    made = {"by hand, raw": (lambda: RawLoader(place / "photos.raw", 0, 1), ROUNDS * epoch)}
-    if Loader:
-        make = functools.partial(ffcv_loader, place, 1, random_crops(), **tiled)
-        made["FFCV, raw"] = (make, ROUNDS * N // BATCH)
-    made["DataLoader, raw"] = (lambda: raw_loader(place, 0, 1), ROUNDS * epoch)
-    made["DataLoader, JPEG"] = (lambda: jpeg_loader(place, 0, 1), epoch)
-    made["DataLoader, plain"] = (lambda: plain_loader(place, 0, 1), epoch)
-    return made
-
-
-def one_turn(loader: Iterable, batches: int) -> Iterator[tuple]:
-    """Return so many batches of a loader, epoch after epoch."""
-    return itertools.islice(itertools.chain.from_iterable(itertools.repeat(loader)), batches)
-
-
-def measure(place: Path) -> tuple[dict[str, tuple], dict[str, float]]:
-    """On rank 0: (MB own, MB mapped, seconds to the first batch), and core ms per image."""
-    found = {}
-    turns = {}
-    for name, (make, count) in makers(place).items():
-        before = memory()
-        start = time.perf_counter()
-        turns[name] = functools.partial(one_turn, make(), count)
-        batches = turns[name]()
-        next(batches)
-        first = time.perf_counter() - start
-        time.sleep(0.2)  # until all that is prepared in advance is there
-        more = {kind: mb - before[kind] for kind, mb in memory().items()}
-        found[name] = (more["Anon"] + more["Shmem"], more["File"], first)
-        for _ in batches:  # the rest of this turn is the warm-up
-            pass
-        del batches  # and FFCV's slots with it
-    turns["decoding alone"] = functools.partial(decoding, place)
-    turns["copying alone"] = functools.partial(copying, place)
-    spent = {name: [] for name in turns}
-    for _ in range(2):
-        for name, turn in turns.items():
-            before = core_time()
-            images = sum(len(index) for _, index in turn())
-            spent[name].append(1e3 * (core_time() - before) / images)
-    return found, {name: median(ms) for name, ms in spent.items()}
-
-
-def check_costs(place: Path) -> None:
-    """Print what rank 0 measures, and the price of each thing; claim ratios."""
-    found, ms = gather_objects(measure(place) if RANK == 0 else None)[0]
-    print0(f"\n{'':31}ms of a core  images/core s     MB own + mapped   first batch")
-    for name in ms:
-        told = f"{'':13}{name:18}{ms[name]:12.3f}{1e3 / ms[name]:15,.0f}"
-        if name in found:
-            told += "{:11.0f} + {:6.0f}{:12.2f} s".format(*found[name])
-        print0(told)
-    plain, jpeg, raw = (ms[f"DataLoader, {name}"] for name in ("plain", "JPEG", "raw"))
-    hand = ms["by hand, raw"]
-    prices = f"floats {plain - jpeg:.2f}, decoding {jpeg - raw:.2f}, processes {raw - hand:.2f}"
-    print0(f"{'':13}The price in ms: {prices}, a crop {hand:.2f}\n")
-    clock = {"sign": ">=", "timed": True}
-    claim("core time: DataLoader, plain / JPEG", 1.2, plain / jpeg, **clock)
-    claim("core time: DataLoader, JPEG / raw", 3, jpeg / raw, question=1, **clock)
-    claim("core time: decoding alone / DataLoader, JPEG", 0.5, ms["decoding alone"] / jpeg, **clock)
-    claim("core time: DataLoader, raw / by hand", 1.3, raw / hand, question=2, **clock)
-    if Loader:
-        claim("core time: by hand / FFCV", 1, hand / ms["FFCV, raw"], sign="<=", timed=True)
-        own, _, first = found["FFCV, raw"]
-        later = first / found["DataLoader, raw"][2]
-        claim("first batch: FFCV / DataLoader", 3, later, question=3, **clock)
-        more = own / found["by hand, raw"][0]
-        claim("own memory: FFCV / by hand", 4, more, ">=", varies=True)
+def copy_all(photos_NHWC: np.ndarray, order: list[int]) -> int:
+    crops_BHWC = np.empty((BATCH, CROP, CROP, 3), np.uint8)
+    for first in range(0, len(order), BATCH):
+        copy_crops(photos_NHWC, np.array(order[first : first + BATCH]), crops_BHWC)
+    return len(order)
 
 
 # %% [markdown]
-# ## 7. How it is measured: which images come
-#
-# Now all ranks load. Each image carries its index, so what is counted was delivered, not planned.
-# A stop is tried: three batches, and then three of a new loader.
-#
-# The sampler gives each rank a list of 52 images. What it pads stands last in the lists of the last
-# ranks. FFCV drops from each list what fills no batch of 8; of that, padding is no loss. (FFCV runs
-# in plain Python here, which spares compiling on every rank.) By hand, an epoch is the first N
-# positions, and after a stop the crops must be those of a run without one.
-#
-# Pixels are compared before any crop: whole images, those of the raw file with what the decoder
-# makes of the JPEGs, and FFCV's with the raw file.
+# The first epoch of each loader is a warm-up, and its crops are compared with NumPy's slices of the
+# raw file, byte by byte. FFCV draws crops of its own. So whole images are compared as well, before
+# any crop: those of the raw file with what the decoder makes of the JPEGs, and FFCV's with the raw
+# file (in plain Python, to spare compiling).
 
 
 # %%
-STOP = 3  # batches on each rank
+def wrong_bytes(photos_NHWC: np.ndarray, batches: Iterator[tuple]) -> int:
+    """Return how many bytes of an epoch's crops differ from NumPy's slices, or never came."""
+    pairs = zip(photos_NHWC, CORNERS_N2, strict=True)
+    expected_NHWC = np.stack([photo[y : y + CROP, x : x + CROP] for photo, (y, x) in pairs])
+    found_NHWC = ~expected_NHWC
+    for crops, index_B in itertools.islice(batches, N // BATCH):
+        if crops.is_floating_point():
+            crops = ((crops * STD + MEAN) * 255).round().byte().permute(0, 2, 3, 1)
+        found_NHWC[index_B] = crops
+    return (found_NHWC != expected_NHWC).sum()
 
 
-def gather_objects(value: object) -> list:
-    """Return every rank's `value`, in order, on every rank."""
-    values = [None] * WORLD_SIZE
-    dist.all_gather_object(values, value)
-    return values
-
-
-def delivered(batches: Iterable, steps: int | None = None) -> np.ndarray:
-    """Return the indices of the images in the first batches, or in all."""
-    indices = []
-    for *_, index_B in itertools.islice(batches, steps):
-        indices.append(index_B.numpy().flatten().copy())  # FFCV writes over its batches
-    return np.concatenate(indices)
-
-
-def counts(index_N: np.ndarray) -> np.ndarray:
-    """Return how often each of the N images comes, over all ranks."""
-    return np.bincount(np.concatenate(gather_objects(index_N)), minlength=N)
-
-
-def check_decoded(place: Path) -> None:
-    """Compare whole images of the raw file with what the decoder makes of the JPEGs, on rank 0."""
+def bytes_unlike(place: Path) -> dict[str, int]:
+    """Return in how many bytes whole images differ, before any crop."""
     raw_BHWC = mapped(place / "photos.raw")[:BATCH]
-    decoded = [default_loader(p) for p in photos_in(place)[:BATCH]] if RANK == 0 else raw_BHWC
-    claim("raw file: bytes of pixels that differ", 0, (np.stack(decoded) != raw_BHWC).sum())
-
-
-def check_libraries(place: Path) -> None:
-    """Claim which images DataLoader and FFCV deliver."""
-    share = BATCH // WORLD_SIZE  # of a step, on each rank
-    seen = STOP * share * WORLD_SIZE
-    padded = -N % WORLD_SIZE
-    make = functools.partial(raw_loader, place, RANK, WORLD_SIZE)
-    epoch = delivered(make())
-    times = counts(epoch)
-    claim("DataLoader: samples that never come", 0, (times == 0).sum())
-    claim("DataLoader: samples that come twice", padded, (times == 2).sum(), question=4)
-    expected = 2 if WORLD_SIZE - padded <= RANK else 1
-    claim("DataLoader: how often a rank's last one comes", expected, times[epoch[-1]])
-    both = counts(epoch[: STOP * share]) * counts(delivered(make(), STOP))
-    claim("DataLoader: samples that come again", seen, (both > 0).sum(), question=5)
+    decoded = [decode(path) for path in photos_in(place)[:BATCH]]
+    unlike = {"raw file: bytes unlike the decoder's": (raw_BHWC != np.stack(decoded)).sum()}
     if Loader:
         Compiler.set_enabled(False)
-        make = functools.partial(ffcv_loader, place, WORLD_SIZE, None)
-        epoch = delivered(make())
-        places = math.ceil(N / WORLD_SIZE)  # in each rank's list
-        dropped = places % share
-        never = WORLD_SIZE * dropped - padded if dropped else 0
-        claim("FFCV: samples that a rank is given", places - dropped, len(epoch))
-        claim("FFCV: samples that never come", never, (counts(epoch) == 0).sum(), question=4)
-        with contextlib.closing(iter(make())) as batches:  # else its thread goes on
-            both = counts(epoch[: STOP * share]) * counts(delivered(batches, STOP))
-        claim("FFCV: samples that come again", seen, (both > 0).sum(), question=5)
         whole = [decoders.SimpleRGBImageDecoder(), ToTensor()]
-        some = {"order": OrderOption.SEQUENTIAL, "indices": np.arange(BATCH)}
-        image_BHWC, _ = next(iter(ffcv_loader(place, 1, whole, **some)))
-        differ = image_BHWC.numpy() != mapped(place / "photos.raw")[:BATCH]
-        claim("FFCV: bytes of pixels that differ", 0, differ.sum())
+        image_BHWC, _ = next(iter(ffcv_loader(place, whole, list(range(BATCH)))))
+        unlike["FFCV's file: bytes unlike the raw file's"] = (image_BHWC.numpy() != raw_BHWC).sum()
+    return unlike
 
 
-def check_by_hand(path: Path) -> None:
-    """Claim which images the loader by hand delivers, and that a stop changes nothing."""
-    steps = math.ceil(N / BATCH)
-    position = np.arange(steps * BATCH)
-    mine = position[position % BATCH % WORLD_SIZE == RANK]
-    epoch = delivered(RawLoader(path, RANK, WORLD_SIZE), steps)[mine < N]
-    claim("by hand: samples that do not come once", 0, (counts(epoch) != 1).sum())
-    stopped = RawLoader(path, RANK, WORLD_SIZE)
-    before = counts(delivered(stopped, STOP))
-    resumed = RawLoader(path, RANK, WORLD_SIZE, stopped.consumed)
-    without_stop = itertools.islice(RawLoader(path, RANK, WORLD_SIZE), STOP, 2 * STOP)
-    after = []
-    differ = 0
-    for (same_BHWC, _), (image_BHWC, index_B) in zip(without_stop, resumed, strict=False):
-        differ += (image_BHWC != same_BHWC).sum()
-        after.append(index_B)
-    both = before * counts(np.concatenate(after))
-    claim("by hand: samples that come again", 0, (both > 0).sum(), question=5)
-    claim("by hand: bytes that differ from a run without stop", 0, differ)
+def measure(place: Path) -> dict[str, dict]:
+    """Return "ms" of CPU time per image by loader, and how many bytes of crops are "wrong"."""
+    photos_NHWC = mapped(place / "photos.raw")
+    once = np.random.default_rng(SEED).permutation(N).tolist()
+    orders = {"plain": once, "bytes": once}  # the others go ROUNDS times over the images
+    Crops(photos_NHWC.__getitem__)[0]  # numba compiles, before workers are forked
+    Batches(photos_NHWC).__getitems__([0])
+    works = {}
+    wrong = {}
+    for name, make in loaders(place).items():
+        loader = make(orders.get(name, once * ROUNDS))
+        batches = iter(loader)
+        if name != "FFCV":
+            wrong[f"{name}: bytes unlike NumPy's crops"] = wrong_bytes(photos_NHWC, batches)
+        for _ in batches:  # the rest of the warm-up
+            pass
+        works[name] = partial(run_through, loader)
+    works["decoding alone"] = partial(decode_all, photos_in(place))
+    works["copying alone"] = partial(copy_all, photos_NHWC, once * ROUNDS)
+    spent = {name: [] for name in works}
+    for _ in range(TURNS):
+        for name, work in works.items():
+            spent[name].append(milliseconds(work))
+    return {"ms": {name: median(all_ms) for name, all_ms in spent.items()}, "wrong": wrong}
+
+
+# %% [markdown]
+# The table says what each loader costs, and the price of what the next one leaves out.
+
+# %%
+THINGS = {"plain": "floats", "bytes": "decoding", "raw": "one by one", "batches": "a process"}
+
+
+def show(ms: dict[str, float]) -> None:
+    """Print what each loader costs, and the price of what it does and the next one does not."""
+    print0(f"\n{'':13}{'':15}{'CPU ms':>9}{'images per CPU s':>19}     of which")
+    names = list(ms)
+    for name, next_name in zip(names, [*names[1:], ""], strict=True):
+        told = f"{'':13}{name:15}{ms[name]:9.3f}{1e3 / ms[name]:19,.0f}"
+        if name in THINGS:
+            price = ms[name] - ms[next_name]
+            told += f"     {THINGS[name]:12}{price:6.3f}{price / ms['plain']:6.0%} of plain"
+        print0(told)
+    print0()
+
+
+def check_costs(ms: dict[str, float]) -> None:
+    """Claim ratios of milliseconds of CPU time per image."""
+    clock = {"sign": ">=", "timed": True}
+    plain, some_bytes, raw, batches, by_hand = (ms[name] for name in [*THINGS, "by hand"])
+    claim("CPU time: plain / bytes", 1.1, plain / some_bytes, **clock)
+    claim("CPU time: bytes / raw", 4, some_bytes / raw, question=1, **clock)
+    share = (some_bytes - raw) / plain
+    claim("decoding: share of what plain costs", 0.4, share, question=2, **clock)
+    claim("CPU time: decoding alone / bytes", 0.6, ms["decoding alone"] / some_bytes, **clock)
+    claim("CPU time: raw / batches", 1.05, raw / batches, **clock)
+    claim("CPU time: batches / by hand", 1.7, batches / by_hand, question=3, **clock)
+    claim("CPU time: copying alone / by hand", 0.5, ms["copying alone"] / by_hand, **clock)
+    if "FFCV" in ms:
+        claim("CPU time: by hand / FFCV", 1.3, by_hand / ms["FFCV"], **clock)
 
 
 # %% [markdown]
 # ## What you should have seen
 #
-# 1. Six or seven times, and that is the file, not the loader. Most of what a DataLoader spends on a
-#    JPEG is the decoder, as "decoding alone" shows. As long as it decodes, nothing that is done
-#    around the decoder makes a loader much faster. The floats cost about half as much.
-# 2. Two to three times: a batch is allocated, copied to shared memory, and another process woken.
-#    What remains is the crop; "copying alone" is the least that it can take. FFCV is close, but
-#    copies first and mirrors in a second pass.
-# 3. FFCV, by a factor of ten and more: it compiles its whole pipeline first, the loader by hand one
-#    small function. The compiler also makes it several times as large. A DataLoader's workers take
-#    little as long as they only read what they share with the trainer.
-# 4. Three come twice, as the last images of ranks 1, 2 and 3: -205 mod 4 = 3. From FFCV 13 never
-#    come: of 52 places each rank drops the last four, which fill no batch, and of these 16 three
-#    are padding. By hand nothing is repeated or left out, since a batch may span two epochs.
-# 5. All 96 that had come: DataLoader and FFCV begin the epoch again, so a run that stops often sees
-#    the first images of its epochs more often than the last ones. With the integer, none.
+# 1. Six to eight times, and that is the file, not the loader. The decoder alone is three quarters
+#    of what `bytes` costs. As long as a loader decodes, nothing else makes it much faster.
+# 2. Decoding: about half of what `plain` costs. Floats are most of the rest, since four times
+#    the bytes are collated and handed over. The process is 5%, the crop 3%, one by one 2%.
+# 3. Between two and three times. The worker's batch is copied into a new segment of shared memory,
+#    whose pages the kernel clears and maps a second time. What remains is the crop: "copying alone"
+#    is nearly all that the loader by hand costs.
+# 4. 5.7: 562,500 bytes per image, against about 99,000. At this size ImageNet's 1.28 million images
+#    take 720 GB as pixels and 127 GB as JPEGs.
 #
-# **Try.** Without `self.consumed += BATCH` every batch is right, and the integer stays 0: only the
-# two claims after the stop fail. With `drop_last=True` a DataLoader repeats nothing and leaves out
-# 13, as FFCV does.
+# FFCV costs half as much as the loader by hand, since its C++ copies whole rows at once. But it
+# compiles for seconds before its first batch. Code of your own pays where pixels are computed.
 #
-# **Which to take when.** A GPU that trains on R images per second keeps R / (images per core s) of
-# the node's cores busy with loading. Count these first:
+# **Try.** With JPEGs `raw` costs what `bytes` does, so the rows of questions 1 and 2 fail: it looks
+# as if decoding were free. Without its last crop a batch ends with whatever lay in that memory: the
+# rows of bytes of `batches` and `by hand` fail. A loss curve would hardly tell, since 31 images of
+# 32 are right.
 #
-#     the node has these cores                     DataLoader, with bytes instead of floats
-#     it has not; raw pixels fit its memory        FFCV, or a loader by hand
-#     it has not; only the JPEGs fit               FFCV's JPEGs, or decode on the GPU (DALI)
+# **Which to take when.** Eight GPUs that train on 2,500 images per second each need 20,000. At 400
+# images per CPU second that keeps 50 cores busy, at 8,000 it takes 2.5. So count cores first:
+#
+#     the node has them                            DataLoader, with bytes instead of floats
+#     it has not; raw pixels fit the page cache    raw pixels: a DataLoader, FFCV, or by hand
+#     it has not; raw pixels do not fit            smaller images, or decode on the GPU (DALI)
 #     the files lie in an object store             shards, read from front to back
-#     a run must go on exactly where it stopped    one integer, or torchdata's StatefulDataLoader
 #
-# FFCV decodes JPEGs by libjpeg's fast DCT, which is less exact: benchmarks/loaders.py predicts a
-# bound from the quantization table, and compares. On a GPU the slots by hand would be pinned, and
-# since a slot is used again, a copy with `non_blocking=True` must be over in time.
+# Raw pixels that do not fit come from the disk in every epoch, six times the bytes of JPEGs: then
+# the disk is the limit. For memory and first batches see the table in data-loading/README.md.
+#
+# **On GPUs** (not measured here) each rank pays all this for its own share. A batch by hand should
+# lie in pinned memory, and a DataLoader should have `pin_memory=True`; else the host waits while a
+# batch is copied to the GPU. On a thousand ranks the file system comes first.
 
 
 # %%
@@ -674,32 +521,39 @@ def leave(place: Path, number: int, frame: object) -> None:
     os._exit(128 + number)
 
 
+def found_on_rank_0() -> dict[str, object]:
+    """Make the images, measure, and remove them."""
+    with tempfile.TemporaryDirectory(prefix="loaders-") as folder:
+        place = Path(folder)
+        tempfile.tempdir = folder  # here workers make sockets
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, partial(leave, place))
+        prepare(place)
+        found = measure(place) if njit else {"wrong": {}}
+        found["wrong"] |= bytes_unlike(place)
+        jpegs = sum(path.stat().st_size for path in photos_in(place))
+        found["size"] = (place / "photos.raw").stat().st_size / jpegs
+    return found
+
+
 def main() -> None:
     command_line()
-    launch(range(1, BATCH + 1))
-    if int(os.environ.get("LOCAL_WORLD_SIZE", WORLD_SIZE)) != WORLD_SIZE:
-        refuse(f"needs one node, whose ranks share a folder, got {WORLD_SIZE} ranks on several")
-    if WORLD_SIZE > BATCH:
-        refuse(f"needs at most {BATCH} ranks, which share a batch, got {WORLD_SIZE}")
+    launch()
     setup()
-    own = tempfile.TemporaryDirectory(prefix="loaders-") if RANK == 0 else contextlib.nullcontext()
-    with own as folder:
-        place = Path(gather_objects(folder)[0])
-        if RANK == 0:  # the others have nothing to remove
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, functools.partial(leave, place))
-            prepare(place)
-        dist.barrier()
-        if gather_objects(bool(njit and transforms))[0]:
-            check_costs(place)
-            check_decoded(place)
-        else:
-            blocked("what each loader costs", needs="numba, torchvision: pip install -e '.[ffcv]'")
-        check_libraries(place)
-        check_by_hand(place / "photos.raw")
-        if Loader is None:
-            blocked("FFCV: costs, samples, pixels", needs="FFCV: make .venv/all")
-        dist.barrier()  # the folder goes when all have read it
+    results = [found_on_rank_0() if RANK == 0 and Image else {}]
+    dist.broadcast_object_list(results)
+    found = results[0]
+    if "ms" in found:
+        show(found["ms"])
+        check_costs(found["ms"])
+    else:
+        blocked("what each loader costs", needs="numba, Pillow: pip install -e '.[data]'")
+    if "size" in found:
+        claim("size: raw file / JPEGs", 5, found["size"], ">=", question=4)
+    for text, wrong in found.get("wrong", {}).items():
+        claim(text, 0, wrong)
+    if "FFCV" not in found.get("ms", {}):
+        blocked("FFCV: CPU time and pixels", needs="FFCV: make .venv/all")
     finish()
 
 

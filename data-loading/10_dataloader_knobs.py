@@ -1,56 +1,59 @@
-"""DataLoader's knobs: a worker is a forked copy that works ahead
-==============================================================
+"""DataLoader's knobs: workers that load ahead of the step
+=======================================================
 
 **Question.** `DataLoader(dataset, num_workers=2)` starts processes that load batches while the
-model computes. What does each of its knobs change, and why may all workers of all ranks crop their
-images alike?
+model computes. When does the model still wait for a batch, and which knob helps then?
 
-**Predict**, and write it down before you run. Each of n ranks reads two epochs of 64 samples
-through a DataLoader with two workers. All ranks were seeded alike, since they train one model.
+**Predict**, and write it down before you run. A process takes 6 slots of time to load a batch, and
+a training step takes 2.
 
-1. The dataset makes a NumPy Generator in `__init__` and draws each sample's crop from it. How many
-   different crops are among these 128 n?
-2. The dataset draws each crop by `torch.randint` instead. How many different ones now?
-3. How many processes does each rank start for its two epochs? And with `persistent_workers=True`?
-4. `prefetch_factor=3`. How many batches have been asked for before the first one arrives?
-5. A step computes half as long as one process needs to load its batch. What share of the time does
-   the rank wait for batches without workers, with one, and with two?
+1. There are no workers: the rank loads a batch, computes a step, and loads the next one. What share
+   of the time does it wait for batches?
+2. How many workers are just enough for it to wait no longer?
+3. There are two workers, and `prefetch_factor=3`. How many batches have been asked for before the
+   first one arrives?
+4. There are four workers, and one batch takes 30 slots instead of 6. What is the smallest
+   `prefetch_factor` with which the rank does not wait for it?
+5. `persistent_workers=True` keeps the workers from one epoch to the next. How many slots does the
+   rank wait for the first batch of the second epoch?
 
 **Run.**
 
     torchrun --standalone --nproc-per-node=4 10_dataloader_knobs.py   # NCCL on 4 GPUs, else gloo
     python 10_dataloader_knobs.py                                     # the same, started for you
 
-Not run on several GPUs.
+Not run on several GPUs, and section 6 not on one.
 
-**Try.** In `own_generator` write `SEED` for `torch.initial_seed()`: which claim fails, and how
-many different draws are left? In `check_draws` leave out `generator=seeds`: which ones now?
+**Try.** In `EpochByHand.ask` write `pipe = self.workers[0][1]`: which claims fail? In
+`EpochByHand.__init__` leave out `* factor`: which claim fails now, and why not the others?
 
 **Before.** data-loading/01_ffcv_distributed_optimization.py: which work is divided and hidden here.
 
-**Next.** data-loading/02_beton_file.py: FFCV's file; without FFCV,
-data-loading/09_one_file_two_nodes.py.
+**Next.** data-loading/15_seeds_of_workers.py: the random numbers of workers.
 """
 
 import argparse
 import ctypes
+import hashlib
 import itertools
 import json
 import logging
 import math
 import multiprocessing
 import os
-import random
 import signal
+import statistics
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict, deque
+import warnings
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from fractions import Fraction
 from multiprocessing.connection import Connection
+from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
@@ -61,27 +64,35 @@ from torch.utils.data import DataLoader, Dataset
 RANK = int(os.environ.get("RANK", "0"))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
-SAMPLES = 64
-BATCH = 4
-WORKERS = 2
-FACTOR = 3  # batches that each worker is asked for in advance
-SEED = 0
-ALIKE = "different draws of torch, ranks seeded alike"
+BATCHES = 81  # in an epoch
+LOAD = 6  # slots that it takes a process to load one
+STEP = 2  # slots of a training step
 
 # %% [markdown]
-# ## 1. A worker is a forked copy of its rank, and works ahead
+# ## 1. Workers load ahead
 #
-# Without workers a rank loads a batch, computes a step, loads the next batch. With workers it forks
-# processes and hands out lists of indices. Each worker loads the samples of its lists, while the
-# rank computes:
+# Without workers a rank loads a batch, computes a step, and loads the next batch. With workers it
+# starts processes and hands out lists of indices, and each worker loads the samples of its lists
+# while the rank computes. Below, a column is one slot of time. Loading takes 4 slots here, a step
+# takes 1, and a dot is a slot in which the rank waits:
 #
-#     rank        fork, ask for 0 to 5 | take 0, ask for 6, step | take 1, ask for 7, step | ...
-#     worker 0        load 0           load 2           load 4           load 6 ...
-#     worker 1        load 1           load 3           load 5           load 7 ...
+#     no workers   rank        .  .  .  .  0  .  .  .  .  1  .  .  .  .  2  .  .  .  .  3
 #
-# Batch i belongs to worker i mod 2, so the rank knows whom to ask and whom to wait for, and batches
-# come in order even if one worker is slower. That is all of it. Here it is without DataLoader, for
-# one epoch. A **pipe** joins the rank and each worker:
+#     two workers  worker 0    0  0  0  0  2  2  2  2  4  4  4  4  6  6  6  6  8  8  8  8
+#                  worker 1    1  1  1  1  3  3  3  3  5  5  5  5  7  7  7  7  9  9  9  9
+#                  rank        .  .  .  .  0  1  .  .  2  3  .  .  4  5  .  .  6  7  .  .
+#
+# Two workers deliver two batches in 4 slots, and the rank could use four. In general k workers
+# deliver a batch every L / k slots, if a process loads one in L slots and each worker has a core.
+# The rank cannot take one more often than every S slots, its step. So
+#
+#     a step comes every  max(S, L / k)  slots,    and without workers every  L + S.
+#
+# That is what workers do: **as long as L / k is at most S, loading costs cores and no time**.
+#
+# Batch i belongs to worker i mod k. So the rank knows whom to ask and whom to wait for, and batches
+# come in order even if one worker is slower. Here is one epoch, without DataLoader; a **pipe**
+# joins the rank and each worker:
 
 
 # %%
@@ -131,353 +142,415 @@ class EpochByHand:
 
 
 # %% [markdown]
-# Each knob of `DataLoader` is a word of that title. It **works**: `num_workers` says how many do,
-# and a worker makes whole batches, so the first one is no earlier with more of them. It works
-# **ahead**: `prefetch_factor` batches per worker are asked for before the first is used, and lie in
-# memory if the rank is slow. It is **forked**: that happens anew in every epoch, and whatever the
-# last worker had opened or cached is gone, unless `persistent_workers=True`. And it is a **copy**:
-# that is the next section.
+# ## 2. How far ahead: a queue of d batches hides a stall of d steps
+#
+# `prefetch_factor` is the `factor` above: so many batches are asked for from each worker before the
+# first one is used, and k times as many in all. Those that are ready lie in memory. This queue of
+# d = k x prefetch_factor batches does one thing. If a single batch takes long, because its file is
+# far away or its images are large, then the rank goes on with the d batches before it, for d S
+# slots. It waits only for what the slow batch takes beyond that.
+#
+# No queue makes a loader faster. If L / k is larger than S, the queue is emptied faster than it is
+# filled, and is empty, however long it could be.
 
 # %% [markdown]
-# ## 2. The copy inherits the random numbers
+# ## 3. Where the queue ends: an epoch is not loaded ahead
 #
-# A forked worker has all that its rank had, at the moment of the fork: the dataset, and every
-# random generator in the state it was in. So each worker draws what the other draws, and since
-# nothing that a worker draws comes back to the rank, the workers of the next epoch draw it again.
-# Below, a dataset says what each sample's crop could be drawn from:
+# A worker is **forked**: it begins as a copy of the rank, with the dataset as it was at that
+# moment. By default all workers end with the epoch and are forked anew for the next one, and what
+# they had opened or cached is gone. `persistent_workers=True` keeps them. But nothing of the next
+# epoch is asked for before the rank begins it, by `for batch in loader`. So the queue runs empty
+# once per epoch, with persistent workers too. If epochs are short, let a sampler yield the indices
+# of many.
+
+# %% [markdown]
+# ## 4. On a GPU: the copy is one more thing to hide
+#
+# A batch that has arrived must still be copied to the GPU, and there are three ways to do that:
+#
+#     .to(device)
+#         host                    queues step 1 | waits . . . . . . . . . . . | queues step 2 | ...
+#         GPU                     step 1 -------- copy 2 -------------------- step 2 -------- ...
+#
+#     pinned memory, .to(device, non_blocking=True)
+#         host                    queues step 1, copy 2, step 2, copy 3, ...
+#         GPU                     step 1 -------- copy 2 ------ step 2 -------- copy 3 ------ ...
+#
+#     the same, on a stream of its own
+#         GPU, stream of steps    step 1 -------- step 2 -------- step 3 -------- ...
+#         GPU, stream of copies   copy 2 ------   copy 3 ------   copy 4 ------
+#
+# A plain `.to(device)` keeps the **host** waiting until the copy is over. A GPU can read by itself
+# only **pinned** memory, which the system never moves; what lies elsewhere goes through a small
+# pinned buffer, piece by piece. With `pin_memory=True` a thread of the loader copies each batch to
+# pinned memory, and `.to(device, non_blocking=True)` then only queues a copy. The host is free. But
+# the copy does **not** run next to the step: a stream does what is queued on it in order, so the
+# copy still stands between two steps. It is hidden only on a second stream:
 
 
 # %%
-class Draws(Dataset):
-    """A number from each source of random numbers, and the process that drew it."""
-
-    def __init__(self) -> None:
-        self.generator = np.random.default_rng(SEED)  # made before the workers are
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> dict[str, int]:
-        return {
-            "index": index,
-            "its own generator": int(self.generator.integers(2**62)),
-            "torch": int(torch.randint(2**62, ())),
-            "random": random.getrandbits(62),
-            "numpy": int(np.random.randint(2**62)),
-            "process": os.getpid(),
-        }
+def copied_ahead(batches: Iterable[torch.Tensor], device: torch.device) -> Iterator[torch.Tensor]:
+    """Yield each batch on the GPU, while the next one, in pinned memory, is copied there."""
+    steps = torch.cuda.current_stream()
+    copies = torch.cuda.Stream()
+    ready = None
+    for batch in batches:
+        with torch.cuda.stream(copies):
+            coming = batch.to(device, non_blocking=True)
+        if ready is not None:
+            yield ready  # the step on it runs next to that copy
+        steps.wait_stream(copies)  # the step after it begins when its batch is there
+        coming.record_stream(steps)  # its memory is not used again before that step is over
+        ready = coming
+    if ready is not None:
+        yield ready
 
 
 # %% [markdown]
-# `DataLoader` knows this. In each worker it seeds the **global** generators of `torch`, `random`
-# and NumPy, by a base seed and the worker's number. The rank draws a new base seed for every epoch,
-# from torch's global state. Two holes remain. A generator that the dataset has made for itself is
-# not global, so it is copied as it was. And ranks that are seeded alike draw the same base seeds.
-#
-# The first hole is closed by `worker_init_fn`, which each worker calls when it starts; there
-# `torch.initial_seed()` returns the worker's own seed. The second is closed by `generator`, from
-# which the loader then draws its base seeds.
-
-
-# %%
-def own_generator(worker: int) -> None:
-    """Give a worker's copy of the dataset a generator of its own: to be its worker_init_fn."""
-    dataset = torch.utils.data.get_worker_info().dataset
-    dataset.generator = np.random.default_rng(torch.initial_seed())
-
-
-def loader_of(dataset: Dataset, workers: int = WORKERS, **knobs: object) -> DataLoader:
-    """Return a loader with forked workers, whose batches are lists of samples."""
-    knobs |= {"num_workers": workers, "multiprocessing_context": "fork" if workers else None}
-    return DataLoader(dataset, collate_fn=list, **knobs)
-
-
-# %% [markdown]
-# ## 3. What a worker does ahead is hidden behind the step
-#
-# If one core needs L seconds per batch, a batch comes every L / num_workers seconds. A step that
-# takes no less than that finds its batch ready, and loading costs nothing but cores. If the step is
-# shorter, no `prefetch_factor` helps: a queue that is emptied faster than it is filled is empty.
-#
-# On a GPU one thing is left to hide, the copy to its memory. A plain `.to(device)` first copies the
-# batch to **pinned** memory, which the system never moves and the GPU can read by itself, and the
-# host waits. With `pin_memory=True` a thread of the loader has done that first copy before, and
-# `non_blocking=True` says not to wait for the second. So this is how a rank with a GPU loads:
+# All knobs together, on a rank with a GPU:
 #
 #     loader = DataLoader(
-#         photos, batch_size,
-#         num_workers=cores // ranks,     # 0 is the default: the rank itself loads
-#         prefetch_factor=2,              # the default
+#         photos, batch_size, sampler=sampler,
+#         num_workers=cores // ranks - 1,     # 0 is the default: the rank itself loads
+#         prefetch_factor=2,                  # the default
 #         persistent_workers=True,
 #         pin_memory=True,
-#         worker_init_fn=own_generator,
-#         generator=torch.Generator().manual_seed(seed + rank),
 #     )
-#     for image_BCHW, label_B in loader:
-#         image_BCHW = image_BCHW.to(device, non_blocking=True)   # from pinned memory only
+#     for image_BCHW in copied_ahead(loader, device):
+#         ...
+
+# %% [markdown]
+# ## 5. How it is measured: slots
 #
-# One number says whether all that is enough, measured around the step:
+# Two cores cannot load and compute for four ranks at once, and no clock is needed. Each process has
+# a *logical clock* (Lamport, 1978), the number of slots gone by. The rank writes the slot in which
+# it asks for a batch next to the batch's number. The worker begins in that slot, or when it has
+# done what it was asked before, and moves its clock on by the slots that loading takes. The batch
+# brings back the slot in which it was ready. So the real DataLoader decides who loads what and when
+# it is asked for, while it is assumed how long things take. These rows are simulated.
 
 
 # %%
-def share_that_waits(batches: Iterable, step: Callable) -> float:
-    """Return the share of the time, from the first step on, in which the rank waits for a batch."""
-    computing = 0.0
-    start = None
-    for batch in batches:
-        begin = time.perf_counter()
-        step(batch)
-        end = time.perf_counter()
-        computing += end - begin
-        start = start or begin  # nothing can hide the first batch
-    return 1 - computing / (end - start)
+class Loaded(NamedTuple):
+    """A batch: its number, the slot in which it was ready, and the process that loaded it."""
 
-
-# %% [markdown]
-# ## 4. How it is measured
-#
-# Drawn numbers lie below 2^62, so they are not equal by chance. The different ones are counted over
-# all ranks and both epochs. Workers are told apart by their process numbers.
-
-
-# %%
-def two_epochs(epoch: Callable[[], Iterable]) -> dict[str, int]:
-    """Read two epochs on every rank; return how many different values of each kind came."""
-    torch.manual_seed(SEED)  # alike on every rank, as for one model
-    np.random.seed(SEED)
-    drawn = defaultdict(set)
-    for _ in range(2):
-        for sample in itertools.chain.from_iterable(epoch()):
-            for kind, value in sample.items():
-                drawn[kind].add(value)
-    everywhere = gather_objects(drawn)
-    different = {}
-    for kind in drawn:
-        different[kind] = len(set.union(*[one[kind] for one in everywhere]))
-    return different
-
-
-def gather_objects(value: object) -> list:
-    """Return every rank's `value`, in order, on every rank."""
-    values = [None] * WORLD_SIZE
-    dist.all_gather_object(values, value)
-    return values
-
-
-def check_draws() -> None:
-    """Claim how many different numbers are drawn by hand, by DataLoader, and by a cured one."""
-    alone = SAMPLES // WORKERS  # what one worker draws in an epoch
-    by_hand = two_epochs(lambda: EpochByHand(Draws(), lists_of_indices(), WORKERS, FACTOR))
-    for kind in ("its own generator", "torch", "numpy"):
-        claim(f"by hand: different draws of {kind}", alone, by_hand[kind])
-    naive_loader = loader_of(Draws(), batch_size=BATCH)
-    naive = two_epochs(lambda: naive_loader)
-    forked = naive["its own generator"]
-    claim("different draws, generator made before the fork", alone, forked, question=1)
-    if WORLD_SIZE > 1:
-        claim(ALIKE, 2 * SAMPLES, naive["torch"], question=2)
-    else:
-        blocked(ALIKE, needs="2 ranks")
-    seeds = torch.Generator().manual_seed(SEED + RANK)  # of which base seeds are drawn
-    knobs = {"worker_init_fn": own_generator, "persistent_workers": True}
-    cured_loader = loader_of(Draws(), batch_size=BATCH, generator=seeds, **knobs)
-    cured = two_epochs(lambda: cured_loader)
-    for kind in ("its own generator", "torch", "random", "numpy"):
-        claim(f"different draws of {kind}, cured", 2 * SAMPLES * WORLD_SIZE, cured[kind])
-    for text, counted, times in (("", naive, 2), (", persistent", cured, 1)):
-        started = counted["process"] / WORLD_SIZE
-        claim(f"workers of a rank in two epochs{text}", times * WORKERS, started, question=3)
-
-
-def lists_of_indices() -> Iterator[list[int]]:
-    """Yield the indices of each batch, in order."""
-    for start in range(0, SAMPLES, BATCH):
-        yield list(range(start, start + BATCH))
-
-
-# %% [markdown]
-# How far ahead a loader works is what it has taken from its lists of indices before anybody wanted
-# the first batch. The samples then come in their order, though the first batch takes longest.
-
-
-# %%
-class SlowAtFirst(Dataset):
-    """The index of each sample; the first batch takes longer than the second."""
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> int:
-        if index < BATCH:
-            time.sleep(0.02)
-        return index
-
-
-def check_working_ahead() -> None:
-    """Claim how many batches are asked for before the first, and that they come in order."""
-    taken = []
-
-    def noted() -> Iterator[list[int]]:
-        for indices in lists_of_indices():
-            taken.append(indices)
-            yield indices
-
-    def by_dataloader(lists: Iterable) -> Iterator:
-        return iter(loader_of(SlowAtFirst(), batch_sampler=lists, prefetch_factor=FACTOR))
-
-    def by_hand(lists: Iterable) -> EpochByHand:
-        return EpochByHand(SlowAtFirst(), lists, WORKERS, FACTOR)
-
-    asked = {}
-    for name, begin in {"DataLoader": by_dataloader, "by hand": by_hand}.items():
-        taken.clear()
-        epoch = begin(noted())
-        asked[name] = len(taken)
-        came = itertools.chain.from_iterable(epoch)
-        in_place = sum(index == place for place, index in enumerate(came))
-        claim(f"{name}: samples in their place", SAMPLES, in_place)
-    due = FACTOR * WORKERS
-    claim("batches asked for before the first, factor 3", due, asked["DataLoader"], question=4)
-    claim("by hand: asked for before the first, factor 3", due, asked["by hand"], question=4)
-
-
-# %% [markdown]
-# **Waiting.** Two cores cannot compute and load for four ranks at once. So both sleep here, which
-# needs no core: a batch takes LOAD seconds to load, and a step half as long. These rows are
-# simulated.
-
-
-# %%
-LOAD = 0.04  # seconds per batch
+    number: int
+    ready: int
+    process: int
 
 
 class Slow(Dataset):
-    """30 samples that take a while, as if they were read and decoded; each is a batch."""
+    """Batches that take slots to load; each worker has a copy of this, and so a clock."""
 
-    def __len__(self) -> int:
-        return 30
+    def __init__(self, slots: dict[int, int]) -> None:
+        self.slots = slots  # of the batches that do not take LOAD
+        self.now = 0
 
-    def __getitem__(self, index: int) -> int:
-        time.sleep(LOAD)
-        return index
+    def __getitem__(self, request: tuple[int, int]) -> Loaded:
+        number, asked = request
+        self.now = max(self.now, asked) + self.slots.get(number, LOAD)
+        return Loaded(number, self.now, os.getpid())
 
 
-def check_waiting() -> None:
-    """Claim the share of the time in which a rank waits whose step and loading sleep."""
+class Trainer:
+    """A rank: its clock, and when its steps began. Iterated, it asks for an epoch's batches."""
 
-    def step(batch: list[int]) -> None:
-        time.sleep(LOAD / 2)
+    def __init__(self) -> None:
+        self.now = 0
+        self.asked = 0
+        self.starts: list[int] = []
+        self.came: list[Loaded] = []
 
-    for workers, expected, slack in ((0, 2 / 3, 0.08), (1, 1 / 2, 0.08), (2, 0, 0.25)):
-        share = share_that_waits(loader_of(Slow(), workers), step)
-        text = f"share of time that waits, num_workers={workers}"
-        claim(text, expected, share, atol=slack, question=5, kind="simulated", timed=True)
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        for number in range(BATCHES):
+            self.asked += 1
+            yield [(number, self.now)]
+
+    def train(self, batches: Iterable[list[Loaded]]) -> None:
+        for (batch,) in batches:
+            self.now = max(self.now, batch.ready)  # it waits
+            self.starts.append(self.now)
+            self.came.append(batch)
+            self.now += STEP
+
+    def waited(self) -> int:
+        """The slots from the first step to the last in which it waits."""
+        return self.starts[-1] - self.starts[0] - STEP * (len(self.starts) - 1)
+
+    def share(self) -> Fraction:
+        return Fraction(self.waited(), self.starts[-1] - self.starts[0])
 
 
 # %% [markdown]
-# ## 5. On GPUs: the share of a step that waits
-#
-# On a GPU the step is real: matrix products. Two CUDA events around each say how long it computes,
-# the host's clock how long the epoch takes; what is missing is waiting, for the loader and for the
-# copy. Whatever your GPU, a step is made to compute half as long as one process loads its batch.
-#
-# One thing is different. A GPU works on its own, so even without workers the rank loads the next
-# batch while the GPU computes, and the GPU waits half of the time. But a copy from memory that is
-# not pinned may wait for the step before it; then loading and step take turns, and it waits two
-# thirds. This section was never run on a GPU.
+# The trainer is the loader's `batch_sampler`: the loader iterates it, and takes a list whenever it
+# has room for one more.
 
 
 # %%
-class Scenes(Dataset):
+def by_dataloader(trainer: Trainer, workers: int, slots: dict, **knobs: object) -> DataLoader:
+    """Return a DataLoader of what the trainer asks for, with forked workers."""
+    context = "fork" if workers else None
+    knobs |= {"num_workers": workers, "multiprocessing_context": context, "collate_fn": list}
+    return DataLoader(Slow(slots), batch_sampler=trainer, **knobs)
+
+
+def trained(workers: int, slots: dict, factor: int | None = None) -> Trainer:
+    """Train for an epoch with a DataLoader."""
+    trainer = Trainer()
+    trainer.train(by_dataloader(trainer, workers, slots, prefetch_factor=factor))
+    return trainer
+
+
+def share_by_formula(workers: int) -> Fraction:
+    """The share of the time that a rank waits, as in section 1."""
+    every = max(Fraction(STEP), Fraction(LOAD, workers)) if workers else Fraction(LOAD + STEP)
+    return 1 - STEP / every
+
+
+def check_workers() -> None:
+    """Claim the share of the slots that a rank waits, by its number of workers."""
+    runs = [trained(workers, {}) for workers in range(4)]
+    none, one, two, three = [run.share() for run in runs]
+    share = "share of slots that waits"
+    simulated = {"kind": "simulated"}
+    claim(f"{share}, no workers", share_by_formula(0), none, question=1, **simulated)
+    claim(f"{share}, 1 worker", share_by_formula(1), one, **simulated)
+    claim(f"{share}, 2 workers", share_by_formula(2), two, question=2, **simulated)
+    claim(f"{share}, 3 workers", share_by_formula(3), three, question=2, **simulated)
+    longer = trained(2, {}, factor=8).share()
+    claim(f"{share}, 2 workers, factor 8", share_by_formula(2), longer, **simulated)
+    unlike = 0
+    for workers in (1, 2, 3):
+        trainer = Trainer()
+        trainer.train(EpochByHand(Slow({}), trainer, workers, 2))
+        theirs = runs[workers].starts
+        unlike += sum(a != b for a, b in zip(trainer.starts, theirs, strict=True))
+    claim("by hand: steps in another slot than DataLoader's", 0, unlike, **simulated)
+
+
+# %% [markdown]
+# How far a loader is ahead is what it has asked for before anybody wants the first batch. That, the
+# order, and which process has loaded which batch are measured, not simulated.
+
+
+# %%
+def check_queue() -> None:
+    """Claim what is asked for in advance, in which order it comes, and what the queue hides."""
+    for name in ("DataLoader", "by hand"):
+        trainer = Trainer()
+        if name == "DataLoader":
+            epoch = iter(by_dataloader(trainer, 2, {}, prefetch_factor=3))
+        else:
+            epoch = EpochByHand(Slow({}), trainer, 2, 3)
+        claim(f"{name}: asked for before the first", 2 * 3, trainer.asked, question=3)
+        trainer.train(epoch)
+        came = trainer.came
+        in_place = sum(batch.number == place for place, batch in enumerate(came))
+        claim(f"{name}: batches in their place", BATCHES, in_place)
+        by_0 = [batch.number for batch in came if batch.process == came[0].process]
+        claim(f"{name}: of them by worker 0", len(range(0, BATCHES, 2)), len(by_0))
+    slow = "slots waited for a slow batch, factor"
+    waited = {factor: trained(4, {60: 30}, factor).waited() for factor in (2, 3, 4)}
+    claim(f"{slow} 2", 30 - 4 * 2 * STEP, waited[2], kind="simulated")
+    claim(f"{slow} 3", 30 - 4 * 3 * STEP, waited[3], question=4, kind="simulated")
+    claim(f"{slow} 4", 0, waited[4], question=4, kind="simulated")
+
+
+def check_epochs() -> None:
+    """Claim who loads in two epochs, and how long the rank waits for the second one to begin."""
+    first = {}
+    for persistent in (False, True):
+        trainer = Trainer()
+        loader = by_dataloader(trainer, 2, {}, persistent_workers=persistent)
+        trainer.train(loader)
+        ended = trainer.now
+        trainer.train(loader)
+        first[persistent] = trainer.starts[BATCHES] - ended
+        processes = len({batch.process for batch in trainer.came})
+        name = "persistent" if persistent else "not persistent"
+        claim(f"workers in two epochs, {name}", 2 if persistent else 4, processes)
+    wait = "slots waited as epoch 2 begins"
+    claim(f"{wait}, not persistent", LOAD, first[False], kind="simulated")
+    claim(f"{wait}, persistent", LOAD, first[True], question=5, kind="simulated")
+
+
+# %% [markdown]
+# One row is by the clock, on rank 0 while the others wait. Loading a batch and a step are the same
+# real work there, so with one worker and two cores an epoch takes half as long.
+
+
+# %%
+class Hashed(Dataset):
+    """20 batches, each of which takes real work."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> bytes:
+        return real_work()
+
+
+def real_work() -> bytes:
+    return hashlib.sha256(bytes(2**23)).digest()
+
+
+def seconds_of_an_epoch(workers: int) -> float:
+    """Return the time from the first step to the end of the last."""
+    context = "fork" if workers else None
+    knobs = {"num_workers": workers, "multiprocessing_context": context, "collate_fn": list}
+    start = None
+    for _ in DataLoader(Hashed(), **knobs):
+        start = start or time.perf_counter()
+        real_work()
+        end = time.perf_counter()
+    return end - start
+
+
+def check_real_work() -> None:
+    """Claim, of rank 0, that a worker halves an epoch of equally long loading and steps."""
+    ratio = 0.0
+    if RANK == 0:
+        ratio = statistics.median(seconds_of_an_epoch(1) / seconds_of_an_epoch(0) for _ in range(3))
+    claim("time of real work, 1 worker / none", 0.5, ratio, atol=0.25, timed=True, rank=0)
+
+
+# %% [markdown]
+# ## 6. On GPUs: the share that waits
+#
+# On a GPU a step is real: matrix products. Two CUDA events around each say how long it computes,
+# and what is missing between the first event and the last is waiting.
+#
+# First the loader. A step is made to compute half as long as one process loads its batch. One thing
+# is different from section 1: a GPU works on its own, so even without workers the rank loads while
+# the GPU computes. A step comes every max(S, L) then, and the GPU waits half of the time. With
+# workers and `copied_ahead` it should not wait.
+#
+# Then the copy alone, of a batch that lies in pinned memory. A step is made to take twice as long
+# as the copy. On one stream a third of the time is waiting, on a second stream nothing.
+
+
+# %%
+class Crops(Dataset):
     """Random crops of one image, resized to 224 x 224 in float32."""
+
+    def __init__(self) -> None:
+        self.image_1CHW = torch.rand(1, 3, 375, 500)
 
     def __len__(self) -> int:
         return 1024  # 32 batches
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        image_CHW = torch.arange(3 * 375 * 500).view(3, 375, 500) % 256 / 255
         side = int(torch.randint(100, 375, ()))
-        crop_1CHW = image_CHW[None, :, :side, :side]
+        crop_1CHW = self.image_1CHW[:, :, :side, :side]
         return torch.nn.functional.interpolate(crop_1CHW, (224, 224), mode="bilinear")[0]
 
 
-def time_an_epoch(device: torch.device, products: int, **knobs: object) -> tuple[float, float]:
-    """Return the seconds of the second epoch, and those in which the GPU computed."""
-    loader = DataLoader(Scenes(), 32, **knobs)
-    weight_DD = torch.randn(4096, 4096, device=device)
-    for _ in range(2):  # the first starts the workers
-        events = []
+def share_that_waits(batches: Iterable[torch.Tensor], step: Callable) -> float:
+    """Return the share of the time, from the first step on, in which the GPU computes no step."""
+    events = []
+    for _ in batches:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        step()
+        end.record()
+        events.append((begin, end))
+    torch.cuda.synchronize()
+    computing = sum(begin.elapsed_time(end) for begin, end in events)
+    return 1 - computing / events[0][0].elapsed_time(events[-1][1])
+
+
+def seconds_of(work: Callable) -> float:
+    """Return how long this takes, the GPU's part too; the second time counts."""
+    for _ in range(2):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        for image_BCHW in loader:
-            image_BCHW.to(device, non_blocking=True)
-            events.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
-            events[-1][0].record()
-            for _ in range(products):  # they stand for a model's step
-                torch.mm(weight_DD, weight_DD)
-            events[-1][1].record()
+        work()
         torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
-    return seconds, sum(begin.elapsed_time(end) for begin, end in events) / 1e3
+        taken = time.perf_counter() - start
+    return taken
 
 
-def check_waiting_on_gpus(device: torch.device) -> None:
-    """Claim the share of a step that waits, without workers and with all knobs turned."""
-    cores = len(os.sched_getaffinity(0)) // WORLD_SIZE  # for this rank
-    before = "share of a step that waits, no workers"
-    after = "share of a step that waits, all knobs turned"
-    if device.type == "cpu" or cores < 4:
-        for text in (before, after):
-            blocked(text, needs="1 GPU" if device.type == "cpu" else "4 cores per GPU")
-        return
-    loading, computing = time_an_epoch(device, 1)
-    products = max(1, min(1000, round(loading / 2 / computing)))
-    seconds, computing = time_an_epoch(device, products)
-    claim(before, 0.4, 1 - computing / seconds, ">=", question=5, timed=True)
-    knobs = {"num_workers": cores - 1, "pin_memory": True, "persistent_workers": True}
-    knobs["multiprocessing_context"] = "fork"
-    seconds, computing = time_an_epoch(device, products, **knobs)
-    claim(after, 0.15, 1 - computing / seconds, "<=", question=5, timed=True)
+# %% [markdown]
+# A step is as many products as take the time that is wanted.
+
+# %%
+WAITS = "share that waits on a GPU"
+
+
+def step_of(wanted: float, device: torch.device) -> Callable:
+    """Return matrix products that take this rank's GPU so many seconds."""
+    weight_DD = torch.randn(4096, 4096, device=device)
+    products = max(1, round(wanted / seconds_of(lambda: torch.mm(weight_DD, weight_DD))))
+
+    def step() -> None:
+        for _ in range(products):
+            torch.mm(weight_DD, weight_DD)
+
+    return step
+
+
+def check_loading_on_gpus(device: torch.device, cores: int) -> None:
+    """Claim the share of the time in which this rank's GPU waits, before and after."""
+    plain = DataLoader(Crops(), 32)
+    step = step_of(seconds_of(lambda: next(iter(plain))) / 2, device)
+    share = share_that_waits((images_BCHW.to(device) for images_BCHW in plain), step)
+    claim(f"{WAITS}, no workers", 1 / 2, share, atol=0.1, timed=True)
+    knobs = {"num_workers": cores - 1, "pin_memory": True, "multiprocessing_context": "fork"}
+    share = share_that_waits(copied_ahead(DataLoader(Crops(), 32, **knobs), device), step)
+    claim(f"{WAITS}, all knobs turned", 0, share, atol=0.1, timed=True)
+
+
+def check_copies_on_gpus(device: torch.device) -> None:
+    """Claim the share of the time in which this rank's GPU waits for copies."""
+    batch = torch.zeros(2**28, dtype=torch.uint8, pin_memory=True)
+    step = step_of(2 * seconds_of(lambda: batch.to(device, non_blocking=True)), device)
+    queued = (batch.to(device, non_blocking=True) for _ in range(20))
+    share = share_that_waits(queued, step)
+    claim(f"{WAITS}, copies on one stream", 1 / 3, share, atol=0.1, timed=True)
+    share = share_that_waits(copied_ahead(itertools.repeat(batch, 20), device), step)
+    claim(f"{WAITS}, copies on their own", 0, share, atol=0.1, timed=True)
 
 
 # %% [markdown]
 # ## What you should have seen
 #
-# 1. 32, whatever n is. Both workers draw the same 32 numbers, all ranks do, and the second epoch
-#    repeats them. A model that is trained so sees few crops, and nothing fails.
-# 2. 128: the workers of a rank differ, and so do its epochs, but all ranks draw alike. By hand,
-#    where nobody seeds, it is 32 again, for torch and for NumPy. (Python itself seeds `random` anew
-#    in a forked process.) With both holes closed all 128 n are different.
-# 3. Four, and two. What a worker has opened and cached ends with it, so with few samples per epoch
-#    most of the time can go into starting anew.
-# 4. Six: 3 for each of two workers, by hand as by DataLoader. Batches of tensors lie in shared
-#    memory: 32 crops of 224 x 224 floats have 19 MB, and in a container with the usual 64 MB of
-#    /dev/shm six of them end in a bus error (`docker run --shm-size` or `--ipc=host`).
-# 5. Two thirds, a half, and almost nothing. Without workers, loading and step take turns, two parts
-#    to one. One worker hides the step behind the loading, and a batch takes two parts. Two workers
-#    deliver a batch per part, as soon as the step wants it. Only the first must be waited for.
+# 1. Three quarters: a step comes every 6 + 2 slots, and 6 of these are loading.
+# 2. Three: 6 / 3 is 2, the step. With one worker the rank waits two thirds of the time, with two a
+#    third. A fourth worker would change nothing.
+# 3. Six, 3 for each of two workers. Batches of tensors lie in shared memory: 32 crops of 224 x 224
+#    floats have 19 MB, and in a container with the usual 64 MB of /dev/shm six of them end in a bus
+#    error (`docker run --shm-size` or `--ipc=host`).
+# 4. Four: 16 batches ahead are 32 slots of steps, and the slow batch takes 30. With 3 the rank
+#    waits 6 slots, and with 2, the default, 14. Two workers are too slow for all batches, so for
+#    them even a factor of 8 changes nothing: they leave the rank a third of the time to wait.
+# 5. All six, as without. What persistent workers save is the fork, and opening files and filling
+#    caches anew. Two processes load both epochs, and without it four do.
 #
-# **Try.** With `SEED` for `torch.initial_seed()` all workers of all ranks have the same generator
-# again: 64 different draws of 128 n. It is not 32, because persistent workers go on drawing in
-# their second epoch. Without `generator=seeds` all ranks draw alike: four claims fail, on one rank
-# none.
+# The loader by hand starts each step in the same slot as DataLoader. With real work one worker
+# about halves the time, if it has a core of its own: max(L, L) in place of L + L.
 #
-# **Which knob when.** Measure first whether the step waits. Then turn up `num_workers`, to as many
-# cores as each rank has; more workers help only if they wait for a disk or a network. Turn on
-# `persistent_workers` if epochs are short or a dataset is slow to open, and `pin_memory` with
-# `non_blocking` always: alone, neither hides the copy. A larger `prefetch_factor` helps only if
-# batches take unequally long.
+# **Try.** If all lists go to worker 0, two and three workers are no better than one: the steps of
+# the loader by hand come in other slots, and worker 0 has loaded all 81 batches, so two claims
+# fail. Without `* factor` only two batches are asked for before the first, and that claim fails. No
+# step comes later, for as long as all batches take equally long a queue has nothing to hide.
+#
+# **Which knob when.** Measure first whether the step waits. Then turn up `num_workers` until L / k
+# is below the step, or until one core per rank is left, which the rank itself needs. More workers
+# than cores help only if they wait for a disk or a network. Raise `prefetch_factor` if batches take
+# unequally long and there is memory for it. Turn on `persistent_workers` if epochs are short or a
+# dataset is slow to open, and `pin_memory` with `non_blocking` on any GPU; add a stream if the copy
+# is long next to the step. If all cores are busy and the step still waits, no knob helps: the work
+# per image must become less (data-loading/01).
 #
 # **Where it bites.** A list of a million paths is shared between workers at the fork, and copied
 # page by page as soon as they read it, since Python counts references in the objects themselves; a
 # NumPy array stays shared. What has threads or a CUDA context at the fork may hang or fail in a
-# worker: make it in the worker. Python 3.14 starts processes by `forkserver` unless told otherwise:
-# the dataset is pickled then, and its generator is copied just the same.
+# worker: make it in the worker. Python 3.14 starts processes by `forkserver` unless told otherwise,
+# and pickles the dataset. And a copy that is queued reads the batch later: do not write to pinned
+# memory before the copy is over.
 #
-# On a thousand ranks each rank needs a seed of its own, as here. But which crops are drawn depends
-# on the numbers of ranks and workers, so a run that goes on with other numbers draws other crops.
-# To draw each crop from (seed, epoch, index) makes it independent of both:
-# data-loading/05_random_numbers.py.
+# On a thousand ranks every step waits for the slowest loader, since gradients are reduced over all
+# of them. One slow file anywhere then holds up everybody, unless the queue hides it.
 
 
 # %%
@@ -485,10 +558,20 @@ def main() -> None:
     command_line()
     launch()
     device = setup()
-    check_draws()
-    check_working_ahead()
-    check_waiting()
-    check_waiting_on_gpus(device)
+    warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores
+    check_workers()
+    check_queue()
+    check_epochs()
+    check_real_work()
+    cores = len(os.sched_getaffinity(0)) // WORLD_SIZE  # for this rank
+    if device.type == "cuda" and cores >= 4:
+        check_loading_on_gpus(device, cores)
+        check_copies_on_gpus(device)
+    else:
+        ways = ("no workers", "all knobs turned", "copies on one stream", "copies on their own")
+        for way in ways:
+            text = f"{WAITS}, {way}"
+            blocked(text, needs="1 GPU" if device.type == "cpu" else "4 cores per GPU")
     finish()
 
 

@@ -51,7 +51,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from multiprocessing import shared_memory
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -69,6 +71,7 @@ if "RANK" in os.environ and RANK == 0:  # which alone runs FFCV: it compiles for
     os.environ["NUMBA_OPT"] = "0"  # compile quickly: nothing here is timed
     with contextlib.suppress(ImportError):  # the extra [ffcv]
         import numba
+        from ffcv import writer as ffcv_writer
         from ffcv.fields import IntField, RGBImageField
         from ffcv.fields.decoders import IntDecoder, SimpleRGBImageDecoder
         from ffcv.loader import Loader, OrderOption
@@ -316,9 +319,21 @@ def check_pass() -> None:
     claim("bytes in which the pass differs from NumPy's", 0, wrong)
 
 
+class Nameless(shared_memory.SharedMemory):
+    """Shared memory that forked processes inherit, and that no kill leaves behind by its name."""
+
+    def __init__(self, *given: object, **options: object) -> None:
+        super().__init__(*given, **options)
+        super().unlink()
+
+    def unlink(self) -> None:
+        """Nothing: its name went when it came."""
+
+
 def write_pictures(path: Path) -> None:
     """Write N samples, raw pixels of the same picture and the sample's number, into a file."""
     multiprocessing.set_start_method("fork", force=True)  # FFCV's writer inherits the pictures
+    ffcv_writer.shared_memory = SimpleNamespace(SharedMemory=Nameless)
     fields = {"image": RGBImageField("raw"), "number": IntField()}
     writer = DatasetWriter(str(path), fields, page_size=2**21, num_workers=1)
     with contextlib.redirect_stderr(io.StringIO()):  # its progress bar

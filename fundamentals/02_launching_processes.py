@@ -6,10 +6,10 @@ first exchange data, and who ends them when something goes wrong?
 
 **Predict**, and write it down before you run:
 
-1. Section 1 shows a complete distributed program of ten lines. Every rank puts its own rank into a
-   tensor, and an all-reduce adds the tensors up. Started as four ranks, what does each print?
-2. torchrun sets 19 environment variables. How many of them must a process have in order to join
-   the others, if rank 0 serves the store, where they meet?
+1. A program has ten lines. Every process, a *rank*, puts its own number into a tensor, and an
+   all-reduce adds the tensors up. Started as four ranks, 0 to 3, what does each print?
+2. torchrun sets 19 environment variables. How many of them must a process have in order to find
+   the others, and to know which one it is?
 3. torchrun runs on two machines and starts two processes on each. It numbers all four from 0 (the
    *rank*), and on each machine the two from 0 (the *local rank*). Which rank has local rank 1 on
    the second machine?
@@ -65,8 +65,8 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 # ## 1. A complete distributed program
 #
 # Here is all that a distributed program needs. Put it into a file `hello.py` and type
-# `torchrun --standalone --nproc-per-node=3 hello.py`. **torchrun** is a launcher: it starts the
-# same file three times, as three ordinary Python processes that share nothing, not one variable.
+# `torchrun --standalone --nproc-per-node=4 hello.py`. **torchrun** is a launcher: it starts the
+# same file four times, as four ordinary Python processes that share nothing, not one variable.
 #
 # - The program never says how many processes there are or which of them it is. Each process reads
 #   that from its environment, where torchrun has put it.
@@ -77,7 +77,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 # - `x` is an ordinary tensor, and each process has its own: [0.] on rank 0, [1.] on rank 1.
 # - `all_reduce` is a **collective**: a call that every rank must make. It adds up all ranks' `x`
 #   and leaves the sum in `x`, on every rank. A rank that comes first waits for the others.
-# - `print` runs in every process, so three lines appear, in any order.
+# - `print` runs in every process, so four lines appear, in any order.
 # - `destroy_process_group` says goodbye. Without it a finished program sometimes crashes at exit.
 #
 # This lesson runs as several ranks itself, four if you started it with plain `python`. Its rank 0

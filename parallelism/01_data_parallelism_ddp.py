@@ -15,10 +15,10 @@ other, so that training goes as if one process had seen all the samples?
    DistributedDataParallel collects them in buckets, from the last layer to the first, and sends a
    bucket as soon as it is full. How many all-reduces does a step make with buckets of 0.1 MiB
    (105 kB), if the layers have, from the first to the last, 67, 132, 132 and 10 kB?
-4. A batch is computed in 4 micro-batches. DDP sends the gradients after each of them, unless all
-   but the last run under `no_sync`. How many times the bytes of a plain step does that cost?
-5. Training in bfloat16 with Adam in float32: how many bytes per parameter does each rank hold
-   between two steps? How many GB is that for 7 billion parameters?
+4. A batch is computed in 4 micro-batches. DDP sends all gradients after each of them, unless it is
+   told not to (`no_sync`). If you forget that, how many times the bytes of a plain step is it?
+5. Training in bfloat16 with Adam in float32, and gradients averaged by hand: how many bytes per
+   parameter does each rank hold between two steps? How many GB is that for 7 billion parameters?
 
 **Run.**
 

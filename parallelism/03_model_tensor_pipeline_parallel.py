@@ -1,31 +1,31 @@
-"""Model, pipeline and tensor parallelism: a map of the ways to split one model
-============================================================================
+"""Tensor and pipeline parallelism: cut the layers, or cut the stack
+=================================================================
 
-**Question.** A model is too big for one device. Where can it be cut, how long do devices wait for
-each other then, and what must they tell each other?
+**Question.** A model is too big for one device. It can be cut between its layers, or inside each of
+them. What does each rank hold then, and what must travel between the ranks?
 
-**Predict**, and write it down before you run:
+**Predict**, and write it down before you run. The model is a stack of 16 MLPs (linear, GELU,
+linear) with 32 features in and out, 128 inside, and 133,632 parameters. Four ranks train it on a
+batch of 100 examples.
 
-1. Each of n devices holds 1/n of a model's layers. In a training step, what share of the time does
-   each idle, if n = 2, and if n = 4?
-2. An MLP (linear, GELU, linear) is cut inside: each rank holds 1/n of both weights. How many
-   all-reduces does it need forward, and how many backward?
-3. A model of 10 MLPs, each with 32 features in and out, trains on batches of 250 examples. How
-   many elements does a rank in the middle send per step if the model is cut between its layers?
-   How many does a rank hand to all-reduces if every MLP is cut inside?
-4. The batch of question 1 is cut into 4 micro-batches, which follow one another through the stages.
-   What share of the time does each of four devices idle now?
+1. The stack is cut into four stages, one per rank. How many elements cross each cut in a training
+   step, forward and backward together?
+2. The whole batch goes through the four stages at once. They take equally long, and messages no
+   time. What share of a step does each rank idle?
+3. Now each MLP is cut instead: a rank holds a quarter of both its weights. How many all-reduces
+   does one MLP need in a training step, forward and backward together?
+4. How many elements does each rank hand to all-reduces in a step, for all MLPs?
+5. How many parameters does each rank hold, if the MLPs are cut?
 
 **Run.**
 
     torchrun --standalone --nproc-per-node=4 03_model_tensor_pipeline_parallel.py   # NCCL, or gloo
     python 03_model_tensor_pipeline_parallel.py                    # the same, started for you
 
-Not run on several GPUs. With more than 12 ranks the model has more than 10 MLPs, so that every rank
-gets a layer.
+Not run on several GPUs.
 
-**Try.** In `column_parallel` replace `CopyToRanks.apply(x_BD)` by `x_BD`: which claims fail, and
-does the model still learn? In `loss_of` replace `/ B` by `/ len(y_bC)`: which ways to split notice?
+**Try.** In `ParallelMLP.forward` replace `CopyToRanks.apply(x_BD)` by `x_BD`: which claims fail,
+and does the model still learn? In `loss_of` replace `/ B` by `/ len(y_bD)`: which cut notices?
 
 **Before.** parallelism/02_fsdp_zero.py: how far one gets by splitting only what each rank stores.
 
@@ -35,7 +35,6 @@ does the model still learn? In `loss_of` replace `/ B` by `/ len(y_bC)`: which w
 import argparse
 import copy
 import ctypes
-import functools
 import json
 import logging
 import math
@@ -44,49 +43,48 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # A *rank* is one of WORLD_SIZE processes that run this same file. `claim(text, predicted,
 # measured)` prints one row of the ledger and must be called by every rank. It, `setup`, `print0`,
 # `blocked` and `finish` stand in the last cell, the same in every lesson; you need not read them.
 RANK = int(os.environ.get("RANK", "0"))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+LAST = WORLD_SIZE - 1
 Group = dist.ProcessGroup | None  # the ranks that share a layer; None: all ranks
 
-# Shapes: B examples per batch, I = 64 pixels, D features between layers, E = 4 D inside an MLP, C
-# classes, P parameters. A small letter is a share: b rows of a micro-batch, e features.
-B, D, C = 250, 32, 10
-MLPS = max(10, WORLD_SIZE - 2)  # on more than 12 ranks as many more, so that each has a layer
-LAYERS = MLPS + 2  # and one linear layer at either end
+# Shapes: B examples per batch, D features between MLPs, 4 D inside. A small letter is a share: b
+# examples of a micro-batch, e of the 4 D features.
+B, D = 100, 32
+MLPS = 16
 M = 4  # micro-batches
 
 # %% [markdown]
-# ## 1. Model parallelism: two devices in one process
+# ## 1. One model, two ways to cut it
 #
-# The model of this lesson reads handwritten digits: a linear layer, ten MLPs, a linear layer. The
-# simplest cut is between two layers. Half of them go to one device and half to the other, and
-# `x.to(device)` carries the **activations**, the numbers between the layers, across the cut;
-# autograd carries their gradient back. One process drives both devices.
+# The model is a stack of MLPs. Each makes 4 D **hidden** features of an example's D, makes D again
+# of those, and adds them to its input. So between two MLPs lie D numbers per example, the
+# **activations**. There are two ways to give each of n ranks 1/n of the weights:
 #
-# Only one of them can work at a time, because each pass needs the result of the pass before. In the
-# picture F is a forward pass of the whole batch through one device's layers, and that takes one
-# **slot**. B is a backward pass. It takes two slots, about twice as long, because it computes two
-# gradients: that of the weights and that of the input. (This B is not the batch size.)
+#     cut the stack                            cut the layers
 #
-#     slot       0  1  2  3  4  5
-#     device 0   F  .  .  .  B  B       idle 3 of 6 slots
-#     device 1   .  F  B  B  .  .       idle 3 of 6 slots
+#     rank 0   [ MLP 1 ]                       rank 0   [MLP 1   <--sum-->   MLP 1]   rank 1
+#              [ MLP 2 ]                                [MLP 2   <--sum-->   MLP 2]
+#     - - - - - - | - - - activations                   [MLP 3   <--sum-->   MLP 3]
+#     rank 1   [ MLP 3 ]                                [MLP 4   <--sum-->   MLP 4]
+#              [ MLP 4 ]
 #
-# This is **naive model parallelism**. It makes a large model fit, and nothing faster.
+# **Pipeline parallelism** cuts the stack. A rank holds some layers whole, and passes activations to
+# the next rank. **Tensor parallelism** cuts the layers. A rank holds a slice of each layer, so each
+# of its results is only a part, and all ranks must add up their parts in every MLP.
 
 
 # %%
@@ -102,103 +100,100 @@ class MLP(nn.Module):
         return x_BD + self.down(F.gelu(self.up(x_BD)))
 
 
-def part_of(layers: nn.Sequential, number: int, parts: int) -> nn.Sequential:
-    """Return one of so many parts of a model; they differ by one layer at most."""
-    start = number * LAYERS // parts
-    stop = (number + 1) * LAYERS // parts
-    return layers[start:stop]
-
-
-class OnDevices(nn.Module):
-    """A model of which each device holds a part."""
-
-    def __init__(self, layers: nn.Sequential, devices: list[torch.device]) -> None:
-        super().__init__()
-        self.devices = devices
-        self.parts = nn.ModuleList()
-        for number, device in enumerate(devices):
-            self.parts.append(part_of(layers, number, len(devices)).to(device))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for part, device in zip(self.parts, self.devices, strict=True):
-            x = part(x.to(device))
-        return x
-
-
-# %% [markdown]
-# ## 2. The same over ranks: one stage per rank
-#
-# With one process per device, each rank holds one **stage**, its part of the layers, and the cut
-# becomes two messages per step: activations go on to the next rank, their gradient comes back. A
-# stage keeps its input and its output, because its backward pass starts from the output's gradient
-# and ends at the input's, which is the message to the stage before.
-#
-#     rank 0                                rank 1
-#     x -->  stage 0  ----activations--->  stage 1  --> loss
-#                     <---gradient-------           <--
-
-
-# %%
-def forward_stage(stage: nn.Module, x_bI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute this rank's stage; return its input and output. Only rank 0 reads the examples."""
-    if RANK == 0:
-        x = x_bI
-    else:
-        buffer = x_bI.new_empty(len(x_bI), D)
-        x = receive(buffer, RANK - 1).requires_grad_()
-    y = stage(x)
-    if RANK < WORLD_SIZE - 1:
-        send(y.detach(), RANK + 1)  # autograd does not cross ranks: see backward_stage
-    return x, y
-
-
-def backward_stage(x: torch.Tensor, y: torch.Tensor, target_b: torch.Tensor) -> None:
-    """Find this stage's gradients; carry the gradient of its input to the stage before."""
-    if RANK < WORLD_SIZE - 1:
-        y.backward(receive(torch.empty_like(y), RANK + 1))
-    else:
-        loss_of(y, target_b).backward()
-    if RANK > 0:
-        send(x.grad, RANK - 1)
-
-
-def naive_step(stage: nn.Module, x_BI: torch.Tensor, target_B: torch.Tensor) -> None:
-    x, y = forward_stage(stage, x_BI)
-    backward_stage(x, y, target_B)
-
-
-def loss_of(y_bC: torch.Tensor, target_b: torch.Tensor) -> torch.Tensor:
+def loss_of(y_bD: torch.Tensor, target_bD: torch.Tensor) -> torch.Tensor:
     """A micro-batch's part of the batch's mean loss, so that the parts add up to it."""
-    return F.cross_entropy(y_bC, target_b, reduction="sum") / B
+    return (y_bD - target_bD).square().sum() / B
+
+
+def step(model: nn.Module, x_BD: torch.Tensor, target_BD: torch.Tensor) -> None:
+    """Leave a training step's gradients in `.grad`, as one process finds them."""
+    loss_of(model(x_BD), target_BD).backward()
 
 
 # %% [markdown]
-# `dist.P2POp` describes one send or receive, and `dist.batch_isend_irecv` starts a list of them
-# together. Here each list holds one. On NCCL this is the form to use: where a rank sends and
-# receives at the same time, separate calls can deadlock (communication/02_point_to_point.py).
+# ## 2. Cut the stack: each rank is a stage
+#
+# A rank's part of the stack is its **stage**. Autograd does not cross ranks, so the cut becomes two
+# messages per step: the activations go on to the next rank, and later their gradient comes back. A
+# stage keeps its input and its output until then. Its backward pass starts from the output's
+# gradient and ends at the input's, which is the message to the stage before. Messages go by
+# `batch_isend_irecv`, the form to use on NCCL (communication/02_point_to_point.py).
 
 
 # %%
-def send(x: torch.Tensor, peer: int) -> None:
-    operation = dist.P2POp(dist.isend, x.contiguous(), peer)
-    for work in dist.batch_isend_irecv([operation]):
-        work.wait()
+class Stage(nn.Module):
+    """This rank's part of the stack: forward, backward, and messages to its neighbors."""
 
+    def __init__(self, model: nn.Sequential) -> None:
+        super().__init__()
+        first = RANK * MLPS // WORLD_SIZE
+        end = (RANK + 1) * MLPS // WORLD_SIZE
+        self.layers = copy.deepcopy(model[first:end])
 
-def receive(buffer: torch.Tensor, peer: int) -> torch.Tensor:
-    """Fill `buffer` with what `peer` sends; return it."""
-    operation = dist.P2POp(dist.irecv, buffer, peer)
-    for work in dist.batch_isend_irecv([operation]):
-        work.wait()
-    return buffer
+    def forward(self, x_bD: torch.Tensor) -> torch.Tensor:
+        return self.layers(x_bD)
+
+    def backward(self, y: torch.Tensor, grad: torch.Tensor | None = None) -> None:
+        y.backward(grad)
+
+    def send(self, x: torch.Tensor, peer: int) -> None:
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, x, peer)]):
+            work.wait()
+
+    def receive(self, buffer: torch.Tensor, peer: int) -> torch.Tensor:
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, buffer, peer)]):
+            work.wait()
+        return buffer
 
 
 # %% [markdown]
-# ## 3. Tensor parallelism: a linear layer by columns and by rows, f and g
+# **Who works when.** F is a forward pass of the whole batch through one stage, and takes one
+# **slot**. B is a backward pass, and takes two, because it finds two gradients: those of the
+# weights and that of the input. Only one stage can work at a time:
 #
-# The other cut goes through the layers. A linear layer computes Y = X A. PyTorch stores the
-# transpose of A as the layer's `weight`, so the columns of A are the rows of `weight`, along its
-# dimension 0. n ranks can share A in two ways (Shoeybi et al., 2019, section 3); ' is transpose:
+#     slot       0  1  2  3  4  5
+#     rank 0     F  .  .  .  B  B       idle 3 of 6 slots
+#     rank 1     .  F  B  B  .  .       idle 3 of 6 slots
+#
+# This makes a large model fit, and nothing faster. So the batch is cut, too, into m
+# **micro-batches** that follow one another through the stages (Huang et al., 2019: GPipe). Now a
+# slot is the forward pass of one micro-batch, and with m = 4:
+#
+#     slot       0  1  2  3  4  5  6  7  8  9 10 11 12 13 14
+#     rank 0    F0 F1 F2 F3  .  .  . B0 B0 B1 B1 B2 B2 B3 B3       idle 3 of 15 slots
+#     rank 1     . F0 F1 F2 F3 B0 B0 B1 B1 B2 B2 B3 B3  .  .       idle 3 of 15 slots
+#
+# The idle slots that remain are the **bubble**. A stage works for 3 m slots. To fill and to drain p
+# stages takes p-1 forward and p-1 backward passes, 3 (p-1) slots, in which it idles: a share of
+# (p-1)/(m+p-1). The gradients of the micro-batches add up in `.grad`.
+
+
+# %%
+def pipeline_step(stage: Stage, x_BD: torch.Tensor, target_BD: torch.Tensor, m: int = M) -> None:
+    passes = []
+    for x in x_BD.chunk(m):
+        if RANK > 0:  # only rank 0 reads the examples
+            x = stage.receive(torch.empty_like(x), RANK - 1).requires_grad_()
+        y = stage(x)
+        if RANK < LAST:
+            stage.send(y.detach(), RANK + 1)
+        passes.append((x, y))
+    for (x, y), target_bD in zip(passes, target_BD.chunk(m), strict=True):
+        if RANK < LAST:
+            grad = stage.receive(torch.empty_like(y), RANK + 1)
+            stage.backward(y, grad)
+        else:
+            stage.backward(loss_of(y, target_bD))
+        if RANK > 0:
+            stage.send(x.grad, RANK - 1)
+
+
+# %% [markdown]
+# ## 3. Cut the layers: by columns, then by rows
+#
+# A linear layer computes Y = X A. PyTorch stores the transpose of A as the layer's `weight`, so the
+# columns of A are the rows of `weight`. n ranks can share A in two ways (Shoeybi et al., 2019,
+# section 3); ' is transpose:
 #
 #     by columns: every rank has all of X, and some columns of A
 #                     +-----+-----+
@@ -216,10 +211,8 @@ def receive(buffer: torch.Tensor, peer: int) -> torch.Tensor:
 #
 # By columns every rank reads all of X, so X's gradient is a sum over the ranks: **f** is the
 # identity forward and an all-reduce backward. By rows the output is the sum: **g** is an all-reduce
-# forward and the identity backward, because every rank holds the whole dY already.
-#
-# The gradients of the weights need no message either way: dA_i = X' dY_i by columns, X_i' dY by
-# rows, and rank i holds both factors.
+# forward and the identity backward, because every rank holds the whole dY already. The gradients of
+# the weights need no message: rank i holds both factors of its dA_i.
 
 
 # %%
@@ -255,36 +248,17 @@ def all_reduce(x: torch.Tensor, group: Group = None) -> torch.Tensor:
     return total
 
 
-def column_parallel(
-    x_BD: torch.Tensor, weight_eD: torch.Tensor, bias_e: torch.Tensor
-) -> torch.Tensor:
-    """Return this rank's e of the layer's output features."""
-    return F.linear(CopyToRanks.apply(x_BD), weight_eD, bias_e)
-
-
-def row_parallel(x_Be: torch.Tensor, weight_De: torch.Tensor, bias_D: torch.Tensor) -> torch.Tensor:
-    """Return all output features, given this rank's e input features; add the bias once."""
-    return ReduceFromRanks.apply(F.linear(x_Be, weight_De)) + bias_D
-
-
 # %% [markdown]
-# ## 4. An MLP over ranks: columns first, then rows
-#
-# An MLP is two linear layers, `up` and `down`, with a GELU between them. After a split of `up` by
-# columns every rank holds some hidden features, complete. GELU acts on each number alone, so every
-# rank applies it to its own. A split of `down` by rows takes exactly such features as its input. So
-# nothing is sent in the middle, and every MLP costs f and g once each:
+# An MLP is two linear layers, `up` and `down`, with a GELU between them. Cut `up` by columns, and
+# every rank holds some hidden features, complete. GELU acts on each number alone, so every rank
+# applies it to its own. Cut `down` by rows, and it takes exactly such features as its input. So
+# nothing is sent in the middle:
 #
 #     rank 0    x --f--> up_1 --> GELU --> down_1 --g--> y
 #     rank 1    x --f--> up_2 --> GELU --> down_2 --g--> y, the sum of both
 #
-# The other order would not work: after a split by rows a rank holds a summand of every hidden
-# feature, and GELU(a + b) is not GELU(a) + GELU(b). So a sum would be needed before GELU.
-#
-# All ranks work at the same time, on the same batch. The small layers at the two ends of this model
-# stay whole: every rank computes them, and finds the same gradients, because it sees the same input
-# and the same gradient of the output. The 4 D hidden features need not be a multiple of n:
-# `tensor_split` makes shares that differ by one feature at most.
+# In the other order a rank would hold a summand of every hidden feature, and GELU(a + b) is not
+# GELU(a) + GELU(b). The bias of `down` is whole on every rank, and is added once, after the sum.
 
 
 # %%
@@ -299,8 +273,9 @@ class ParallelMLP(nn.Module):
         self.down_bias = nn.Parameter(whole.down.bias.detach().clone())
 
     def forward(self, x_BD: torch.Tensor) -> torch.Tensor:
-        hidden_Be = F.gelu(column_parallel(x_BD, self.up_weight, self.up_bias))
-        return x_BD + row_parallel(hidden_Be, self.down_weight, self.down_bias)
+        hidden_Be = F.gelu(F.linear(CopyToRanks.apply(x_BD), self.up_weight, self.up_bias))
+        y_BD = ReduceFromRanks.apply(F.linear(hidden_Be, self.down_weight))
+        return x_BD + y_BD + self.down_bias
 
 
 def my_share(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -309,209 +284,95 @@ def my_share(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 def tensor_parallel(model: nn.Sequential) -> nn.Sequential:
     """Return this rank's share of the model."""
-    middle = [ParallelMLP(layer) for layer in model[1:-1]]
-    return nn.Sequential(copy.deepcopy(model[0]), *middle, copy.deepcopy(model[-1]))
+    return nn.Sequential(*[ParallelMLP(mlp) for mlp in model])
 
 
 # %% [markdown]
-# ## 5. Pipeline parallelism: micro-batches fill the idle time
+# ## 4. How it is measured
 #
-# Back to the cut between layers. Its devices idle because there is one batch to work on. Cut the
-# batch into m **micro-batches**, let them follow one another through the stages, and stage 0 can
-# work on the second while stage 1 works on the first (Huang et al., 2019: GPipe). A slot is now the
-# forward pass of one *micro-batch* through one stage, 1/m of a slot of section 1. Two stages and
-# four micro-batches:
+# The **oracle** is the whole model, trained in one process. Both cuts start from the same weights,
+# take the same steps, and then each rank compares what it holds with its part of the oracle. The
+# model learns to reverse the order of an example's features. In float64, a step adds four sums of
+# at most 4 D terms per MLP in another order than the oracle does, which sets the tolerance. What
+# travels is noted beneath torch's dispatcher.
 #
-#     slot       0  1  2  3  4  5  6  7  8  9 10 11 12 13 14
-#     rank 0    F0 F1 F2 F3  .  .  . B0 B0 B1 B1 B2 B2 B3 B3       idle 3 of 15 slots
-#     rank 1     . F0 F1 F2 F3 B0 B0 B1 B1 B2 B2 B3 B3  .  .       idle 3 of 15 slots
-#
-# The idle slots that remain are the **bubble**. Let p be the number of stages, here as many as
-# ranks. Filling and draining the pipeline takes p-1 forward and p-1 backward passes, 3 (p-1) slots,
-# in which a stage idles, whatever m is. Its own work takes 3 m slots, so it idles (p-1)/(m+p-1) of
-# the time. This counts all stages as equally long; the longest sets the pace. The gradients of the
-# micro-batches add up in `.grad`, and the optimizer steps once.
+# **Slots** are counted in the run. A stage's clock moves on by one slot per forward pass and two
+# per backward pass, and each message takes its sender's clock along. The receiver's is set to it,
+# if that is later. So no core's speed matters, and no message takes time.
 
 
 # %%
-def micro_batch_step(
-    stage: nn.Module, x_BI: torch.Tensor, target_B: torch.Tensor, m: int = M
-) -> None:
-    targets = target_B.chunk(m)
-    passes = [forward_stage(stage, x_bI) for x_bI in x_BI.chunk(m)]
-    for (x, y), target_b in zip(passes, targets, strict=True):
-        backward_stage(x, y, target_b)
+STEPS = 20
+LEARNING_RATE = 0.003
+TOLERANCE = STEPS * MLPS * 4 * 4 * D * 2**-53
 
 
-# %% [markdown]
-# ## 6. How it is measured
-#
-# Every way to split trains the same model on the same batches of scikit-learn's digits. The
-# **oracle** is that training in one process: afterwards each rank compares the weights it holds
-# with the oracle's. In float64 each step adds sums of at most 4 D terms per layer in another order
-# than the oracle does, which sets the tolerance.
-#
-# A deeper model needs smaller steps, and more of them, because every MLP changes what those behind
-# it get. It also starts with smaller `down` weights, as in GPT-2 (Radford et al., 2019, section
-# 2.3), so that what its MLPs add up to is as large as in ten. For ten MLPs that factor is 1.
+class Case:
+    """The whole model, untrained and trained in one process, and its batch; the same everywhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[MLP() for _ in range(MLPS)])
+        self.model = model.to(device, torch.float64)
+        x_BD = torch.randn(B, D, dtype=torch.float64).to(device)
+        self.x = x_BD.requires_grad_()  # as if there were layers below
+        self.target = x_BD.detach().flip(1)
+        self.oracle = self.train(copy.deepcopy(self.model), step)
+
+    def train(self, model: nn.Module, step: Callable) -> nn.Module:
+        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            step(model, self.x, self.target)
+            optimizer.step()
+        return model
 
 
-# %%
-EPOCHS = 6 * MLPS // 10
-LEARNING_RATE = 0.5 / MLPS
-TRAINED_ON = 1500  # of 1,797 digits
-STEPS = EPOCHS * TRAINED_ON // B
-TOLERANCE = STEPS * LAYERS * 4 * D * 2**-53
+class ClockedStage(Stage):
+    """A stage that counts slots; each message takes its sender's count along."""
+
+    slots = 0
+
+    def forward(self, x_bD: torch.Tensor) -> torch.Tensor:
+        self.slots += 1
+        return super().forward(x_bD)
+
+    def backward(self, y: torch.Tensor, grad: torch.Tensor | None = None) -> None:
+        self.slots += 2
+        super().backward(y, grad)
+
+    def send(self, x: torch.Tensor, peer: int) -> None:
+        super().send(x, peer)
+        super().send(torch.tensor([self.slots], device=x.device), peer)
+
+    def receive(self, buffer: torch.Tensor, peer: int) -> torch.Tensor:
+        super().receive(buffer, peer)
+        slots = super().receive(torch.tensor([0], device=buffer.device), peer)
+        self.slots = max(self.slots, slots.item())
+        return buffer
 
 
-def untrained(device: torch.device) -> nn.Sequential:
-    """Return the model with the same weights on every rank."""
-    torch.manual_seed(0)
-    middle = [MLP() for _ in range(MLPS)]
-    model = nn.Sequential(nn.Linear(64, D), *middle, nn.Linear(D, C)).to(device, torch.float64)
-    for mlp in middle:
-        mlp.down.weight.data *= math.sqrt(10 / MLPS)
-    return model
+class Counted(TorchDispatchMode):
+    """Notes what this rank hands to torch.distributed in its block: {operation: [elements]}."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: dict[str, list[int]] = defaultdict(list)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d" and args[0][0].is_floating_point():  # slots are integers
+            self.elements[func.name().removeprefix("c10d::")].append(args[0][0].numel())
+        return func(*args, **(kwargs or {}))
 
 
-@functools.cache  # the file is read once
-def digits(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return all images (1797, 64), between 0 and 1, and their digits (1797)."""
-    images, targets = load_digits(return_X_y=True)
-    shuffled = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    x = torch.from_numpy(images)[shuffled].to(device) / 16
-    return x, torch.from_numpy(targets)[shuffled].to(device)
-
-
-def train(
-    step: Callable, model: nn.Module, device: torch.device, epochs: int = EPOCHS
-) -> nn.Module:
-    """Train `model` by `step(model, x_BI, target_B)`, which leaves gradients; return the model."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
-    for x_BI, target_B in batches(device, epochs):
-        optimizer.zero_grad()
-        step(model, x_BI, target_B)
-        optimizer.step()
-    return model
-
-
-def batches(device: torch.device, epochs: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield so many times all training examples, B at a time, the same on every rank."""
-    x, target = digits(device)
-    for _ in range(epochs):
-        yield from zip(x[:TRAINED_ON].split(B), target[:TRAINED_ON].split(B), strict=True)
-
-
-def one_process_step(model: nn.Module, x_BI: torch.Tensor, target_B: torch.Tensor) -> None:
-    y_BC = model(x_BI)
-    loss_of(y_BC, target_B.to(y_BC.device)).backward()
-
-
-def accuracy(y_NC: torch.Tensor, target_N: torch.Tensor) -> float:
-    return (y_NC.argmax(1) == target_N).double().mean().item()
-
-
-def weights_error(ours: nn.Module, expected: nn.Module) -> float:
-    """Return the largest difference of the parameters, relative to the largest of each."""
-    pairs = zip(ours.parameters(), expected.parameters(), strict=True)
-    return max(relative_error(a.detach().to(b.device), b.detach()) for a, b in pairs)
+def weights(model: nn.Module) -> torch.Tensor:
+    """Return all parameters of a model in one vector."""
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
 def relative_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the largest difference between two tensors, relative to the largest element."""
     return ((ours - expected).abs().max() / expected.abs().max()).item()
-
-
-# %% [markdown]
-# Messages and all-reduces are counted where they are handed to torch.distributed: in its block,
-# `Traffic` puts functions that take notes in the place of the two that this lesson calls.
-
-
-# %%
-class Event(NamedTuple):
-    """A message or an all-reduce of this rank, or a pass of its part of the model."""
-
-    operation: str  # "send", "recv", "all_reduce", "F" or "B"
-    elements: int = 0
-    peer: int | None = None
-
-
-class Traffic(list):
-    """The calls of this rank in its block, in order."""
-
-    def __enter__(self) -> "Traffic":
-        self.batch_isend_irecv = dist.batch_isend_irecv
-        self.all_reduce = dist.all_reduce
-        dist.batch_isend_irecv = self.note_messages
-        dist.all_reduce = self.note_sum
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        dist.batch_isend_irecv = self.batch_isend_irecv
-        dist.all_reduce = self.all_reduce
-
-    def note_messages(self, messages: list[dist.P2POp]) -> list[dist.Work]:
-        for message in messages:
-            way = "send" if message.op is dist.isend else "recv"
-            self.append(Event(way, message.tensor.numel(), message.peer))
-        return self.batch_isend_irecv(messages)
-
-    def note_sum(self, x: torch.Tensor, group: Group = None) -> None:
-        self.append(Event("all_reduce", x.numel()))
-        self.all_reduce(x, group=group)
-
-    def elements(self, operation: str) -> int:
-        return sum(event.elements for event in self if event.operation == operation)
-
-
-# %% [markdown]
-# Idle time is counted in slots. Hooks write each pass of a stage, F or B, into the log that holds
-# its messages too. `replay` then asks of all ranks' logs: if a forward pass takes one slot, a
-# backward pass two, and a message no time, when does each pass start? (Two cores cannot show that
-# on a clock, because a stage that idles lends its core to the others.)
-
-
-# %%
-SLOTS = {"F": 1, "B": 2}
-
-
-def log_passes(part: nn.Module, log: list[Event]) -> None:
-    """Write F into `log` before each forward pass of a part, B before each backward pass."""
-    part.register_forward_pre_hook(lambda *_: log.append(Event("F")))
-    part.register_full_backward_pre_hook(lambda *_: log.append(Event("B")))
-
-
-def replay(logs: list[list[Event]]) -> float:
-    """Return the idle share of all ranks' slots, given what each rank did, in order."""
-    mail = defaultdict(deque)  # (sender, receiver): the slots at whose start messages were there
-    clocks = [0] * len(logs)
-    busy = 0
-    logs_left = [deque(log) for log in logs]
-    while any(logs_left):
-        for rank, log in enumerate(logs_left):
-            while log:
-                event = log[0]
-                if event.operation == "recv" and not mail[event.peer, rank]:
-                    break  # the sender has not come that far; let the other ranks go on
-                log.popleft()
-                if event.operation == "send":
-                    mail[rank, event.peer].append(clocks[rank])
-                elif event.operation == "recv":
-                    clocks[rank] = max(clocks[rank], mail[event.peer, rank].popleft())
-                else:
-                    clocks[rank] += SLOTS[event.operation]
-                    busy += SLOTS[event.operation]
-    return 1 - busy / (len(logs) * max(clocks))
-
-
-def count_step(step: Callable, model: nn.Module, device: torch.device) -> Traffic:
-    """Take one step with a copy of the model; return its messages, and its passes among them."""
-    model = copy.deepcopy(model)
-    x_BI, target_B = next(batches(device, epochs=1))
-    with Traffic() as traffic:
-        log_passes(model, traffic)
-        step(model, x_BI, target_B)
-    return traffic
 
 
 def gather_objects(value: object) -> list:
@@ -522,233 +383,177 @@ def gather_objects(value: object) -> list:
 
 
 # %% [markdown]
-# With two devices in one process only rank 0 trains, on two GPUs if it has them; without GPUs both
-# devices are the CPU.
+# The pipeline trains with micro-batches, and a step is counted with and without them. What all
+# ranks send, divided by the number of cuts, crosses each.
 
 
 # %%
-def check_one_process(device: torch.device, oracle: nn.Module) -> None:
-    """Train on two devices from one process; claim the weights."""
-    error = 0.0
-    if RANK == 0:
-        devices = [device, device]
-        if device.type == "cuda" and torch.cuda.device_count() > 1:
-            devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
-        model = train(one_process_step, OnDevices(untrained(device), devices), device)
-        error = weights_error(model, oracle)
-    claim("two devices: error of the trained weights", 0, error, atol=TOLERANCE, rank=0)
-
-
-# %% [markdown]
-# Over ranks, every stage trains, with and without micro-batches, and compares its weights with its
-# part of the oracle's. One more step is counted. The last rank knows the predictions for digits
-# that the training did not see.
-
-
-# %%
-def check_pipeline(device: torch.device, oracle: nn.Module) -> None:
-    """Train with and without micro-batches over ranks; claim weights, slots and messages."""
+def check_pipeline(case: Case) -> None:
+    """Claim the weights of all stages, what crosses the cuts, and how long a stage idles."""
     if WORLD_SIZE == 1:
         blocked("a pipeline: its weights, messages and idle slots", needs="2 ranks")
         return
-    naive, naive_log = train_stage(naive_step, device)
-    filled, filled_log = train_stage(micro_batch_step, device)
-    expected = part_of(oracle, RANK, WORLD_SIZE)
-    error = weights_error(naive, expected)
-    claim("naive: error of the trained weights", 0, error, atol=TOLERANCE)
-    error = weights_error(filled, expected)
-    claim("micro-batches: error of the trained weights", 0, error, atol=TOLERANCE)
-    right = pipelined_accuracy(filled, device)
-    last = WORLD_SIZE - 1
-    claim("pipeline: accuracy on new digits", 0.9, right, ">=", varies=True, rank=last)
+    stage = case.train(Stage(case.model), pipeline_step)
+    error = relative_error(weights(stage), weights(Stage(case.oracle)))
+    claim("pipeline: error of the trained weights", 0, error, atol=TOLERANCE)
+    held = sum(gather_objects(len(weights(stage))))
+    claim("pipeline: parameters held by all ranks", 133_632, held)
 
-    count_messages("naive", naive_log)
-    count_messages("micro-batches", filled_log)
-    p = WORLD_SIZE
-    idle = replay(gather_objects([*naive_log]))
+    _, elements, idle = count_step(case, m=1)
+    claim("naive: elements across each cut per step", 2 * B * D, elements, question=1)
     what = "naive: share of slots idle"
-    claim(what, (p - 1) / p, idle, atol=1e-12, question=1, kind="simulated")
-    idle = replay(gather_objects([*filled_log]))
-    bubble = (p - 1) / (M + p - 1)
+    claim(what, LAST / WORLD_SIZE, idle, atol=1e-12, question=2, kind="simulated")
+    messages, elements, idle = count_step(case, m=M)
+    claim("micro-batches: messages across each cut per step", 2 * M, messages)
+    claim("micro-batches: elements across each cut per step", 2 * B * D, elements)
     what = "micro-batches: share of slots idle"
-    claim(what, bubble, idle, atol=1e-12, question=4, kind="simulated")
+    claim(what, LAST / (M + LAST), idle, atol=1e-12, kind="simulated")
 
 
-def count_messages(name: str, counted: Traffic) -> None:
-    """Claim the elements that a stage and all stages together hand to sends in one step."""
-    neighbors = (RANK > 0) + (RANK < WORLD_SIZE - 1)
-    elements = counted.elements("send")
-    what = f"{name}: elements that rank 1 sends per step"
-    claim(what, neighbors * B * D, elements, question=3, rank=1)
-    total = sum(gather_objects(elements))
-    claim(f"{name}: elements that all send per step", 2 * (WORLD_SIZE - 1) * B * D, total)
-
-
-def train_stage(step: Callable, device: torch.device) -> tuple[nn.Module, Traffic]:
-    """Train this rank's stage; return it, and the messages and passes of one step."""
-    stage = train(step, part_of(untrained(device), RANK, WORLD_SIZE), device)
-    return stage, count_step(step, stage, device)
-
-
-def pipelined_accuracy(stage: nn.Module, device: torch.device) -> float:
-    """Return, on the last rank, the share of new digits that all stages together get right."""
-    x, target = digits(device)
-    with torch.no_grad():
-        _, y = forward_stage(stage, x[TRAINED_ON:])
-    return accuracy(y, target[TRAINED_ON:]) if RANK == WORLD_SIZE - 1 else 0.0
+def count_step(case: Case, m: int) -> tuple[float, float, float]:
+    """Return messages and elements across each cut, and the share of slots idle, of one step."""
+    stage = ClockedStage(case.model)
+    with Counted() as counted:
+        pipeline_step(stage, case.x, case.target, m)
+    sent = counted.elements["send"]
+    messages = sum(gather_objects(len(sent)))
+    elements = sum(gather_objects(sum(sent)))
+    idle = 1 - 3 * m / max(gather_objects(stage.slots))  # a stage works for 3 m slots
+    return messages / LAST, elements / LAST, idle
 
 
 # %% [markdown]
-# Tensor parallelism is counted in all-reduces, one MLP first, then a whole training step.
+# Tensor parallelism is counted in one step of the untrained model, and then trains.
 
 
 # %%
-def check_tensor(device: torch.device, oracle: nn.Module) -> None:
-    """Train with every MLP split; claim its all-reduces, weights, messages and accuracy."""
-    if WORLD_SIZE == 1:
-        blocked("tensor parallelism: its weights and all-reduces", needs="2 ranks")
-        return
-    mlp = ParallelMLP(oracle[1])
-    x_BD = torch.randn(B, D, device=device, dtype=torch.float64, requires_grad=True)
-    with Traffic() as forward:
-        y_BD = mlp(x_BD)
-    with Traffic() as backward:
-        y_BD.sum().backward()
-    claim("MLP: all-reduces forward", 1, len(forward), question=2)
-    claim("MLP: all-reduces backward", 1, len(backward), question=2)
-    held = mlp.up_weight.numel() + mlp.down_weight.numel()
-    e = 4 * D // WORLD_SIZE + (RANK < 4 * D % WORLD_SIZE)
-    claim("MLP: elements held of its weights / D", 2 * e, held / D)
-
-    model = train(one_process_step, tensor_parallel(untrained(device)), device)
-    error = weights_error(model, tensor_parallel(oracle))
-    claim("tensor: error of the trained weights", 0, error, atol=TOLERANCE)
-    x, target = digits(device)
-    with torch.no_grad():
-        right = accuracy(model(x[TRAINED_ON:]), target[TRAINED_ON:])
-    claim("tensor: accuracy on new digits", 0.9, right, ">=", varies=True)
-    counted = count_step(one_process_step, model, device)
-    elements = counted.elements("all_reduce")
+def check_tensor(case: Case) -> None:
+    """Claim the output, weights and loss of the cut model, its all-reduces, and what is held."""
+    model = tensor_parallel(case.model)
+    with Counted() as counted:
+        y_BD = model(case.x)
+        forward = len(counted.elements["allreduce_"])
+        loss_of(y_BD, case.target).backward()
+    sums = counted.elements["allreduce_"]
+    error = relative_error(y_BD, case.model(case.x))
+    claim("tensor: error of the untrained model's output", 0, error, atol=TOLERANCE)
+    claim("tensor: all-reduces per MLP, forward", 1, forward / MLPS)
+    claim("tensor: all-reduces per MLP, in a training step", 2, len(sums) / MLPS, question=3)
     what = "tensor: elements handed to all-reduces per step"
-    claim(what, 2 * MLPS * B * D, elements, question=3)
+    claim(what, 2 * MLPS * B * D, sum(sums), question=4)
+    e = 4 * D // WORLD_SIZE + (RANK < 4 * D % WORLD_SIZE)  # hidden features of this rank
+    held = MLPS * (D * e + e + e * D + D)
+    claim("tensor: parameters that a rank holds", held, len(weights(model)), question=5)
+
+    before = loss_of(y_BD, case.target).item()
+    model = case.train(model, step)
+    error = relative_error(weights(model), weights(tensor_parallel(case.oracle)))
+    claim("tensor: error of the trained weights", 0, error, atol=TOLERANCE)
+    after = loss_of(model(case.x), case.target).item()
+    claim("tensor: loss after training / before", 0.5, after / before, "<=", varies=True)
 
 
 # %% [markdown]
-# ## 7. On GPUs: one process, two GPUs, and what each is busy with
+# ## 5. On GPUs: what the two cuts send, in milliseconds
 #
-# A process only *launches* work on GPUs and runs ahead of them, so one process is enough to let two
-# GPUs work at the same time, if there are micro-batches to work on. A step begins and ends on GPU
-# 0, where CUDA events time it; how long GPU 0 works in it is the time of its part alone. `.to()`
-# waits for the other GPU on the GPUs, not on the host.
+# Per step, two messages of B D elements cross each cut of the stack, and each MLP takes two
+# all-reduces of as many. A ring all-reduce sends 2 (n-1)/n of its elements over each link, so at
+# one speed of the links the sums take 2 (n-1)/n x MLPS times as long as the messages. The claim is
+# half of that, because NCCL may use a link better for a sum. B D is here what 8,192 tokens are,
+# 8,192 wide, in bfloat16: 134 MB.
 
 
 # %%
-def check_two_gpus(device: torch.device) -> None:
-    """Claim how long two GPUs idle, with one batch and with micro-batches."""
-    capable = torch.cuda.device_count() >= 2 and torch.cuda.is_bf16_supported(False)
-    if device.type == "cpu" or not capable:
-        blocked("two GPUs: share of time idle, naive", needs="2 GPUs with bfloat16")
-        blocked("two GPUs: share of time idle, micro-batches", needs="2 GPUs with bfloat16")
+def measure_on_gpus(device: torch.device) -> None:
+    """Claim how many times as long the sums of a step take as its messages."""
+    what = "GPUs: ms of a step's sums / of its messages"
+    if device.type == "cpu" or WORLD_SIZE == 1:
+        blocked(what, needs="2 GPUs")
         return
-    store = dist.distributed_c10d._get_default_store()  # waiting there leaves the GPUs alone
-    naive = 0.0
-    filled = 0.0
-    if RANK == 0:
-        naive = idle_of_two_gpus(1)
-        filled = idle_of_two_gpus(M)
-        store.set("two GPUs", "measured")
-    store.wait(["two GPUs"])
-    what = "two GPUs: share of time idle, naive"
-    claim(what, 1 / 2, naive, atol=0.1, question=1, timed=True, rank=0)
-    bubble = 1 / (M + 1)
-    what = "two GPUs: share of time idle, micro-batches"
-    claim(what, bubble, filled, atol=0.15, timed=True, rank=0)
+    x = torch.zeros(8192, 8192, dtype=torch.bfloat16, device=device)
+    send = dist.P2POp(dist.isend, x, (RANK + 1) % WORLD_SIZE)
+    receive = dist.P2POp(dist.irecv, torch.empty_like(x), (RANK - 1) % WORLD_SIZE)
+
+    def pass_on() -> None:
+        for work in dist.batch_isend_irecv([send, receive]):
+            work.wait()
+
+    message = median_ms(pass_on)
+    total = median_ms(lambda: dist.all_reduce(x))
+    print0(f"{'':13}{x.nbytes / 1e6:.0f} MB: a message {message:.2f} ms, a sum {total:.2f} ms")
+    at_one_speed = 2 * LAST / WORLD_SIZE * MLPS
+    claim(what, at_one_speed / 2, MLPS * total / message, ">=", timed=True)
 
 
-def idle_of_two_gpus(m: int, width: int = 8192) -> float:
-    """Return the share of a step in which GPU 0 has nothing to do."""
-    gpus = [torch.device("cuda", number) for number in (0, 1)]
-    factory = {"dtype": torch.bfloat16}
-    layers = nn.Sequential(*[nn.Linear(width, width, **factory) for _ in range(LAYERS)])
-    model = OnDevices(layers, gpus)
-    x = torch.randn(width, width, device=gpus[0], requires_grad=True, **factory)
-
-    def step_of(layers: nn.Module) -> None:
-        for y in [layers(x_b) for x_b in x.chunk(m)]:
-            y.sum().backward()
-
-    alone = milliseconds(lambda: step_of(model.parts[0]))
-    return 1 - alone / milliseconds(lambda: step_of(model))
-
-
-def milliseconds(work: Callable) -> float:
-    """Return the median time of five on the current GPU, after one to warm up."""
+def median_ms(work: Callable, repeats: int = 20) -> float:
+    """Return the median time of `work()` on this rank's GPU, in milliseconds."""
     times = []
-    for _ in range(6):
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return sorted(times[1:])[2]
+    with torch.no_grad():
+        for _ in range(repeats + 3):
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            start.record()
+            work()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+    return sorted(times[3:])[repeats // 2]
 
 
 # %% [markdown]
 # ## What you should have seen
 #
-# 1. Half, and three quarters. Each of p devices idles (p-1)/p of the time, so 16 GPUs are no faster
-#    than one. The row shows the share for as many stages as there are ranks; start the lesson with
-#    two ranks to see the half.
-# 2. One forward, by g, and one backward, by f. 06_tensor_parallel.py measures each layer
-#    alone: by columns it costs the one backward, by rows the one forward.
-# 3. A rank in the middle of the pipeline sends 2 B D = 16,000 elements per step, activations on and
-#    a gradient back; the first and the last rank send half of that. Cut inside, each of the 10
-#    MLPs hands B D elements to an all-reduce forward and B D backward: 20 B D = 160,000. It is 10
-#    times as many here, grows with the depth of the model, and each of the 20 sums makes all ranks
-#    wait.
-# 4. (p-1)/(m+p-1) = 3/7, not 3/4. With 32 micro-batches it would be 3/35. Counted in the slots of
-#    section 5, a step takes 3 (m+p-1) = 21 of them, and without micro-batches it takes 3 p m = 48.
-#    So four devices are 16/7 times as fast as one, not 4 times.
+# 1. 6,400: B D = 100 x 32 activations go on, and as many gradients come back, whatever the number
+#    of layers. Micro-batches send the same elements in more messages.
+# 2. Three quarters: with p stages (p-1)/p, so four ranks are no faster than one. Four micro-batches
+#    make it 3/7, and 32 would make it 3/35, if all stages take equally long.
+# 3. Two: one forward, by g, and one backward, by f. Forward, the sum stands between an MLP and the
+#    next one, and hides behind nothing; backward, f's can (lesson 23).
+# 4. 102,400: each of 16 MLPs hands 3,200 elements to a sum forward and 3,200 backward. That is 16
+#    times what crosses a cut of the stack (a ring sends 2(n-1)/n of it, 24 times as much on four
+#    ranks), it grows with the depth of the model, and all ranks wait for the slowest in 32 sums.
+# 5. 33,792: (133,632 - 16 x 32) / 4 + 16 x 32, for the biases of `down` are whole on every rank. A
+#    stage of four MLPs holds just a quarter, 33,408.
 #
-# Every way to split ends at the weights of one process, so what chooses among them is what a rank
-# must hold, what it must send, and when it waits. P are the model's parameters; the line of data
-# parallelism is that of 01_data_parallelism_ddp.py:
+# Both cuts end at the weights of one process. So what chooses between them is what a rank must
+# hold, what it must send, and when it waits:
 #
-#     split          a rank holds   it hands over per step      it waits
-#     data           P              P, all-reduce               once per step; can be hidden
-#     model, naive   P/n            2 B D, to its neighbors     (n-1)/n of the time
-#     pipeline       P/n            2 B D, to its neighbors     (n-1)/(m+n-1) of the time
-#     tensor         P/n            2 B D per MLP, all-reduce   twice per MLP, for the sum
+#                    cut the stack                       cut the layers
+#     a rank holds   MLPS/n layers, whole                1/n of every layer, and what is not cut
+#     it hands over  2 B D per cut, to a neighbor        2 B D per MLP, to sums over all ranks
+#     it waits       (p-1)/(m+p-1) of the time           twice in every MLP
+#     take it for    deep models, over slow links too    wide layers, few examples per rank
+#     not if         a step has few micro-batches        PCIe or a network joins the ranks
 #
-# **Try.** Yes, the model still learns without f: four ranks get 90 % of the new digits right, not
-# 93 %, which could have many causes. Every forward pass is right, but the gradients below the last
-# MLP are not, because each rank follows its own summand of them. What says so are the weights,
-# compared with one process, and the counts: no all-reduce backward, and half of the elements. With
-# `/ len(y_bC)` every micro-batch counts like a whole batch. So micro-batches, where a part of the
-# batch is seen at a time, take steps that are too large, and the claim of their weights fails.
-# Naive and tensor parallelism see the whole batch and notice nothing.
+# If each layer and its activations fit on one GPU, try neither first: FSDP stores 1/n of the
+# weights on each rank and needs no change of the model (fsdp/01_fsdp_basics.py).
 #
-# On GPUs the same cuts meet links. The sums of tensor parallelism want NVLink, the messages of a
-# pipeline pass over a network. On real systems all are combined (parallelism/12_3d_parallelism.py),
-# the schedule keeps fewer micro-batches in memory than this one (07_pipeline_schedules.py), and
-# attention is split by heads (06_tensor_parallel.py). parallelism/README.md helps to choose.
+# **Try.** Without f every forward pass is right. But below each MLP a rank follows its own summand
+# of the gradient, so three claims fail: the all-reduces per MLP in a training step, the elements
+# handed to all-reduces, and the trained weights. The loss falls all the same, and would not have
+# told. With `/ len(y_bD)` every micro-batch counts like a whole batch, and the pipeline's weights
+# fail. Tensor parallelism sees whole batches and notices nothing.
+#
+# **On GPUs** the links decide. Of the 134 MB of section 5, a ring of 8 GPUs sends 2 x 7/8, 235 MB:
+# 0.5 ms at the 450 GB/s of NVLink 4, 4.7 ms at the 50 GB/s of a 400 Gb/s network card. That is one
+# sum, and a transformer block needs four per step (06_tensor_parallel.py). So the sums stay inside
+# an NVLink domain, and a pipeline's messages pass between machines. A rank of this pipeline holds
+# the activations of all m micro-batches; 07_pipeline_schedules.py has an order that holds fewer. On
+# a thousand GPUs both cuts are combined with data parallelism: 12_3d_parallelism.py.
 
 
 # %%
 def main() -> None:
     command_line()
-    launch(range(1, 65))
-    if WORLD_SIZE > 64:
-        rule = f"takes at most 64 ranks, for no deeper model was tried; got {WORLD_SIZE}"
-        refuse(f"{rule}; set --nproc-per-node to 64 or less")
+    launch(range(1, MLPS + 1))
+    if WORLD_SIZE > MLPS:
+        rule = f"takes at most {MLPS} ranks, one per MLP; got {WORLD_SIZE}"
+        refuse(f"{rule}; set --nproc-per-node to {MLPS} or less")
     device = setup()
-    oracle = train(one_process_step, untrained(device), device)
-    check_one_process(device, oracle)
-    check_pipeline(device, oracle)
-    check_tensor(device, oracle)
-    check_two_gpus(device)
+    case = Case(device)
+    check_pipeline(case)
+    check_tensor(case)
+    measure_on_gpus(device)
     finish()
 
 

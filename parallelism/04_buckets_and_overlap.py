@@ -6,14 +6,12 @@ backward still computes, and what is left to wait for when it ends?
 
 **Predict**, and write it down before you run. Four linear layers have a weight and a bias each, so
 a step makes 8 gradients: 67, 132, 132 and 10 kB per layer, the first layer first, 341 kB in all.
+Gradients are collected in buckets, those of the last layer first.
 
-1. Gradients are collected in buckets, those of the last layer first, and a bucket is closed as soon
-   as it holds 100 kB. How many all-reduces does a step make?
-2. How many of the 8 gradients are still missing when the first all-reduce starts: with such
-   buckets, with one all-reduce per gradient after backward, and in the first step of PyTorch's
-   DistributedDataParallel?
-3. How many of the 341 kB are handed to the network only when the last gradient is there: with such
-   buckets, and with one all-reduce per gradient after backward?
+1. A bucket is closed as soon as it holds 100 kB. How many all-reduces does a step make?
+2. How many of the 8 gradients are still missing when the first of these all-reduces starts?
+3. How many of the 341 kB are handed to the network only when the last gradient is there?
+4. How many, if a bucket is closed as soon as it holds 1 MB?
 
 **Run.**
 
@@ -23,8 +21,7 @@ a step makes 8 gradients: 67, 132, 132 and 10 kB per layer, the first layer firs
 Not run on several GPUs, which section 6 needs.
 
 **Try.** Fill the buckets with the first layer first, by deleting `reversed` in `in_buckets`: which
-claims fail? Put it back, and set `CAPACITY` to 1, then to 1_000_000: predict all three numbers, for
-our own buckets and for DDP's third step, before you run.
+claims fail? Put it back, and delete the last line of `gradient_is_ready`: what is still right?
 
 **Before.** parallelism/01_data_parallelism_ddp.py: why gradients are averaged.
 
@@ -62,8 +59,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 RANK = int(os.environ.get("RANK", "0"))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
-CAPACITY = 100_000  # bytes: a bucket is closed as soon as it holds this much
-
 # %% [markdown]
 # ## 1. Gradients are ready from the last layer to the first
 #
@@ -74,48 +69,38 @@ CAPACITY = 100_000  # bytes: a bucket is closed as soon as it holds this much
 #
 #     time ------------------------------------------------------------------------->
 #     backward         | layer 4 | layer 3 | layer 2 | layer 1 |
-#     after backward                                           | all-reduces ....... | step
-#     while it runs                        | 4 and 3 |    2    |   1   | step
+#     after backward                                           | 4, 3, 2 and 1 | step
+#     while it runs              |    4    |    3    |    2    |   1   | step
 #
 # Communication that makes the step longer is **exposed**; the rest is **hidden** behind the
-# computation. After backward, all of it is exposed. While backward runs, only the last all-reduce
-# is, for nothing is left to compute when layer 1's gradients are ready. That is the whole idea of
-# PyTorch's DistributedDataParallel (DDP), and it works as long as the network keeps up with
-# backward. (Layer 4 is small here, and shares a message with layer 3; more on that below.)
+# computation. After backward, all of it is exposed. While backward runs, only layer 1's is, for
+# then nothing is left to compute. That is the whole idea of PyTorch's DistributedDataParallel
+# (DDP), and it works as long as the network keeps up with backward.
 #
 # What it is worth: 7 billion parameters have 14 GB of gradients in bfloat16. At 50 GB/s per GPU,
-# one way, a ring all-reduce of all of them takes 2 x 14 / 50 = 0.56 s; of a last bucket of 25 MB it
-# takes 1 ms. The cell below has this lesson's four layers, and the simple way, which hides nothing.
-
-
-# %%
-def net(device: torch.device, seed: int) -> nn.Sequential:
-    """Four linear layers of 67, 132, 132 and 10 kB in float64."""
-    torch.manual_seed(seed)
-    layers = []
-    for inputs, outputs in pairwise([64, 128, 128, 128, 10]):
-        layers += [nn.Linear(inputs, outputs, device=device, dtype=torch.float64), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
-
-
-def average_after_backward(model: nn.Module) -> None:
-    """When backward is over, average one gradient after another."""
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= WORLD_SIZE
-
+# one way, a ring all-reduce of all of them takes 2 x 14 / 50 = 0.56 s; one of the last 25 MB takes
+# 0.001 s.
 
 # %% [markdown]
+# ## 2. Buckets: fewer messages, which leave later
+#
 # Should each gradient leave by itself as soon as it is ready? Every all-reduce pays the latency of
 # the network, and a model has hundreds of gradients, many of them tiny. So gradients share
 # **buckets**, flat buffers that are all-reduced as a whole (Li et al., 2020, section 3.2). They are
 # filled from the last parameter to the first, since that is about the order in which gradients
-# come. Small buckets pay the latency often. Large ones leave late, and the last one, which nothing
-# hides, is large too.
+# come. A bucket is closed as soon as it holds a certain size:
 #
-# Here the gradients *are* parts of the buckets: each `parameter.grad` becomes a view of the flat
-# buffer, and the averages need not be copied back. A gradient is divided by the number of ranks
-# before it is added to the others': in float16 a sum may overflow where the mean does not.
+#     backward            |4|  layer 3  |  layer 2  |layer 1|
+#     1 B, 8 messages       |4|         |    3    | |    2    |  1  |
+#     100 kB, 3 messages                |  4 and 3  |    2    |  1  |
+#     1 MB, 1 message                                       |    4, 3, 2 and 1    |
+#
+# Small buckets pay the latency often. Large ones leave late, and the last one, which nothing hides,
+# is large too.
+#
+# In the code the gradients *are* parts of the buckets: each `parameter.grad` becomes a view of the
+# flat buffer, and the averages need not be copied back. A gradient is divided by the number of
+# ranks before it is added to the others': in float16 a sum may overflow where the mean does not.
 
 
 # %%
@@ -132,36 +117,33 @@ class Bucket:
 
     def take_in(self, parameter: nn.Parameter) -> None:
         """Move a gradient, divided, into the bucket. A gradient that was not made counts as 0."""
-        self.missing.remove(parameter)  # KeyError: a second gradient in one backward
+        self.missing.remove(parameter)
         view = self.views[parameter]
         if parameter.grad is None:
             view.zero_()
         else:
-            dense = parameter.grad.to_dense()  # that of an embedding may be sparse
-            torch.div(dense, dist.get_world_size(), out=view)
+            torch.div(parameter.grad, WORLD_SIZE, out=view)
         parameter.grad = view
 
 
 def in_buckets(parameters: list[nn.Parameter], capacity: float) -> list[Bucket]:
-    """Deal out the parameters, the last one first. A bucket holds one dtype."""
+    """Deal out the parameters, the last one first; close a bucket that holds `capacity` bytes."""
     groups: list[list[nn.Parameter]] = [[]]
     for parameter in reversed(parameters):
-        full = sum(member.nbytes for member in groups[-1]) >= capacity
-        other_dtype = any(member.dtype != parameter.dtype for member in groups[-1])
-        if full or other_dtype:
+        if sum(member.nbytes for member in groups[-1]) >= capacity:
             groups.append([])
         groups[-1].append(parameter)
     return [Bucket(group) for group in groups if group]
 
 
 # %% [markdown]
-# ## 2. Hooks that send a bucket as soon as it is full
+# ## 3. Hooks that send a bucket as soon as it is full
 #
 # Autograd calls a hook when a parameter's gradient is complete. Our hook puts the gradient into its
 # bucket. If no other is missing there, it starts an asynchronous all-reduce and returns, so that
-# backward goes on while the bytes travel. When backward is over, we wait for the all-reduces that
-# are still under way. (Without the wait the optimizer would step on whatever has arrived; on a
-# quick network nobody would notice for long.) Two rules keep the ranks together:
+# backward goes on while the bytes travel. At the end of a backward, autograd calls what was queued
+# on it meanwhile; there we wait for the all-reduces that are still under way. (`queue_callback` is
+# private to PyTorch; DDP and FSDP use it too.) Two rules keep the ranks together:
 #
 # - **All ranks send their buckets in the same order.** A collective carries no name: the first
 #   all-reduce of one rank is matched with the first of every other rank, whatever is in it. If the
@@ -170,50 +152,67 @@ def in_buckets(parameters: list[nn.Parameter], capacity: float) -> list[Bucket]:
 # - **What is missing at the end is sent as zeros.** A layer that this rank did not use makes no
 #   gradient, yet other ranks may have used it and wait for our part.
 #
-# Beware: `register_post_accumulate_grad_hook` hands its hook the *parameter*, not its gradient.
-# Average that, and the gradients stay as they are: no error, and the ranks drift apart.
+# Beware: the hook is handed the *parameter*, not its gradient. If it averages that, there is no
+# error, and the ranks stay close together: each backward averages the weights, and then each rank
+# makes a step of its own.
 #
-# How do we learn that backward is over? At the end of a backward, autograd's engine calls what was
-# queued on it meanwhile. `queue_callback` is private to PyTorch; DDP and FSDP use it too.
+# Equal gradients keep equal weights equal, so rank 0's are copied to all ranks once, at the start.
+# **Buffers**, such as the running statistics of batch norm, have no gradients to keep them
+# together. They are copied from rank 0 before each forward that trains.
 
 
 # %%
-class Reducer:
-    """Averages the gradients of some parameters over all ranks while backward runs."""
+def copy_from_rank_0(tensor: torch.Tensor) -> None:
+    """Make a parameter or a buffer the same on all ranks."""
+    dense = tensor.data.contiguous()  # the tensor itself, unless it is transposed
+    dist.broadcast(dense, src=0)
+    tensor.data.copy_(dense)
 
-    def __init__(self, parameters: list[nn.Parameter], capacity: float) -> None:
-        self.buckets = in_buckets(parameters, capacity)
-        self.works: list[dist.Work] = []  # of the buckets that were sent in this backward
-        self.in_backward = False
+
+class BucketedDDP(nn.Module):
+    """Data parallelism: after backward, every rank has the mean gradients of all ranks.
+
+    `bucket_mb` is in 1e6 bytes. All ranks wrap the same module, once, after any of it is frozen. A
+    copy of a wrapped module does not communicate. A parameter must get one gradient per backward.
+    """
+
+    def __init__(self, module: nn.Module, bucket_mb: float = 25.0) -> None:
+        super().__init__()
+        trained = [p for p in module.parameters() if p.requires_grad]  # a tied weight counts once
+        refuse_odd(module, trained)
+        for tensor in [*module.parameters(), *module.buffers()]:
+            copy_from_rank_0(tensor)
+        self.module = module
+        self.buckets = in_buckets(trained, bucket_mb * 1e6)
+        self.works: list[dist.Work] | None = None  # of the backward under way, if there is one
         for bucket in self.buckets:
             for parameter in bucket.views:
-                parameter.bucket = bucket
-                parameter.register_post_accumulate_grad_hook(self.gradient_is_ready)
+                hook = partial(self.gradient_is_ready, bucket)
+                parameter.register_post_accumulate_grad_hook(hook)
 
-    def gradient_is_ready(self, parameter: nn.Parameter) -> None:
+    def forward(self, *args: object, **kwargs: object) -> object:
+        self.works = None  # even if the last backward failed
+        if self.training and torch.is_grad_enabled():
+            for buffer in self.module.buffers():
+                copy_from_rank_0(buffer)
+        return self.module(*args, **kwargs)
+
+    def gradient_is_ready(self, bucket: Bucket, parameter: nn.Parameter) -> None:
         """The hook: `parameter.grad` is complete."""
-        if not self.in_backward:
-            self.begin()
-        parameter.bucket.take_in(parameter)
+        if self.works is None:  # it is the first in this backward
+            self.works = []
+            for each in self.buckets:
+                each.missing = set(each.views)
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        bucket.take_in(parameter)
         self.send_full_buckets()
-
-    def begin(self) -> None:
-        """Backward has made its first gradient."""
-        self.in_backward = True
-        self.works = []
-        for bucket in self.buckets:
-            bucket.missing = set(bucket.views)
-        torch.autograd.Variable._execution_engine.queue_callback(self.finish)
 
     def send_full_buckets(self) -> None:
         """Send the next buckets in line; stop at one that is not full."""
         for bucket in self.buckets[len(self.works) :]:
             if bucket.missing:
                 break
-            self.works.append(self.start_all_reduce(bucket))
-
-    def start_all_reduce(self, bucket: Bucket) -> dist.Work:
-        return dist.all_reduce(bucket.flat, async_op=True)
+            self.works.append(dist.all_reduce(bucket.flat, async_op=True))
 
     def finish(self) -> None:
         """Backward is over: send what never filled, then wait, so that the optimizer may step."""
@@ -223,57 +222,7 @@ class Reducer:
         self.send_full_buckets()
         for work in self.works:
             work.wait()  # on NCCL the current stream waits for the sum, not the CPU
-        self.in_backward = False
-
-
-# %% [markdown]
-# ## 3. The wrapper: equal weights at the start, equal buffers before each forward
-#
-# Equal gradients keep equal weights equal, so rank 0's weights are copied to all ranks once, at the
-# start. **Buffers**, such as the running statistics of batch norm, have no gradients to keep them
-# together. They are copied from rank 0 before each forward that trains, here one by one; DDP packs
-# them into few messages. Two things would go wrong without an error, and are refused: a module that
-# is wrapped twice, and a parameter that was frozen, unfrozen or copied after it was wrapped.
-
-
-# %%
-def copy_from_rank_0(tensor: torch.Tensor) -> None:
-    """Make a parameter or a buffer the same on all ranks."""
-    dense = tensor.data.contiguous()  # the tensor itself, unless it is transposed
-    dist.broadcast(dense, src=0)
-    tensor.data.copy_(dense)  # by .data: else a graph that has saved a buffer could not go back
-
-
-class BucketedDDP(nn.Module):
-    """Data parallelism: after backward, every rank has the mean gradients of all ranks.
-
-    `bucket_mb` is in 1e6 bytes. Gradients are contiguous views of the buckets: sparse ones become
-    dense, and what no rank used gets zeros. Every backward sends, those of micro-batches too. A
-    parameter must not get two gradients in one backward (KeyError: re-entrant checkpointing of a
-    layer that is used twice). All ranks wrap the same module, which keeps its device and dtype.
-    """
-
-    def __init__(self, module: nn.Module, bucket_mb: float = 25.0) -> None:
-        super().__init__()
-        if any(hasattr(parameter, "bucket") for parameter in module.parameters()):
-            raise ValueError("a module can be wrapped once; wrap copy.deepcopy(module)")
-        self.module = module
-        for tensor in [*module.parameters(), *module.buffers()]:
-            copy_from_rank_0(tensor)
-        trained = [p for p in module.parameters() if p.requires_grad]  # a tied weight counts once
-        self.reducer = Reducer(trained, bucket_mb * 1e6)
-
-    def forward(self, *args: object, **kwargs: object) -> object:
-        if torch.is_grad_enabled():
-            self.reducer.in_backward = False  # start afresh even if the last backward failed
-            for name, parameter in self.module.named_parameters():
-                if parameter.requires_grad != hasattr(parameter, "bucket"):
-                    rule = f"{name} was frozen, unfrozen or copied since BucketedDDP was built"
-                    raise ValueError(f"{rule}; wrap copy.deepcopy(module)")
-            if self.training:
-                for buffer in self.module.buffers():
-                    copy_from_rank_0(buffer)
-        return self.module(*args, **kwargs)
+        self.works = None
 
 
 # %% [markdown]
@@ -281,32 +230,42 @@ class BucketedDDP(nn.Module):
 #
 # DDP's reducer is written in C++ and has one trick more. The order in which parameters are defined
 # is only a guess at the order in which their gradients come. So in the first step all of them share
-# one bucket, and nothing overlaps. DDP notes the true order and rebuilds its buckets from it (not
-# with `find_unused_parameters=True`: there the guess stays).
+# one bucket, and nothing overlaps. DDP notes the true order and rebuilds its buckets from it.
+# `bucket_cap_mb` counts in MiB. By default a bucket has 25 and the first one 1, so that the first
+# all-reduce starts early; if you name a size, all buckets have it.
 #
-# - `bucket_cap_mb` counts in MiB. By default a bucket has 25 and the first one 1, so that the first
-#   all-reduce starts early; if you name a size, all buckets have it.
-# - `gradient_as_bucket_view=True` makes gradients views of the buckets, as ours are. By default
-#   they are copies, and take their memory twice (profiling/05_memory.py measures it).
-# - `find_unused_parameters=True` looks in every step for parameters without a gradient.
+# With micro-batches only the last backward need send: `no_sync()` keeps DDP's hooks quiet in the
+# others. Ours always send. The result is the same, for the mean of what all ranks share is itself.
 #
-# Without that last option DDP waits for exactly one gradient of every parameter, and has two
-# classic errors:
+# DDP waits for exactly one gradient of every parameter, and has two classic errors:
 #
 # - **"Expected to have finished reduction in the prior iteration"**: a parameter got no gradient,
 #   so the *next* forward finds a bucket that never left. If all ranks leave the same layer out,
-#   remove it from the model; otherwise set `find_unused_parameters=True`. If only some ranks leave
-#   it out, the others wait in their all-reduce: there you see a hang, and the error on one rank.
+#   remove it from the model; otherwise set `find_unused_parameters=True`. (Then buckets are never
+#   rebuilt, and there is no single bucket in the first step.) If only some ranks leave it out, the
+#   others wait in their all-reduce: you see a hang, and the error on one rank.
 # - **"Expected to mark a variable ready only once"**: a parameter got two, as when re-entrant
 #   activation checkpointing wraps a layer that is used twice. Use `use_reentrant=False`.
+#
+# Ours takes what gets no gradient, and raises KeyError for a second one. Parameters of several
+# dtypes and sparse gradients it refuses when it is built.
 
 
 # %%
 def torch_ddp(model: nn.Module) -> DistributedDataParallel:
-    """PyTorch's own, with buckets as large as ours."""
+    """PyTorch's own, with buckets that are closed at 100 kB."""
     device = next(model.parameters()).device
     ids = [device] if device.type == "cuda" else None
-    return DistributedDataParallel(model, ids, bucket_cap_mb=CAPACITY / 2**20)
+    return DistributedDataParallel(model, ids, bucket_cap_mb=100_000 / 2**20)
+
+
+def refuse_odd(module: nn.Module, trained: list[nn.Parameter]) -> None:
+    """Raise ValueError for what BucketedDDP has no bucket for."""
+    dtypes = {parameter.dtype for parameter in trained}
+    if len(dtypes) > 1:
+        raise ValueError(f"trained parameters must have one dtype, got {len(dtypes)}: use DDP")
+    if any(getattr(part, "sparse", False) for part in module.modules()):
+        raise ValueError("gradients must be dense, got a module with sparse=True: set it False")
 
 
 # %% [markdown]
@@ -354,26 +313,24 @@ class Timeline(TorchDispatchMode):
 
 
 # %%
-def check_events(name: str, events: list[Event], calls: int, missing: int, after: int) -> None:
-    """Print the events of a step; claim what was sent, and when."""
+def read_events(name: str, events: list[Event]) -> tuple[int, int, int]:
+    """Print the events of a step; return what the next cell claims of them."""
     words = []
-    starts = 0  # all-reduces so far
-    to_come = 0  # gradients that come after the first of them
-    sent = 0  # bytes handed over since the last gradient
+    calls = 0  # all-reduces so far
+    missing = 0  # gradients that come after the first of them
+    after = 0  # bytes handed over since the last gradient
     for what, nbytes in events:
         if what == "all_reduce":
             words.append(f"[{nbytes / 1e3:.0f}]")
-            starts += 1
-            sent += nbytes
+            calls += 1
+            after += nbytes
         else:
             words.append(what)
-            if starts > 0:
-                to_come += 1
-            sent = 0
+            if calls > 0:
+                missing += 1
+            after = 0
     print0(f"{'':13}{name}: {' '.join(words)}")
-    claim(f"{name}: all-reduces per step", calls, starts, question=1)
-    claim(f"{name}: missing at the first", missing, to_come, question=2)
-    claim(f"{name}: bytes after the last gradient", after, sent, question=3)
+    return calls, missing, after
 
 
 # %% [markdown]
@@ -386,6 +343,16 @@ def check_events(name: str, events: list[Event], calls: int, missing: int, after
 # %%
 STEPS = 3
 BATCH = 24 * WORLD_SIZE  # samples per step, all ranks together
+MINE = slice(RANK, None, WORLD_SIZE)  # every rank has other samples of the batch
+
+
+def net(device: torch.device, seed: int) -> nn.Sequential:
+    """Four linear layers of 67, 132, 132 and 10 kB in float64."""
+    torch.manual_seed(seed)
+    layers = []
+    for inputs, outputs in pairwise([64, 128, 128, 128, 10]):
+        layers += [nn.Linear(inputs, outputs, device=device, dtype=torch.float64), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
 
 
 def train(model: nn.Module, samples: slice, timeline: AbstractContextManager) -> None:
@@ -409,44 +376,48 @@ def largest_difference(ours: nn.Module, expected: nn.Module) -> float:
 
 
 # %% [markdown]
-# Our own wrapper first. Then the same events are claimed of the simple way and of PyTorch's DDP,
-# whose first step is looked at by itself.
+# Our own wrapper with three sizes of buckets; then PyTorch's DDP, whose first step is looked at by
+# itself.
 
 
 # %%
-MINE = slice(RANK, None, WORLD_SIZE)  # every rank has other samples of the batch
-
-
 def check_own(device: torch.device) -> None:
     """Claim that our own DDP trains as one process does, and in which order it works."""
     alone = net(device, seed=0)
     train(alone, slice(None), nullcontext())
-    model = net(device, seed=RANK)  # only a broadcast can make ranks agree
+    seen = {}
+    for name, nbytes in {"1 B": 1, "100 kB": 100_000, "1 MB": 1_000_000}.items():
+        model = net(device, seed=RANK)  # only a broadcast can make ranks agree
+        timeline = Timeline(model)
+        train(BucketedDDP(model, nbytes / 1e6), MINE, timeline)
+        atol = STEPS * BATCH * torch.finfo(torch.float64).eps
+        error = largest_difference(model, alone)
+        claim(f"{name}: weights, error against one process", 0, error, atol=atol)
+        seen[name] = read_events(name, timeline.steps[-1])
+    calls, missing, after = seen["1 B"]
+    claim("1 B: all-reduces per step", 8, calls)
+    claim("1 B: missing at the first", 7, missing)
+    claim("1 B: bytes after the last gradient", 65_536, after)
+    calls, missing, after = seen["100 kB"]
+    claim("100 kB: all-reduces per step", 3, calls, question=1)
+    claim("100 kB: missing at the first", 4, missing, question=2)
+    claim("100 kB: bytes after the last gradient", 66_560, after, question=3)
+    calls, missing, after = seen["1 MB"]
+    claim("1 MB: all-reduces per step", 1, calls)
+    claim("1 MB: bytes after the last gradient", 341_072, after, question=4)
+
+
+def check_pytorch(device: torch.device) -> None:
+    """Claim the order of PyTorch's DDP, in its first step and in its third."""
+    model = net(device, seed=0)
     timeline = Timeline(model)
-    train(BucketedDDP(model, CAPACITY / 1e6), MINE, timeline)
-
-    atol = STEPS * BATCH * torch.finfo(torch.float64).eps
-    error = largest_difference(model, alone)
-    claim("own: weights, error against one process", 0, error, atol=atol)
-    events = timeline.steps[-1]
-    sent = sum(nbytes for what, nbytes in events if what == "all_reduce")
-    claim("own: bytes per step", 8 * 42_634, sent)
-    check_events("own", events, calls=3, missing=4, after=66_560)
-
-
-def check_others(device: torch.device) -> None:
-    """Claim the order of one all-reduce per gradient after backward, and of PyTorch's DDP."""
-    model = net(device, seed=0)
-    simple = Timeline(model)
-    with simple:
-        model(torch.ones(1, 64, device=device, dtype=torch.float64)).sum().backward()
-        average_after_backward(model)
-    check_events("per gradient", simple.steps[0], calls=8, missing=0, after=341_072)
-    model = net(device, seed=0)
-    ddp = Timeline(model)
-    train(torch_ddp(model), MINE, ddp)
-    check_events("PyTorch, first step", ddp.steps[0], calls=1, missing=0, after=341_072)
-    check_events("PyTorch, third step", ddp.steps[2], calls=3, missing=4, after=66_560)
+    train(torch_ddp(model), MINE, timeline)
+    for step, expected in {"first": (1, 0, 341_072), "third": (3, 4, 66_560)}.items():
+        name = f"PyTorch, {step} step"
+        seen = read_events(name, timeline.steps[0 if step == "first" else 2])
+        claim(f"{name}: all-reduces per step", expected[0], seen[0])
+        claim(f"{name}: missing at the first", expected[1], seen[1])
+        claim(f"{name}: bytes after the last gradient", expected[2], seen[2])
 
 
 # %% [markdown]
@@ -519,7 +490,7 @@ def measure_on_gpus(device: torch.device) -> None:
         blocked(what, needs="2 GPUs with bfloat16")
         return
     silent = wrapped_layers(25, device)
-    silent.reducer.send_full_buckets = lambda: None
+    silent.send_full_buckets = lambda: None
     ways = {"nothing sent": silent, "the same again": silent}
     for bucket_mb in (1, 5, 25, 100):
         ways[f"{bucket_mb} MB"] = wrapped_layers(bucket_mb, device)
@@ -528,7 +499,7 @@ def measure_on_gpus(device: torch.device) -> None:
     ms = median_steps(ways, x_BD)
     exposed = {way: ms[way] - ms["nothing sent"] for way in ways}
     for way, own in ways.items():
-        row = f"{way:14} {len(own.reducer.buckets):3} buckets, {ms[way]:7.2f} ms per step"
+        row = f"{way:14} {len(own.buckets):3} buckets, {ms[way]:7.2f} ms per step"
         print0(f"{'':13}{row}, {exposed[way]:6.2f} exposed")
     needs = what_it_needs(ms)
     if needs:
@@ -543,25 +514,25 @@ def measure_on_gpus(device: torch.device) -> None:
 # 1. Three: layers 4 and 3 make 142 kB and close the first bucket, layer 2 fills the second, and
 #    layer 1 is what is left. PyTorch's DDP makes three as well, from its second step on.
 # 2. Four: when layers 4 and 3 leave, the weights and biases of layers 2 and 1 are still to come.
-#    One all-reduce per gradient after backward leaves none to hide behind, and neither does DDP's
-#    first step, with its one bucket.
-# 3. 67 kB, the last bucket, 20% of the bytes; after backward it is all 341 kB. That is the least
-#    that is exposed. A slow network is still busy with earlier buckets when the last one is full.
-#    If it carries bytes only as fast as backward makes them, it works without a break from the
-#    moment when the first bucket is full, and when backward ends it is behind by the size of that
-#    bucket, 142 kB. A small first bucket helps then: DDP's has 1 MiB.
+#    DDP's first step, with its one bucket, leaves none to hide behind.
+# 3. 67 kB, the last bucket, 20% of the bytes. That is the least that is exposed. A network that
+#    carries bytes only as fast as backward makes them is still busy with earlier buckets then.
+# 4. All 341 kB: the one bucket is full when the last gradient is there. Buckets of 1 B would expose
+#    66 kB (a bias comes before its weight, so layer 1's weight is last), for eight messages.
 #
-# **Try.** Buckets filled from the first layer on are full only when backward ends: the same bytes,
-# the same weights, and nothing is hidden. Only the claims on what is missing at the first
-# all-reduce and on the bytes after the last gradient see it. With a capacity of 1 byte every
-# gradient leaves by itself: 8 all-reduces, 7 missing at the first, 66 kB after the last, and eight
-# times the latency. With 1 MB there is one bucket: 1, 0 and 341 kB, as in DDP's first step.
+# **Try.** Buckets filled from the first layer on are full only when backward ends: as many bytes
+# and messages, the same weights, and nothing is hidden. What fails are the claims, for 1 B and 100
+# kB, on what is missing at the first all-reduce and on the bytes after the last gradient. The same
+# four fail if the hook no longer sends: `finish` sends all buckets then, and the weights are right.
 #
-# On real systems: larger buckets use the network better and leave later; 25 MB suits a node with
-# NVLink, and slower networks want more. What is hidden still costs something: NCCL's kernels take
-# streaming multiprocessors from the matrix products that hide them (communication/06_overlap.py).
-# At a thousand ranks latency grows, and so does the best bucket. And one rank whose data are late
-# delays the first bucket of all: then a trace shows long all-reduces on every rank but that one.
+# **When to change the size:** a bucket should travel much longer than its latency, and much shorter
+# than backward. 25 MB travel for 1 ms at 50 GB/s. A ring of 8 ranks adds 14 hops of some 5 us, 0.07
+# ms. One of 1,000 ranks adds 1,998 hops, or 10 ms, and wants larger buckets (or a tree: NCCL has
+# both). If backward as a whole is shorter than the all-reduces, no size hides them: give each rank
+# more samples, or accumulate micro-batches under `no_sync`. What is hidden still costs something:
+# NCCL's kernels take streaming multiprocessors from the matrix products that hide them
+# (communication/06_overlap.py). And one rank whose data are late delays the first bucket of all:
+# then a trace shows long all-reduces on every rank but that one.
 
 
 # %%
@@ -570,7 +541,7 @@ def main() -> None:
     launch()
     device = setup()
     check_own(device)
-    check_others(device)
+    check_pytorch(device)
     measure_on_gpus(device)
     finish()
 

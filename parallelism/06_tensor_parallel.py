@@ -26,8 +26,8 @@ Not run on several GPUs.
 **Before.** communication/01_nccl_collectives.py: what an all-reduce does. The map of which this is
 one part is parallelism/03_model_tensor_pipeline_parallel.py.
 
-**Next.** exercises/10_tensor_parallel_mlp; then parallelism/18_vocabulary_parallel.py: the two
-ends of a language model.
+**Next.** exercises/10_tensor_parallel_mlp; then
+parallelism/22_tensor_parallel_init_dropout_gqa.py: random numbers and heads of a split block.
 """
 
 import argparse
@@ -530,9 +530,10 @@ def median_ms(work: Callable, repeats: int = 20) -> float:
 # 1. One all-reduce forward, by g at the end of the MLP, and one backward, by f at its beginning.
 #    Alone, a column-parallel layer costs one backward, a row-parallel layer one forward.
 # 2. Two forward and two backward, for attention is a pair of the same kind. Forward, the next layer
-#    must wait for the sum; backward, f's sum can overlap the computation of dA. A sum of T = 8192
-#    tokens, D = 8192, in bf16, is 134 MB: on 8 ranks about 0.5 ms at 450 GB/s, 4.7 ms at 50 GB/s.
-#    So tensor parallelism stays inside one NVLink domain: 8 GPUs in most machines, 72 in a rack.
+#    must wait for the sum; backward, f's sum can overlap the product for dA, if the layer is wide
+#    enough (23_tensor_parallel_overlap.py). A sum of T = 8192 tokens, D = 8192, in bf16, is 134 MB:
+#    on 8 ranks about 0.5 ms at 450 GB/s, 4.7 ms at 50 GB/s. So tensor parallelism stays inside one
+#    NVLink domain: 8 GPUs in most machines, 72 in a rack.
 # 3. Two of each, in both directions. A ring all-reduce *is* a reduce-scatter and an all-gather, so
 #    over a ring the same bytes travel; what is new are six small sums of gradients per block, which
 #    Megatron packs into one message. gloo's reduce-scatter is an all-reduce inside, so in this run
@@ -554,9 +555,10 @@ def median_ms(work: Callable, repeats: int = 20) -> float:
 # products that need them, piece by piece (async tensor parallelism in torch, userbuffers in
 # Transformer Engine).
 #
-# On real systems: dropout needs the same seed on all ranks where activations are whole, and other
-# seeds where they are split; embedding and loss are split over the vocabulary; grouped-query
-# attention with fewer key-value heads than ranks must copy some of them.
+# On real systems a split block also needs the right random numbers, for its initial values and for
+# dropout, and grouped-query attention with fewer key-value heads than ranks needs copies of them
+# (22_tensor_parallel_init_dropout_gqa.py). Embedding and loss are split over the vocabulary
+# (18_vocabulary_parallel.py).
 
 
 # %%

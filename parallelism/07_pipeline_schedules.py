@@ -29,7 +29,7 @@ anything but the gradients tell?
 
 **Before.** parallelism/03_model_tensor_pipeline_parallel.py: the three ways to split a model.
 
-**Next.** parallelism/08_interleaved_zero_bubble.py: orders that idle less, and what they pay.
+**Next.** parallelism/08_interleaved_schedules.py: smaller stages, a smaller bubble.
 """
 
 import argparse
@@ -586,7 +586,7 @@ def measure_on_gpus(device: torch.device) -> dict[str, list[list]]:
 # **Try.** 1F1B with `num_warmup = m` *is* GPipe: the bubble's claims hold, and only the number of
 # micro-batches held tells. With `num_warmup = 0` stage 0 waits for each micro-batch to come all the
 # way back: it idles 75%, as if there were no micro-batches. Without the division the gradients are
-# eight times too large, as with eight times the learning rate, and nothing else shows it.
+# eight times too large. Under SGD that is eight times the learning rate; Adam would hardly show it.
 #
 # **What the formula leaves out.** Stages of unequal size: the slowest sets the pace, every other
 # one idles in each slot; an embedding or a vocabulary-wide head counts as layers when you cut. The
@@ -594,9 +594,9 @@ def measure_on_gpus(device: torch.device) -> dict[str, list[list]]:
 # all actions, up to two per micro-batch, so that more micro-batches expose more. A batch that is
 # too small for many micro-batches: kernels on one sequence fill no GPU. **Interleaving** (Narayanan
 # et al., 2021) gives each rank v small pieces of the model instead of one: the bubble becomes (p-1)
-# / (vm+p-1) of the time, for v times as many messages and some more activations. **Zero-bubble**
-# schedules (Qi et al., 2023) split B into the gradient of the inputs, which the neighbor waits for,
-# and that of the weights, which fills gaps.
+# / (vm+p-1) of the time, for (vp-1) / (p-1) times as many messages, and more activations.
+# **Zero-bubble** schedules (Qi et al., 2023) split B into the gradient of the inputs, which the
+# neighbor waits for, and that of the weights, which fills gaps.
 #
 # On real systems pipeline parallelism is what goes over the slow links, between nodes: a stage
 # sends one activation on and one gradient back per micro-batch, where tensor parallelism

@@ -1,17 +1,17 @@
-"""Pipeline deadlocks: simulate a schedule before you run it; PyTorch's own schedules
-==================================================================================
+"""Pipeline deadlocks: find them in the lists of actions
+=====================================================
 
-**Question.** A schedule is a list of actions per stage. Which lists can never finish, how do you
-find that out before a thousand GPUs hang, and what does PyTorch give you ready-made?
+**Question.** A pipeline's schedule is a list of actions per stage. Which lists can never finish,
+and how do you find that out before a thousand GPUs hang?
 
-**Predict**, and write it down before you run. There are four stages and eight micro-batches.
+**Predict**, and write it down before you run. There are four stages and eight micro-batches, so
+each stage has 16 actions: eight forward, eight backward.
 
 1. The last stage works in GPipe's order by mistake, all others in 1F1B's. How many of its 16
    actions does the last stage get done?
-2. Sends wait for their receiver, and each stage sends first and receives then, instead of posting
-   both together. How many of the four stages finish under GPipe, and how many under 1F1B?
-3. PyTorch's `Schedule1F1B` is written by other people. At how many of the 16 places of a stage's
-   list does it do something else than ours?
+2. All stages work in 1F1B's order. A send waits for its receiver, and each stage sends first and
+   receives then, instead of posting both together. How many of the four stages finish?
+3. The stages send first again, but all work in GPipe's order. How many of the four finish?
 
 **Run.**
 
@@ -20,18 +20,16 @@ find that out before a thousand GPUs hang, and what does PyTorch give you ready-
 
 Not run on several GPUs.
 
-**Try.** In `simulate` write `visible = posted[message.peer][:1]`, so that a stage sees only the
-first message that its peer has posted: what becomes of 1F1B? Leave out the line with `max` there:
-which claims fail, and are the deadlocks still found?
+**Try.** In `simulate` set `at_once` to 1: which claims fail? In the last line of `messages` replace
+`in found` by `in found[::-1]`, so that a stage receives first: which claims fail now?
 
-**Before.** parallelism/07_pipeline_schedules.py; communication/02_point_to_point.py: who waits.
+**Before.** parallelism/07_pipeline_schedules.py; communication/02_point_to_point.py: what a send
+waits for. This lesson is optional: no other one builds on it.
 
-**Next.** parallelism/12_3d_parallelism.py
+**Next.** parallelism/10_context_parallelism.py: attention over a sequence that no rank holds.
 """
 
 import argparse
-import contextlib
-import copy
 import ctypes
 import json
 import logging
@@ -41,26 +39,15 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
-from fractions import Fraction
 from itertools import pairwise, product
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-)
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 # A *rank* is one of WORLD_SIZE processes that run this same file, and here it is also one *stage*
 # of the pipeline. `claim(text, predicted, measured)` prints one row of the ledger and must be
@@ -69,23 +56,23 @@ from torch.utils._pytree import tree_leaves
 RANK = int(os.environ.get("RANK", "0"))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
-MICRO_BATCHES = max(8, WORLD_SIZE)  # torch refuses fewer than stages
+M = 8  # micro-batches
 Action = tuple[str, int]  # ("F" or "B", number of the micro-batch): one forward, one backward pass
-SLOTS = {"F": 1, "B": 2}  # a backward pass takes twice as long
 
 # %% [markdown]
 # ## 1. What the lists imply: who waits for whom
 #
-# The lists are those of the lesson before: GPipe does all forwards, then all backwards; 1F1B warms
-# up with p-1-s forwards on stage s and then alternates. Nothing else is written down, and nothing
-# else is needed: the lists alone say who sends what to whom. Between two actions a stage sends the
-# result of the first and receives what the second needs:
+# The lists are those of the lesson before. GPipe does all forwards, then all backwards. 1F1B warms
+# up with p-1-s forwards on stage s, and then alternates. The lists alone say who sends what to
+# whom. Between two actions a stage sends the result of the first and receives what the second
+# needs:
 #
 #              ... F(k) ...  result to stage s+1,  input from stage s-1
 #              ... B(k) ...  result to stage s-1,  input from stage s+1
 #
-# An arrow crosses two lists, so one stage's order constrains another's. That is where deadlocks
-# come from: each list is sensible, and together they cannot be done.
+# Each arrow crosses two lists, so one stage's order constrains another's. If the waiting goes in a
+# circle, none of these stages moves again: a **deadlock**. Each list may be sensible, and together
+# they cannot be done.
 
 
 # %%
@@ -107,98 +94,77 @@ def one_f_one_b(stage: int, p: int, m: int) -> list[Action]:
 
 
 class Message(NamedTuple):
-    """One end of a message of `stage`: a send or a receive, its peer, the action it belongs to."""
+    """One end of a message, as one stage has it."""
 
     verb: str  # "send" or "recv"
-    peer: int
-    action: Action  # the send's: which made it; the receive's: which needs it
+    peer: int  # the other stage
+    action: Action  # whose result it carries
 
-
-def neighbors(stage: int, action: Action) -> tuple[int, int]:
-    """The stage that an action's input comes from, and the stage that its result goes to."""
-    if action[0] == "F":
-        return stage - 1, stage + 1
-    return stage + 1, stage - 1
+    def __str__(self) -> str:
+        preposition = "to" if self.verb == "send" else "from"
+        return f"{self.verb} {self.action[0]}{self.action[1]} {preposition} stage {self.peer}"
 
 
 def messages(stage: int, p: int, done: Action | None, todo: Action | None) -> list[Message]:
     """What `stage` exchanges between two actions: first what it sends, then what it receives."""
     found = []
     if done is not None:
-        found.append(Message("send", neighbors(stage, done)[1], done))
+        receiver = stage + 1 if done[0] == "F" else stage - 1
+        found.append(Message("send", receiver, done))
     if todo is not None:
-        found.append(Message("recv", neighbors(stage, todo)[0], todo))
+        sender = stage - 1 if todo[0] == "F" else stage + 1
+        found.append(Message("recv", sender, todo))
     return [message for message in found if 0 <= message.peer < p]
 
 
 # %% [markdown]
-# ## 2. A simulator: play the lists, message by message
+# ## 2. The simulator: play the lists, message by message
 #
-# The simulator knows no layers and no bytes. A message passes when both ends have posted it: a send
-# waits for its receiver, as NCCL's do when the message is large. A stage does its next action when
-# all its messages have passed. `clock` counts slots; nothing starts before its cause. When a round
-# over all stages changes nothing, either all lists are done or nobody will ever move again.
+# The simulator knows no layers, no bytes and no time. A message passes when both ends have posted
+# it, because a send waits for its receiver: gloo's at any size, NCCL's when the message is large. A
+# stage does its next action when all its messages have passed. When a round over all stages changes
+# nothing, either all lists are done, or the stages that are left hang.
 #
-# With `together=False` a stage posts its send alone, and its receive only when the send is through.
+# With `together=False` a stage posts its send alone, and its receive once the send is through.
 
 
 # %%
-def simulate(schedule: Sequence[list[Action]], together: bool = True) -> list[dict[Action, int]]:
-    """The slot in which each stage starts each action; stages that get stuck start fewer."""
+def simulate(
+    schedule: Sequence[list[Action]], together: bool = True
+) -> tuple[list[int], list[list[Message]]]:
+    """Return how many actions each stage gets done, and the messages that it then waits for."""
     p = len(schedule)
-    starts: list[dict[Action, int]] = [{} for _ in range(p)]
-    clock = [0] * p
-    todo = [[*actions, None] for actions in schedule]
-    posted = [messages(s, p, None, actions[0]) for s, actions in enumerate(schedule)]
+    at_once = 2 if together else 1  # how many of its messages a stage posts
+    done = [0] * p
+    waits = [messages(s, p, None, schedule[s][0]) for s in range(p)]
     moved = True
     while moved:
         moved = False
         for s in range(p):
-            for message in posted[s] if together else posted[s][:1]:
-                match = Message("recv", s, message.action)
-                visible = posted[message.peer] if together else posted[message.peer][:1]
-                if message.verb == "send" and match in visible:
-                    posted[s] = [other for other in posted[s] if other != message]
-                    posted[message.peer] = [o for o in posted[message.peer] if o != match]
-                    clock[message.peer] = max(clock[message.peer], clock[s])
+            for message in waits[s][:at_once]:
+                other_end = Message("recv", s, message.action)
+                if message.verb == "send" and other_end in waits[message.peer][:at_once]:
+                    waits[s].remove(message)
+                    waits[message.peer].remove(other_end)
                     moved = True
-            action = todo[s][0]
-            if action is not None and not posted[s] and is_able(action, starts[s]):
-                starts[s][todo[s].pop(0)] = clock[s]
-                clock[s] += SLOTS[action[0]]
-                posted[s] = messages(s, p, action, todo[s][0])
+            if not waits[s] and done[s] < len(schedule[s]):
+                action, following = [*schedule[s], None][done[s] : done[s] + 2]
+                done[s] += 1
+                waits[s] = messages(s, p, action, following)
                 moved = True
-    return starts
-
-
-def is_able(action: Action, started: dict[Action, int]) -> bool:
-    """A backward pass needs this stage's own forward pass; the rest comes by message."""
-    return action[0] == "F" or ("F", action[1]) in started
+    return done, waits
 
 
 def check_schedule(schedule: Sequence[list[Action]], together: bool = True) -> None:
-    """Raise ValueError if the stages cannot all finish; name who waits before which action."""
-    waiting = []
-    for s, starts in enumerate(simulate(schedule, together)):
-        if len(starts) < len(schedule[s]):
-            direction, k = schedule[s][len(starts)]
-            waiting.append(f"stage {s} before {direction}{k}")
-    if waiting:
-        stuck = ", ".join(waiting)
-        raise ValueError(
-            f"every stage must be able to finish its list; {stuck} wait for ever; reorder the lists"
-        )
-
-
-def idle_share(starts: list[dict[Action, int]]) -> Fraction:
-    """The share of all slots that no stage uses, from the first action to the end of the last."""
-    busy = 0
-    end = 0
-    for stage in starts:
-        for (direction, _), slot in stage.items():
-            busy += SLOTS[direction]
-            end = max(end, slot + SLOTS[direction])
-    return 1 - Fraction(busy, end * len(starts))
+    """Raise ValueError if the stages cannot all finish; say which waits for which message."""
+    done, waits = simulate(schedule, together)
+    stuck = []
+    for s, ends in enumerate(waits):
+        if ends:
+            stuck.append(f"stage {s} after {done[s]} actions, in {ends[0]}")
+    if stuck:
+        rule = "every stage must be able to finish its list"
+        raise ValueError(f"{rule}; for ever wait {'; '.join(stuck)}; reorder the lists")
 
 
 # %% [markdown]
@@ -212,7 +178,7 @@ def idle_share(starts: list[dict[Action, int]]) -> Fraction:
 #     stage 0   F0 F1 F2 F3   B0      stage 1's B0
 #     stage 1   F0 F1 F2      B0      stage 2's B0
 #     stage 2   F0 F1         B0      stage 3's B0, which stage 3 does after F7  <--.
-#     stage 3   F0 F1         F2      stage 2's F2, which stage 2 does after B0  ---'  a cycle
+#     stage 3   F0 F1         F2      stage 2's F2, which stage 2 does after B0  ---'  a circle
 #
 # **A good schedule, a bad exchange.** In 1F1B's steady state stage s has an activation for s+1, and
 # s+1 has a gradient for s. If both send first, both wait for the other's receive:
@@ -220,11 +186,12 @@ def idle_share(starts: list[dict[Action, int]]) -> Fraction:
 #     stage s     send F(k+1) to s+1 ---waits for---> recv F(k+1), which s+1 posts after its send
 #     stage s+1   send B(k) to s     ---waits for---> recv B(k), which s posts after its send
 #
-# Under GPipe nothing ever crosses: forward, the last stage only receives, so it serves the one
-# before it, and so on down the line; backward the same from the other end. On NCCL the second
-# deadlock hides at first. A send that fits its buffer (4 MB per channel) completes with no receive
-# posted, so small activations pass, and the job hangs when the batch, or the sequence, grows. Use
-# one batch (`batch_isend_irecv`) for both messages.
+# Post both in one batch, and neither waits for the other's receive. Under GPipe nothing ever
+# crosses. Forward, the last stage only receives, so it serves the one before it, and so on down the
+# line; backward it is the same from the other end.
+#
+# Below, every rank follows its list for real. There are no layers, and a message is one number. A
+# rank whose message does not pass within `patience` gives up and tells the line where it waits.
 
 
 # %%
@@ -233,260 +200,112 @@ def one_gpipe_among_1f1b(p: int, m: int) -> list[list[Action]]:
     return [one_f_one_b(s, p, m) for s in range(p - 1)] + [gpipe(p - 1, p, m)]
 
 
-def rehearse(
-    schedule: Sequence[list[Action]],
-    group: dist.ProcessGroup,
-    together: bool = True,
-    patience: timedelta = timedelta(minutes=2),
-) -> dict[Action, int]:
-    """Follow this rank's list with messages but without layers; return the slots of its actions.
-
-    Each message carries only its sender's clock, in slots. A rank that waits for one longer than
-    its patience gives up: what it returns then is what it did until it got stuck.
-    """
-    now = 0
-    starts = {}
-    try:
-        for done, todo in pairwise([None, *schedule[RANK], None]):
-            for message, stamp in exchange(done, todo, now, group, together, patience):
-                if message.verb == "recv":
-                    now = max(now, stamp)
-            if todo is not None:
-                starts[todo] = now
-                now += SLOTS[todo[0]]
-    except RuntimeError as error:  # gloo: a timeout, or a peer that has left
-        if "imed out" not in str(error) and "onnection" not in str(error):
-            raise
-    return starts
-
-
 def exchange(
-    done: Action | None,
-    todo: Action | None,
-    now: int,
-    group: dist.ProcessGroup,
-    together: bool,
-    patience: timedelta,
-) -> list[tuple[Message, int]]:
-    """Pass on the clock; return each message with the clock that it carried."""
-    ends = messages(RANK, WORLD_SIZE, done, todo)
-    stamps = [torch.tensor([now]) for _ in ends]
-    verbs = {"send": dist.isend, "recv": dist.irecv}
-    ops = []
-    for message, stamp in zip(ends, stamps, strict=True):
-        ops.append(dist.P2POp(verbs[message.verb], stamp, message.peer, group))
-    batches = [ops] if together else [[op] for op in ops]
-    for batch in batches:
-        if batch:
-            for work in dist.batch_isend_irecv(batch):
-                work.wait(patience)
-    return [(message, stamp.item()) for message, stamp in zip(ends, stamps, strict=True)]
+    ends: list[Message], group: dist.ProcessGroup, together: bool, patience: timedelta
+) -> None:
+    """Pass this rank's messages; each that has passed leaves `ends`."""
+    if together and ends:
+        verbs = {"send": dist.isend, "recv": dist.irecv}
+        posted = [dist.P2POp(verbs[end.verb], torch.zeros(1), end.peer, group) for end in ends]
+        for work in dist.batch_isend_irecv(posted):
+            work.wait(patience)
+            ends.pop(0)
+    while ends:
+        if ends[0].verb == "send":
+            dist.isend(torch.zeros(1), ends[0].peer, group).wait(patience)
+        else:
+            dist.irecv(torch.zeros(1), ends[0].peer, group).wait(patience)
+        ends.pop(0)
+
+
+def rehearse(
+    actions: list[Action], group: dist.ProcessGroup, together: bool, patience: timedelta
+) -> tuple[int, list[Message], int]:
+    """Follow this rank's list; return the actions done, the message it waits in, and the line."""
+    done = 0
+    line = 0
+    ends = []
+    try:
+        for last, todo in pairwise([None, *actions, None]):
+            ends = messages(RANK, WORLD_SIZE, last, todo)
+            exchange(ends, group, together, patience)
+            done += todo is not None
+    except RuntimeError as error:  # gloo's: the patience of this rank is over, or of its peer
+        frames = traceback.extract_tb(error.__traceback__)
+        (line,) = [frame.lineno for frame in frames if frame.name == "exchange"]
+    return done, ends[:1], line
 
 
 # %% [markdown]
-# ## 4. PyTorch's own schedules
+# ## 4. How it is measured
 #
-# `torch.distributed.pipelining` wraps this rank's layers in a `PipelineStage`, and a schedule
-# object runs a step: it splits the batch, exchanges, accumulates gradients and scales them. GPipe
-# and 1F1B you know. **Interleaved 1F1B** (Narayanan et al., 2021, section 2.2) gives each rank
-# several stages, v of them: rank r holds stages r, r+p, r+2p, ... A micro-batch passes every rank v
-# times, and the pipeline is full after 1/v of the time:
-#
-#     p = 2 ranks, v = 2:   rank 0: stages 0 and 2      micro-batch: rank 0, 1, 0, 1, and back
-#                           rank 1: stages 1 and 3      idle: (p-1) / (vm+p-1) of the time
-#
-# It costs v times the messages, and the activations of up to p-1 more (smaller) passes in warm-up.
-# There are also `ScheduleInterleavedZeroBubble`, `ScheduleZBVZeroBubble` and `ScheduleDualPipeV`,
-# in which a backward pass is split in two.
+# Predicted is what the simulator says, measured what the ranks did. Each run has a gloo group of
+# its own, which a deadlock may ruin, on machines with GPUs too: NCCL's watchdog would end the
+# process. Patience is three seconds where the simulator finds a deadlock, elsewhere a minute.
 
 
 # %%
-class LoggedLayers(nn.Module):
-    """Layers that note when a micro-batch passes forward and when it has passed backward."""
-
-    def __init__(self, layers: nn.Module, log: list[Action]) -> None:
-        super().__init__()
-        self.layers = layers
-        self.log = log
-        self.forwards = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        k = self.forwards
-        self.forwards += 1
-        self.log.append(("F", k))
-        y = self.layers(x)
-        if y.requires_grad:
-            y.register_hook(lambda grad: self.log.append(("B", k)))
-        return y
+def check_simulator() -> None:
+    """Claim how many schedules of 1 to 8 stages and micro-batches the simulator refuses."""
+    healthy = 0  # GPipe, 1F1B, and GPipe that sends first
+    crossing = 0
+    mixed = 0
+    for p, m in product(range(1, 9), range(1, 9)):
+        by_gpipe = [gpipe(s, p, m) for s in range(p)]
+        by_1f1b = [one_f_one_b(s, p, m) for s in range(p)]
+        healthy += is_stuck(by_gpipe) + is_stuck(by_1f1b) + is_stuck(by_gpipe, together=False)
+        crossing += is_stuck(by_1f1b, together=False)
+        mixed += is_stuck(one_gpipe_among_1f1b(p, m))
+    claim("healthy schedules: stuck, of 192", 0, healthy, kind="simulated")
+    claim("1F1B, sends first: stuck, if p, m >= 2", 49, crossing, kind="simulated")
+    claim("one GPipe among 1F1B: stuck, if p >= 2, m >= 3", 42, mixed, kind="simulated")
 
 
-def run_torch_schedule(schedule_class: type, case: "Case", per_rank: int) -> tuple[float, list]:
-    """Run two steps by PyTorch; return the second's error of gradients and order of actions."""
-    log: list[Action] = []
-    count = per_rank * WORLD_SIZE
-    stages = []
-    modules = []
-    for index in range(RANK, count, WORLD_SIZE):
-        module = LoggedLayers(case.layers_of(index, count), log)
-        modules.append((index, module))
-        stages.append(PipelineStage(module, index, count, case.x.device))
-    arguments = stages if per_rank > 1 else stages[0]
-    schedule = schedule_class(arguments, MICRO_BATCHES, loss_fn=F.mse_loss)
-    inputs = (case.x,) if RANK == 0 else ()
-    target = {"target": case.target} if RANK == WORLD_SIZE - 1 else {}
-    schedule.step(*inputs, **target)  # in its first step PyTorch also finds out all shapes
-    log.clear()
-    for _, module in modules:
-        module.zero_grad()
-        module.forwards = 0
-    schedule.step(*inputs, **target)
-    return max(case.error(module.layers, index, count) for index, module in modules), log
+def is_stuck(schedule: Sequence[list[Action]], together: bool = True) -> bool:
+    try:
+        check_schedule(schedule, together)
+    except ValueError:
+        return True
+    return False
 
 
-# %% [markdown]
-# ## 5. How it is measured
-#
-# **Simulated against real.** `rehearse` above is the run: real ranks, real messages, whose clocks
-# give each action's slot. Deadlocks are let happen, in a gloo group of their own in which a rank
-# waits three seconds at most, so that the lesson survives them. It then returns the actions that it
-# got done; their number must be the simulator's. (The group is gloo on GPUs too: NCCL's watchdog
-# would end the process.) A schedule that is refused must not send one message, which is counted
-# beneath torch's dispatcher.
-#
-# **PyTorch against one process.** The oracle is the whole model on the whole batch, in float64.
-# Sums of WIDTH terms are reordered in 2 (LAYERS + 1) products, which sets the tolerance.
-
-
-# %%
-ROWS, WIDTH = 4, 32  # of one micro-batch
-LAYERS = 2 * WORLD_SIZE + 1  # enough for two stages per rank; does not divide evenly
-PATIENCE = timedelta(seconds=3)  # until a wait in a deadlock is given up
-TOLERANCE = 2 * (LAYERS + 1) * WIDTH * 2**-53
-
-
-class Case:
-    """A model, a batch, and the gradients that one process finds."""
-
-    def __init__(self, device: torch.device) -> None:
-        torch.manual_seed(0)  # the same on every rank
-        factory = {"device": device, "dtype": torch.float64}
-        layers = []
-        for _ in range(LAYERS):
-            layers.append(nn.Sequential(nn.Linear(WIDTH, WIDTH, **factory), nn.Tanh()))
-        self.model = nn.Sequential(*layers)
-        self.x = torch.randn(MICRO_BATCHES * ROWS, WIDTH, **factory)
-        self.target = torch.randn(MICRO_BATCHES * ROWS, WIDTH, **factory)
-        F.mse_loss(self.model(self.x), self.target).backward()
-
-    def expected(self, index: int, count: int) -> nn.Module:
-        """Stage `index` of `count` of the model in one process, with its gradients."""
-        return self.model[index * LAYERS // count : (index + 1) * LAYERS // count]
-
-    def layers_of(self, index: int, count: int) -> nn.Module:
-        """A copy of it, without gradients."""
-        layers = copy.deepcopy(self.expected(index, count))
-        layers.zero_grad()
-        return layers
-
-    def error(self, layers: nn.Module, index: int, count: int) -> float:
-        expected = self.expected(index, count)
-        pairs = zip(layers.parameters(), expected.parameters(), strict=True)
-        return max(relative_error(ours.grad, theirs.grad) for ours, theirs in pairs)
-
-
-def check_bubbles() -> None:
-    wrong = 0
-    for order, p, m in product((gpipe, one_f_one_b), range(1, 9), range(1, 9)):
-        idle = idle_share(simulate([order(s, p, m) for s in range(p)]))
-        wrong += idle != Fraction(p - 1, m + p - 1)
-    claim("128 simulated: not (p-1)/(m+p-1) idle", 0, wrong, kind="simulated")
-
-
-def check_rehearsals() -> None:
-    """Run GPipe and 1F1B without layers; claim that every action starts in its simulated slot."""
+def let_happen(name: str, schedule: Sequence[list[Action]], together: bool) -> tuple[int, int]:
+    """Run a schedule; return how many stages finish, and the actions that the last one has done."""
+    done, waits = simulate(schedule, together)
+    stuck = any(waits)
     group = dist.new_group(backend="gloo")
-    for name, order in (("GPipe", gpipe), ("1F1B", one_f_one_b)):
-        schedule = [order(s, WORLD_SIZE, MICRO_BATCHES) for s in range(WORLD_SIZE)]
-        with CountedCommunication() as counted:
-            real = rehearse(schedule, group)
-        simulated = simulate(schedule)[RANK]
-        elsewhere = 0
-        for action in schedule[RANK]:
-            elsewhere += simulated.get(action) != real.get(action)
-        claim(f"{name}: actions not in the slot simulated", 0, elsewhere, kind="simulated")
-        links = (RANK > 0) + (RANK < WORLD_SIZE - 1)
-        sent = len(counted.calls("send"))
-        claim(f"{name}: messages handed to send", MICRO_BATCHES * links, sent)
+    dist.barrier()  # patience is for messages, and not for ranks that come late
+    patience = timedelta(seconds=3 if stuck else 60)
+    told = gather_objects(rehearse(schedule[RANK], group, together, patience))
+    as_simulated = 0
+    finished = 0
+    for rank, (actions, message, line) in enumerate(told):
+        as_simulated += actions == done[rank] and message == waits[rank][:1]
+        finished += not message
+        for end in message:
+            print0(f"{'':13}rank {rank}, line {line}: waits in {end}, {actions} actions done")
+    claim(f"{name}: stages as simulated", WORLD_SIZE, as_simulated, timed=stuck)
+    return finished, told[-1][0]
 
 
-# %% [markdown]
-# The same counter sees that a schedule is refused before its first message. Then each deadlock is
-# let happen.
-
-
-# %%
 def check_deadlocks() -> None:
+    """Run two schedules that finish, and two that do not."""
     if WORLD_SIZE == 1:
-        blocked("deadlocks: simulated, refused, and for real", needs="2 ranks")
+        blocked("two deadlocks, and what finishes, for real", needs="2 ranks")
         return
     p = WORLD_SIZE
-    m = MICRO_BATCHES
-    mixed = one_gpipe_among_1f1b(p, m)
-    group = dist.new_group(backend="gloo")
-    with CountedCommunication() as counted, contextlib.suppress(ValueError):
-        check_schedule(mixed)
-        rehearse(mixed, group, patience=PATIENCE)
-    claim("refused: messages handed to send", 0, len(counted.calls("send")))
-
-    done = let_happen("one GPipe among 1F1B", mixed, together=True)
-    claim("one GPipe among 1F1B: done by the last stage", 2, done[-1], question=1)
-    with_time = timedelta(minutes=2)  # it finishes, however slow the machine is
-    schedule = [gpipe(s, p, m) for s in range(p)]
-    done = let_happen("GPipe, sends first", schedule, together=False, patience=with_time)
-    claim("GPipe, sends first: stages that finish", p, done.count(2 * m), question=2)
-    done = let_happen("1F1B, sends first", [one_f_one_b(s, p, m) for s in range(p)], together=False)
-    claim("1F1B, sends first: stages that finish", 0, done.count(2 * m), question=2)
-
-
-def let_happen(
-    name: str, schedule: list[list[Action]], together: bool, patience: timedelta = PATIENCE
-) -> list[int]:
-    """Run a schedule for real; claim that each stage gets as far as simulated; return how far."""
-    group = dist.new_group(backend="gloo")
-    dist.barrier()  # patience is for messages, and not for those that come late
-    real = len(rehearse(schedule, group, together, patience))
-    simulated = len(simulate(schedule, together)[RANK])
-    claim(f"{name}: actions done", simulated, real, timed=True)
-    return gather_objects(real)
-
-
-def check_torch(case: Case) -> None:
-    """Run PyTorch's schedules; claim their gradients, and that they follow our lists."""
-    for name, schedule_class, order in (
-        ("GPipe", ScheduleGPipe, gpipe),
-        ("1F1B", Schedule1F1B, one_f_one_b),
-    ):
-        error, log = run_torch_schedule(schedule_class, case, per_rank=1)
-        claim(f"torch's {name}: error of the gradients", 0, error, atol=TOLERANCE)
-        ours = order(RANK, WORLD_SIZE, MICRO_BATCHES)
-        others = sum(a != b for a, b in zip(log, ours, strict=True))
-        claim(f"torch's {name}: actions unlike our list's", 0, others, question=3)
-    if MICRO_BATCHES % WORLD_SIZE > 0:
-        blocked("torch's Interleaved1F1B", needs=f"ranks that divide {MICRO_BATCHES}")
-        return
-    error, _ = run_torch_schedule(ScheduleInterleaved1F1B, case, per_rank=2)
-    claim("torch's Interleaved1F1B: error of the gradients", 0, error, atol=TOLERANCE)
-
-
-# %% [markdown]
-# What is below is the same in other lessons: two small helpers, and the counter, which records what
-# this rank hands to a process group.
-
-
-# %%
-def relative_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest difference between two tensors, relative to the largest element."""
-    return ((ours - expected).abs().max() / expected.abs().max()).item()
+    by_1f1b = [one_f_one_b(s, p, M) for s in range(p)]
+    by_gpipe = [gpipe(s, p, M) for s in range(p)]
+    finished, _ = let_happen("1F1B", by_1f1b, together=True)
+    claim("1F1B: stages that finish", p, finished)
+    mixed = one_gpipe_among_1f1b(p, M)
+    finished, by_the_last = let_happen("one GPipe among 1F1B", mixed, together=True)
+    claim("one GPipe among 1F1B: stages that finish", 0, finished)
+    claim("one GPipe among 1F1B: done by the last stage", 2, by_the_last, question=1)
+    finished, _ = let_happen("1F1B, sends first", by_1f1b, together=False)
+    claim("1F1B, sends first: stages that finish", 0, finished, question=2)
+    finished, _ = let_happen("GPipe, sends first", by_gpipe, together=False)
+    claim("GPipe, sends first: stages that finish", p, finished, question=3)
 
 
 def gather_objects(value: object) -> list:
@@ -496,91 +315,96 @@ def gather_objects(value: object) -> list:
     return values
 
 
-class Call(NamedTuple):
-    """One collective, send or receive of this rank, as it was handed to the process group."""
+# %% [markdown]
+# ## 5. On GPUs: from which size on do unbatched sends wait?
+#
+# On NCCL the second deadlock hides at first. A send is copied into a buffer, 4 MiB per channel, and
+# completes with no receive posted, if the buffer takes all of it. So small activations pass, and
+# the job hangs when the batch or the sequence grows. From which size on depends on the machine: on
+# its channels per peer, and on how its links use the buffer. So ranks 0 and 1 try. Both send at the
+# same time, and receive once both sends are over, or after three seconds, so that nothing stays
+# stuck. Each direction has a group of its own for that: in one group the receive would queue behind
+# the send, which is the deadlock itself.
 
-    operation: str  # "all_reduce", "all_gather", "reduce_scatter", "send", ...
-    elements: int  # of its input or its output, whichever is larger
-    nbytes: int  # of the same
-    ranks: tuple[int, ...]  # of the group
-    peer: int | None  # of a send or receive: the other rank; None: any
+
+# %%
+def both_send(nbytes: int, device: torch.device, groups: list[dist.ProcessGroup]) -> bool:
+    """On ranks 0 and 1: return whether both sends are over before any receive."""
+    store = dist.distributed_c10d._get_default_store()
+    peer = 1 - RANK
+    x = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    send = dist.isend(x, peer, groups[RANK])
+    for _ in range(300):  # for three seconds
+        if send.is_completed():
+            break
+        time.sleep(0.01)  # launch time: the GPU may still be at it
+    over = send.is_completed()
+    store.set(f"{nbytes} bytes from {RANK}", str(over))
+    over = store.get(f"{nbytes} bytes from {peer}") == b"True" and over  # get waits for the peer
+    dist.recv(torch.empty_like(x), peer, groups[peer])
+    send.wait()
+    torch.cuda.synchronize()
+    return over
 
 
-class CountedCommunication(TorchDispatchMode):
-    """Records this rank's communication in `log`, beneath torch's dispatcher: DDP's and FSDP's too.
-
-    It sees what is handed to a backend, not what the backend then sends.
-    """
-
-    NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier")
-    NAMES += ("send", "recv", "reduce", "gather", "scatter")  # "_allgather_base_" is an all_gather
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.log: list[Call] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if DTensor in types:
-            return NotImplemented  # its local tensors come by here in a moment
-        if func.namespace.lstrip("_").startswith("c10d"):
-            self.record(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
-
-    def record(self, func, args: tuple, kwargs: dict) -> None:
-        spelled = func._schema.name.replace("_", "")
-        names = [name for name in self.NAMES if name.replace("_", "") in spelled]
-        if not names:
-            return  # it waits for a result or wraps one
-        given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}
-        given |= kwargs
-        if "process_group" in given:
-            group = dist.ProcessGroup.unbox(given["process_group"])
+def sweep(device: torch.device, groups: list[dist.ProcessGroup]) -> float:
+    """Return the first size in MiB, of 1 KiB, 2 KiB, ..., at which a send is not over."""
+    for sender, group in enumerate(groups):  # connect: both ends are there
+        if sender == RANK:
+            dist.send(torch.zeros(1, device=device), 1 - sender, group)
         else:
-            group = dist.distributed_c10d._resolve_process_group(given["group_name"])
-        ranks = tuple(dist.get_process_group_ranks(group))
-        sizes = [(0, 0)]
-        for argument in args:
-            tensors = [leaf for leaf in tree_leaves(argument) if isinstance(leaf, torch.Tensor)]
-            sizes.append((sum(t.numel() for t in tensors), sum(t.nbytes for t in tensors)))
-        peer = given.get("dst", given.get("src")) if names[0] in ("send", "recv") else None
-        peer = None if peer is None or peer < 0 else ranks[peer]
-        self.log.append(Call(names[0], *max(sizes), ranks, peer))
+            dist.recv(torch.zeros(1, device=device), sender, group)
+    nbytes = 2**10
+    while nbytes < 2**30 and both_send(nbytes, device, groups):
+        nbytes *= 2
+    return nbytes / 2**20
 
-    def calls(self, operation: str = "") -> list[Call]:
-        """The calls of one operation, in order; of all without a name."""
-        return [call for call in self.log if operation in ("", call.operation)]
 
-    def elements(self, operation: str = "") -> int:
-        """Elements handed over in all calls of one operation."""
-        return sum(call.elements for call in self.calls(operation))
+def measure_on_gpus(device: torch.device) -> None:
+    """Claim between which sizes unbatched sends stop completing."""
+    at_least = "NCCL: MiB from which two sends wait, at least"
+    at_most = "NCCL: MiB from which two sends wait, at most"
+    if device.type == "cpu" or WORLD_SIZE == 1:
+        blocked(at_least, needs="2 GPUs")
+        blocked(at_most, needs="2 GPUs")
+        return
+    groups = [dist.new_group(), dist.new_group()]  # for the sends of rank 0, for those of rank 1
+    mib = sweep(device, groups) if RANK < 2 else 0.0
+    claim(at_least, 2, mib, ">=", rank=0)
+    claim(at_most, 256, mib, "<=", rank=0)
 
 
 # %% [markdown]
 # ## What you should have seen
 #
 # 1. Two: F0 and F1. It waits for F2, which stage 2 does after B0, for which stage 3 has no gradient
-#    yet. With more stages it is still two. The simulator knew, action by action, on every rank. On
-#    NCCL you would see GPUs at 100% (a kernel spins) and, after ten minutes, the watchdog.
-# 2. Under GPipe all four finish, under 1F1B none. Messages that cross need both ends posted
-#    together.
-# 3. At none: PyTorch's lists are ours. (Its warm-up is said to be p-s forwards, and its steady
-#    state begins with a backward: the same list, cut elsewhere.) Gradients are one process's, to
-#    rounding, also with two stages per rank.
+#    yet. With more stages it is still two: the circle lies between the last two, and those before
+#    wait behind it, each in a send that the next stage does not take.
+# 2. None. In the steady state each pair of neighbors has a message for each other, and both send.
+# 3. All four: no two messages ever cross. So a pipeline that was tested with GPipe may hang when
+#    only the order of its actions changes.
 #
-# All 128 simulated schedules idle exactly (p-1)/(m+p-1) of the slots, and the real ranks started
-# every action in the slot that was simulated. So a simulator of forty lines is worth having: it
-# prices a schedule, draws it, and refuses it before a cluster hangs on it. PyTorch has one too, for
-# its own lists with communication written out (`_simulate_comms_compute` in
-# `torch.distributed.pipelining.schedules`).
+# The simulator knew all of it before anything was sent: `check_schedule` raises an error that names
+# each stage that waits, and its message. Call it where a schedule is made, on one CPU, if you write
+# the lists yourself, or reorder them. PyTorch checks its own lists in the same way
+# (`_simulate_comms_compute` in `torch.distributed.pipelining.schedules`).
 #
-# **Try.** A stage that sees only its peers' first message cannot post together: 1F1B gets stuck in
-# the simulator and runs in reality, so slots and bubbles FAIL. Without the `max` no stage ever
-# waits for a message's arrival in time: bubbles and slots are wrong, but the deadlocks are still
-# found, for who waits for whom does not depend on how long anything takes.
+# **Try.** With `at_once = 1` the simulator refuses 1F1B, which runs: "healthy schedules: stuck" and
+# "1F1B: stages as simulated" fail. With the receive first, a batch is the same batch. But posted
+# alone, GPipe hangs where forward turns into backward, because a stage waits for a gradient before
+# it hands on its last activation. "healthy schedules: stuck", "1F1B, sends first: stuck" (now with
+# one micro-batch, too) and "GPipe, sends first: stages that finish" fail.
 #
-# **What the simulator leaves out.** Messages take no time here, and stages are equal. Give actions
-# measured times and messages a latency, and it predicts the step of a real job; PyTorch's
-# `_PipelineScheduleRuntime` can load its lists from a file.
+# **On GPUs** there is no patience per message. All GPUs show 100 %, because a kernel spins, and
+# after ten minutes NCCL's watchdog ends the job. Where each rank stands is in the stacks and in the
+# flight recorder (profiling/04_debugging_hangs.py). Section 5 was written for NCCL and has not run
+# yet. Do not rely on what it finds: NCCL_BUFFSIZE or another link changes it. Use one batch
+# (`batch_isend_irecv`) for messages that may cross.
+#
+# **What the simulator leaves out.** Real messages of one direction are taken in the order in which
+# they were sent. So if two lists disagree about the order of micro-batches, the simulator reports a
+# deadlock, and the ranks compute with the wrong activations instead. Nor does it know time:
+# 07_pipeline_schedules.py counts that.
 
 
 # %%
@@ -588,10 +412,9 @@ def main() -> None:
     command_line()
     launch()
     device = setup()
-    check_bubbles()
-    check_rehearsals()
+    check_simulator()
     check_deadlocks()
-    check_torch(Case(device))
+    measure_on_gpus(device)
     finish()
 
 

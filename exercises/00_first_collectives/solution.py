@@ -49,7 +49,7 @@ def stack_all(x: torch.Tensor) -> torch.Tensor:
 
 
 def my_part_of_the_sum(x: torch.Tensor) -> torch.Tensor:
-    """4. Return this rank's n-th of the sum of all ranks' `x`, whose length n divides.
+    """4. Return this rank's 1/n of the sum of all ranks' `x`; n divides the length of `x`.
 
     Rank 0 returns [111], rank 1 [222] and rank 2 [333]: what an all-reduce would hold, cut into n
     shards. `x` is 1-D and stays as it is. One dist.reduce_scatter_tensor (or dist.reduce_scatter,

@@ -98,6 +98,8 @@ def test_stack_all(answer: Path, seed: int) -> None:
         told = "all rows are rank {}'s: is the list one tensor, n times?"
         alike = {told.format(r): due[r].expand_as(due) for r in range(n)}
         for rank, (got, x, calls) in enumerate(asked(answer, "stack_all", seed, *shape, n=n)):
+            if not torch.equal(x, held(seed, rank, *x.shape)) and torch.equal(x, due[-1]):
+                raise Wrong(f"rank {rank}: x was received into: is the list x itself, n times?")
             unchanged(x, seed, rank)
             same(got, due, f"{who(rank, n)}: all ranks' x, stacked", instead=alike)
             one_call(calls, "all_gather", rank, n)

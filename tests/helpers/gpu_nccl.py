@@ -272,7 +272,9 @@ def note(name: str, named: dict, group: dist.ProcessGroup, inputs: list) -> None
 def of_what(name: str, named: dict, inputs: list) -> str:
     """Size, dtype, operation and root, which all ranks that take part have to agree on."""
     dtypes = "/".join(sorted({str(x.dtype) for x in inputs}))
-    told = [f"{elements(name, named, inputs)} {dtypes} elements"]
+    uneven = name == "alltoall_base_" and named["output_split_sizes"]  # pairs agree: gloo checks
+    size = "uneven" if uneven else elements(name, named, inputs)
+    told = [f"{size} {dtypes} elements"]
     operator = named.get("reduce_op")
     if operator is not None:
         boxed = isinstance(operator, torch.ScriptObject)

@@ -16,59 +16,28 @@ LESSON = "data-loading/01_ffcv_distributed_optimization.py"
 pytestmark = pytest.mark.skipif(find_spec("ffcv") is None, reason="FFCV is not installed")
 
 STATIONS = (
-    "        stations = check_stations(place, device)\n",
-    "        stations = {'decode': 1.0}\n",
+    "        stations, without_workers = check_stations(place, device)\n",
+    "        stations, without_workers = {'decode': 1.0, 'augment': 1.0}, 1.0\n",
 )
 LOADERS = (
-    "        core = check_loaders(place)\n",
+    "        core = check_loaders(place, without_workers)\n",
     "        core = {'DataLoader': 1.0, 'jpg': 1.0, 'raw': 0.2}\n",
 )
-REST = ("        check_rest(stations, core, place)\n", "")
-SHARING = ('        check_sharing("FFCV", indices_by_ffcv(place / "jpg.beton"), device)\n', "")
-UNTIMED = [STATIONS, LOADERS]
-SIZES = {ranks: UNTIMED for ranks in (1, 3)}
+SIZES = {ranks: [STATIONS, LOADERS] for ranks in (1, 3)}  # what rank 0 measures is the same there
 IMPORT = "    with contextlib.suppress(ImportError):  # the extra [ffcv]\n"
 GONE = (IMPORT, IMPORT + "        raise ImportError\n")
-WITHOUT = {
-    "FFCV": Without(
-        [GONE], {"where a DataLoader's time goes", "threads against processes"}, ranks=3
-    )
-}
+WITHOUT = {"FFCV": Without([GONE], {"what FFCV takes away"}, ranks=3)}
 ON_GPUS = OnGpus(changes=[GONE])  # FFCV copies on streams of CUDA's, in a thread of its own
-NO_DEVICE = {"station": "copy waits inside", "alternate": "loaders end on the host"}
+NO_DEVICE = {
+    "station": "copy waits inside",
+    "alternate": "loaders end on the host",
+    "cores_busy": "loaders end on the host",
+}
 
 MEANS = {f"mean of normalized crops, {name} - DataLoader's" for name in ("jpg", "raw")}
 BYTES = "bytes, file of raw pixels / JPEGs"
-NEVER = {name: f"{name}: images that never come" for name in ("DataLoader", "FFCV")}
-TWICE = {name: f"{name}: images that come twice" for name in ("DataLoader", "FFCV")}
-
-SHARED = {
-    "a DataLoader that all ranks read whole": (
-        "DataLoader(range(N), BATCH, sampler=sampler)",
-        "DataLoader(range(N), BATCH)",
-        {TWICE["DataLoader"]},
-    ),
-    "a Loader that all ranks read whole": (
-        "ffcv_loader(path, None, distributed=True, num",
-        "ffcv_loader(path, None, num",
-        {TWICE["FFCV"]},
-    ),
-    "an incomplete batch is dropped, as in Try": (
-        '"drop_last": False} | options',
-        '"drop_last": True} | options',
-        {NEVER["FFCV"]},
-    ),
-    "a DataLoader drops an incomplete batch": (
-        "DataLoader(range(N), BATCH, sampler",
-        "DataLoader(range(N), BATCH, drop_last=True, sampler",
-        {NEVER["DataLoader"]},
-    ),
-    "raw pixels are written as JPEGs": (
-        'place / "raw.beton", RGBImageField("raw"))',
-        'place / "raw.beton", RGBImageField("jpg", jpeg_quality=97))',
-        {BYTES},
-    ),
-}
+STARTED = {name: f"processes that {name} started" for name in ("DataLoader", "FFCV")}
+ONCE = ("alternate(loaders, 2)", "alternate(loaders, 1)")
 LINES = {
     # The mean of what is delivered gives it away.
     "red and blue are exchanged": (
@@ -84,40 +53,52 @@ LINES = {
     "DataLoader has no workers": (
         'knobs = {"num_workers": workers, "persistent_workers": workers > 0}',
         'knobs = {"num_workers": 0}',
-        {"processes that DataLoader started"},
+        {STARTED["DataLoader"]},
+    ),
+    "raw pixels are written as JPEGs": (
+        'place / "raw.beton", RGBImageField("raw"))',
+        'place / "raw.beton", RGBImageField("jpg", jpeg_quality=97))',
+        {BYTES},
     ),
 }
-ONCE = ("alternate(loaders, 2)", "alternate(loaders, 1)")
-DECODING = "time to decode a JPEG, FFCV's / DataLoader's"
+DECODE = "time to decode, FFCV's / DataLoader's"
+AUGMENT = "time to augment, FFCV's / DataLoader's"
+READ = "time to decode / time to read"
+WHOLE = "all stations / the whole epoch"
 WORKERS = "core time, 2 workers / none"
-SAVED = {f"core time, DataLoader's / FFCV's, {name}" for name in ("jpg", "raw")}
+BUSY = "cores busy / (rate x core time)"
+SAVED = {f"core time, DataLoader's / FFCV's, {name}" for name in ("JPEG", "raw")}
 SLOW = {
     # Its workers stay, as those of the first do, and are counted.
     "another DataLoader in FFCV's place": (
-        'functools.partial(point_at, ffcv, place / f"{name}.beton")',
-        'lambda another=torchvision_loader(place / "photos", rounds): another',
-        {*SAVED, "processes that FFCV started", DECODING},
+        'ffcv_loader(place / f"{name}.beton", rounds)',
+        'torchvision_loader(place / "photos", rounds)',
+        {*SAVED, STARTED["FFCV"], DECODE, AUGMENT},
     ),
     "the stopwatches run at half speed": (
         "spent[name] += time.perf_counter() - start",
         "spent[name] += (time.perf_counter() - start) / 2",
-        {"all stations / the whole epoch"},
+        {WHOLE},
     ),
-    "an image is opened and not decoded": (
+    "an image is opened and not decoded, as in Try": (
         'Image.open(io.BytesIO(jpeg)).convert("RGB")',
         "Image.open(io.BytesIO(jpeg))",
-        {"time to read / time to decode", DECODING},
+        {READ, DECODE, AUGMENT},
     ),
     "what workers spend is not counted": (
         "for process in [me, *me.children()]]",
         "for process in [me]]",
-        {WORKERS, *SAVED, DECODING},
+        {WORKERS, *SAVED, DECODE, AUGMENT},
+    ),
+    "images are taken as fast as they come": (
+        "        time.sleep(max(0.0, start + taken / rate - time.perf_counter()))\n",
+        "",
+        {BUSY},
     ),
 }
 BREAKS = [
-    Breaks(SHARED, changes=[*UNTIMED], deadline=150),
-    Breaks(LINES, changes=[STATIONS, REST, SHARING, ONCE], deadline=150),
-    Breaks(SLOW, changes=[SHARING], deadline=150, clock=True),
+    Breaks(LINES, changes=[STATIONS, ONCE], deadline=150),
+    Breaks(SLOW, alone=["images are taken as fast as they come"], deadline=150, clock=True),
 ]
 
 
@@ -130,8 +111,8 @@ def test_images_of_ones_own_of_any_size(tmp_path: Path) -> None:
         (tmp_path / label).mkdir()
         for name, box in ("tall.JPEG", (0, 0, 200, 427)), ("wide.png", (0, 0, 640, 100)):
             Image.fromarray(photograph).crop(box).save(tmp_path / label / name)
-    data = ("--data", str(tmp_path))
-    play(LESSON, 2, *UNTIMED, argv=data, deadline=120).expect(set())
+    played = play(LESSON, 2, GONE, argv=("--data", str(tmp_path)), deadline=120)
+    played.expect(set())
 
 
 def test_a_folder_without_images_is_refused(tmp_path: Path) -> None:
@@ -170,6 +151,7 @@ def test_both_loaders_draw_the_same_crops(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_both_loaders_decode_jpegs_of_quality_97(tmp_path: Path) -> None:
     lesson = load(LESSON)
+    lesson.Loader = True
     lesson.RGBImageField = lambda mode, **options: (mode, options)
     lesson.write_photos = Mock()
     image = Mock()
@@ -187,11 +169,15 @@ def test_loaders_take_turns_and_their_seconds_are_per_image() -> None:
     lesson.time = SimpleNamespace(perf_counter=lambda: next(wall))
     lesson.core_seconds = lambda: next(core)
 
-    def loader(name: str) -> list[tuple]:
-        order.append(name)
-        return [(torch.zeros(5, 3), None), (torch.zeros(3, 3), None)]
+    class Fake:
+        def __init__(self, name: str) -> None:
+            self.name = name
 
-    loaders = {"a": lambda: loader("a"), "b": lambda: loader("b")}
+        def __iter__(self) -> object:
+            order.append(self.name)
+            return iter([(torch.zeros(5, 3), None), (torch.zeros(3, 3), None)])
+
+    loaders = {"a": Fake("a"), "b": Fake("b")}
     assert lesson.alternate(loaders, 2) == {"a": [(0.25, 0.5)] * 2, "b": [(0.25, 0.5)] * 2}
     assert order == ["a", "b", "a", "b"]
 
@@ -205,17 +191,41 @@ def test_the_time_of_a_core_is_that_of_all_processes_in_both_modes() -> None:
         assert lesson.core_seconds() == 63
 
 
+def test_images_are_taken_at_the_rate_that_is_asked_for() -> None:
+    """Two batches of 10 at 5 per second, which are there at once: due after 2 and 4 seconds."""
+    lesson = load(LESSON)
+    now = [100.0]
+    cores = iter([7.0, 9.0])
+    lesson.core_seconds = lambda: next(cores)
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    lesson.time = SimpleNamespace(perf_counter=lambda: now[0], sleep=sleep)
+    batches = [(torch.zeros(10, 3), None), (torch.zeros(10, 3), None)]
+    assert lesson.cores_busy(batches, 5.0) == 0.5
+    assert now[0] == 104.0
+
+
 def test_each_loader_reads_its_own_file_as_often_as_it_is_told() -> None:
     lesson = load(LESSON)
     lesson.torchvision_loader = lambda folder, rounds: (folder.name, rounds)
-    lesson.crops_by_ffcv = lesson.ffcv_loader = Mock()
-    lesson.point_at = lambda loader, path: path.name
-    loaders = lesson.all_loaders(Path("place"), rounds=2)
-    read = {name: loader() for name, loader in loaders.items()}
-    assert read == {"DataLoader": ("photos", 2), "jpg": "jpg.beton", "raw": "raw.beton"}
-    options = lesson.ffcv_loader.call_args.kwargs
+    lesson.ffcv_loader = lambda path, rounds: (path.name, rounds)
+    loaders = lesson.all_loaders(Path("place"), 2, ("jpg", "raw"))
+    read = {"DataLoader": ("photos", 2), "jpg": ("jpg.beton", 2), "raw": ("raw.beton", 2)}
+    assert loaders == read
+
+
+def test_ffcv_brings_each_image_as_often_as_it_is_told() -> None:
+    lesson = load(LESSON)
+    lesson.crops_by_ffcv = Mock()
+    lesson.decoders = lesson.ToTensor = lesson.OrderOption = Mock()
+    lesson.Loader = Mock()
+    lesson.ffcv_loader(Path("a.beton"), 2)
+    options = lesson.Loader.call_args.kwargs
     assert sorted(options["indices"]) == sorted([*range(lesson.N)] * 2)
     assert options["num_workers"] == lesson.WORKERS
+    assert options["drop_last"] is False
 
 
 def claims_of(lesson: object) -> dict[str, float]:
@@ -225,56 +235,61 @@ def claims_of(lesson: object) -> dict[str, float]:
     return claims
 
 
-def test_what_is_saved_is_the_dataloaders_time_of_a_core_over_ffcvs() -> None:
+@pytest.mark.parametrize("files", [("jpg", "raw"), ()])
+def test_core_times_are_the_best_and_per_loader(files: tuple) -> None:
     lesson = load(LESSON)
-    seconds = {"DataLoader": [(0.5, 6.0), (0.25, 8.0)], "jpg": [(0.2, 3.0)], "raw": [(0.1, 1.0)]}
-    seconds["no workers"] = [(1.0, 5.0), (1.0, 4.0)]
-    processes = {"DataLoader": 2, "jpg": 0, "raw": 0}
-    means = {name: torch.zeros(3) for name in ("DataLoader", "jpg", "raw")}
-    measured = {"seconds": seconds, "processes": processes, "means": means}
-    lesson.from_rank_0 = lambda value: measured
+    seconds = {"DataLoader": [(0.5, 6.0), (0.25, 8.0)]}
+    seconds |= {name: [(0.2, 3.0)] for name in files}
+    processes = {"DataLoader": 2} | dict.fromkeys(files, 0)
+    means = {name: torch.zeros(3) for name in processes}
+    found = {"seconds": seconds, "processes": processes, "means": means, "rate": 2.0, "busy": 9.0}
+    lesson.from_rank_0 = lambda value: found
     lesson.RANK = 1
     said = []
     lesson.print0 = said.append
     claims = claims_of(lesson)
-    best = {"DataLoader": 6.0, "jpg": 3.0, "raw": 1.0, "no workers": 4.0}
-    assert lesson.check_loaders(Path()) == best
-    assert claims["core time, DataLoader's / FFCV's, jpg"] == 2.0
-    assert claims["core time, DataLoader's / FFCV's, raw"] == 6.0
+    core = lesson.check_loaders(Path(), 4.0)
+    assert core == {"DataLoader": 6.0} | dict.fromkeys(files, 3.0)
     assert claims[WORKERS] == 1.5
+    assert claims[BUSY] == 0.75
+    assert (STARTED["FFCV"] in claims) == bool(files)
     assert said[0].split()[:2] == ["DataLoader", "4"]
     assert "6000.00 ms of a core per image" in said[0]
 
 
-def test_decoding_is_what_jpegs_take_beyond_raw(tmp_path: Path) -> None:
+def test_what_is_saved_is_told_by_station(tmp_path: Path) -> None:
+    """Decoding is what JPEGs take beyond raw pixels."""
     lesson = load(LESSON)
     (tmp_path / "photos").mkdir()
     for name, size in ("photos/0.jpg", 10), ("photos/1.jpg", 20), ("raw.beton", 150):
         (tmp_path / name).write_bytes(bytes(size))
-    claims = claims_of(lesson)
     core = {"DataLoader": 8.0, "jpg": 5.0, "raw": 2.0}
-    lesson.check_rest({"read": 1.0, "decode": 1.0, "copy": 9.0}, core, tmp_path)
-    assert claims == {DECODING: 0.75, BYTES: 5.0}
+    stations = {"read": 1.0, "decode": 2.0, "augment": 1.0, "copy": 9.0}
+    rows = lesson.by_station(stations, core)
+    assert rows["DataLoader"] == {"read": 2.0, "decode": 4.0, "augment": 2.0}
+    lesson.from_rank_0 = lambda value: value
+    claims = claims_of(lesson)
+    lesson.check_ffcv(rows, tmp_path)
+    jpg, raw = sorted(SAVED)
+    assert claims == {jpg: 1.6, raw: 4.0, DECODE: 0.75, AUGMENT: 1.0, BYTES: 5.0}
 
 
 def test_bars_are_as_long_as_the_times_of_a_core() -> None:
     figure = pytest.importorskip("matplotlib.figure").Figure
     lesson = load(LESSON)
+    rows = {
+        "DataLoader": {"read": 0.001, "decode": 0.004, "augment": 0.004},
+        "FFCV, JPEG": {"decode": 0.003, "augment": 0.002},
+        "FFCV, raw": {"augment": 0.002},
+    }
     with patch.object(figure, "savefig", autospec=True) as saved:
-        lesson.draw(
-            "figure.svg",
-            {"read": 0.001, "decode": 0.004, "copy": 0.1},
-            {"DataLoader": 0.009, "jpg": 0.005, "raw": 0.002},
-        )
+        lesson.draw("figure.svg", rows)
     (axes,) = saved.call_args.args[0].axes
-    bars = [(bar.get_y(), bar.get_x(), bar.get_width()) for bar in axes.patches]
-    rows = {}
-    for y, left, width in bars:
-        assert left == pytest.approx(rows.get(y, 0.0))  # it begins where the one before it ends
-        rows[y] = left + width
-    assert sorted(rows.values()) == pytest.approx([2.0, 5.0, 9.0])  # raw, JPEG, DataLoader
-    told = [word for word in axes.get_title().split() if word[0].isdigit()]
-    assert told == ["1.8", "4.5"]  # times as long as from JPEGs, and from raw pixels
+    ends = {}
+    for bar in axes.patches:
+        assert bar.get_x() == pytest.approx(ends.get(bar.get_y(), 0.0))  # where the last one ends
+        ends[bar.get_y()] = bar.get_x() + bar.get_width()
+    assert sorted(ends.values()) == pytest.approx([2.0, 5.0, 9.0])  # raw, JPEG, DataLoader
 
 
 def test_each_station_is_timed_by_itself_and_all_are_the_whole(tmp_path: Path) -> None:
@@ -282,6 +297,7 @@ def test_each_station_is_timed_by_itself_and_all_are_the_whole(tmp_path: Path) -
     lesson.N = 2
     now = [0.0]
     lesson.time = SimpleNamespace(perf_counter=lambda: now[0])
+    lesson.core_seconds = lambda: 3 * now[0]
 
     def takes(seconds: float, result: object = None) -> Callable:
         def work(*_: object, **__: object) -> object:
@@ -299,8 +315,9 @@ def test_each_station_is_timed_by_itself_and_all_are_the_whole(tmp_path: Path) -
     batch.to.side_effect = takes(4000.0)
     lesson.default_collate = takes(200.0, (batch, None))
     with patch.object(Path, "read_bytes", takes(1.0, b"")):
-        seconds, whole = lesson.station_seconds(tmp_path, torch.device("cpu"))
+        seconds, whole, core = lesson.station_seconds(tmp_path, torch.device("cpu"))
     stations = {"read": 1.0, "decode": 10.0, "augment": 100.0, "collate": 100.0, "copy": 2000.0}
     assert seconds == stations
     assert whole == sum(stations.values())
+    assert core == 3 * whole
     assert batch.to.call_args == call(torch.device("cpu"), copy=True)

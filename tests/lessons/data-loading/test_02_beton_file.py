@@ -1,12 +1,15 @@
 """FFCV's file against known bytes, its buffers and batches: claims against broken lines."""
 
+import os
 import struct
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 
-from course.playing import Lazily, play
+from course.playing import Lazily, load, play
 from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
 
 # FFCV's pipelines in plain Python: the same values, without seconds of compiling on every rank.
@@ -46,6 +49,41 @@ def test_numpy_and_ffcv_read_the_same(beton: Path) -> None:
     assert header.tobytes() == reader.header.tobytes()
     assert rows.tobytes() == reader.metadata.tobytes()
     assert entries.tobytes() == reader.alloc_table.tobytes()
+
+
+FOLDER = "data-loading"
+WRITERS = {
+    f"{FOLDER}/01_ffcv_distributed_optimization.py": lambda own: own.write_photos(FILE, FILE, None),
+    LESSON: lambda own: own.write_beton(FILE),
+    f"{FOLDER}/03_orders_pages_memory.py": lambda own: own.write_beton(FILE),
+    f"{FOLDER}/12_own_ffcv_operation.py": lambda own: own.write_pictures(FILE),
+}
+FILE = Path("a.beton")
+
+
+@pytest.mark.parametrize("path", WRITERS)
+def test_ffcv_s_writer_shares_memory_without_a_name(path: str) -> None:
+    """Ctrl-C while a file is written would leave it in /dev/shm."""
+    own = load(path)
+    own.ffcv_writer = SimpleNamespace(shared_memory=None)
+    for name in ("RGBImageField", "IntField", "Images", "Photos", "multiprocessing"):
+        setattr(own, name, MagicMock())
+    made = []
+
+    def write(*_: object, **__: object) -> None:
+        made.append(own.ffcv_writer.shared_memory.SharedMemory(create=True, size=8))
+
+    own.DatasetWriter = lambda *_, **__: SimpleNamespace(from_indexed_dataset=write)
+    WRITERS[path](own)
+    (memory,) = made
+    assert not (Path("/dev/shm") / memory.name).exists()
+    if os.fork() == 0:
+        memory.buf[0] = 7  # a writer inherits it
+        os._exit(0)
+    os.wait()
+    assert memory.buf[0] == 7
+    memory.close()
+    memory.unlink()  # as FFCV does at the end
 
 
 IMPORT = "    with contextlib.suppress(ImportError):  # the extra [ffcv]\n"

@@ -13,16 +13,16 @@ LESSON = "data-loading/05_random_numbers.py"
 pytestmark = pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed")
 lesson = Lazily(LESSON)
 
-NO_COSTS = ("    check_costs(measure_costs())\n", "")
+NO_COSTS = ("    check_costs(gather_objects(measure_costs() if RANK == 0 else None)[0])\n", "")
 SIZES = {1: [NO_COSTS], 3: [NO_COSTS]}
 ON_GPUS = OnGpus(changes=[NO_COSTS])
 NUMBA = "    import numba\n"
 WITHOUT = {
     "numba": Without(
-        [(NUMBA, "    raise ImportError\n" + NUMBA)], {"random numbers in compiled code"}
+        [(NUMBA, "    raise ImportError\n" + NUMBA)],
+        {"sequences drawn by compiled code", "mixed numbers, and what they cost"},
     )
 }
-NO_DEVICE = {"measure_costs": "what it times runs on the host"}
 
 
 def as_crops(floats: np.ndarray) -> np.ndarray:
@@ -44,16 +44,20 @@ def test_a_seed_in_compiled_code_draws_what_numpy_draws() -> None:
     floats = np.random.RandomState(7).random_sample((50, 6))
     lesson.numba.njit(lesson.set_seed)(7)
     assert (lesson.numba.njit(lesson.draw_crops)(50) == as_crops(floats)).all()
-    seeded = lesson.numba.njit(lesson.draw_seeded)(np.array([3, 7]))
-    assert (seeded[1] == as_crops(floats[0])).all()
 
 
-def test_generators_are_those_of_the_three_numbers() -> None:
-    draws = lesson.draw_by_generators(5, 2, [0, 9])
-    for draw, sample in zip(draws, (0, 9), strict=True):
+def test_a_crop_is_drawn_from_a_generator_of_the_three_numbers() -> None:
+    for sample in (0, 9):
         generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([5, 2, sample])))
-        assert (draw == as_crops(generator.random(6))).all()
-    assert lesson.draw_by_generators(5, 2, []).shape == (0, 6)
+        assert (lesson.draw_crop(5, 2, sample) == as_crops(generator.random(6))).all()
+
+
+def test_a_rank_draws_its_samples_in_turn() -> None:
+    generator = np.random.default_rng((lesson.SEED, 1))
+    expected = [as_crops(floats).astype(np.int64).tobytes() for floats in generator.random((21, 6))]
+    crops = lesson.crops_in_turn(1, 3)
+    assert list(crops) == list(range(1, 64, 3))
+    assert list(crops.values()) == expected
 
 
 def splitmix64(state: int) -> int:
@@ -81,8 +85,6 @@ def test_mixed_numbers_are_splitmix64s_word_after_word() -> None:
             bits = [chained(seed, epoch, sample, k) >> 11 for k in range(6)]
             floats = np.array(bits) / 2**53
             assert draw == as_crops(floats).tolist()
-            if seed == lesson.SEED:
-                assert lesson.mixed_by_hand(epoch, sample) == draw
 
 
 def test_a_word_changed_by_1_changes_half_of_the_bits() -> None:
@@ -103,23 +105,18 @@ def test_so_many_crops_are_possible() -> None:
 
 
 @pytest.mark.parametrize(
-    ("way", "ns", "failed"),
+    ("thing", "us", "failed"),
     [
         ("", 0, []),
-        ("a Generator per sample", 1900, ["time: a Generator per sample / the mix"]),
-        ("np.random, seeded per sample", 400, ["time: seeded per sample / the mix"]),
-        ("copying the crop's pixels", 300, ["time: the mix / copying the crop's pixels"]),
+        ("decoding a JPEG", 900, ["percent: a Generator / decoding a JPEG"]),
+        ("copying a crop", 10, ["time: a Generator / copying a crop"]),
+        ("the mix", 0.5, ["time: a Generator / the mix"]),
     ],
 )
-def test_costs_are_judged_by_their_ratios(way: str, ns: float, failed: list[str]) -> None:
-    cost = {
-        "a Generator per sample": 9000,
-        "np.random, seeded per sample": 2000,
-        "a mix of the four words": 100,
-        "copying the crop's pixels": 3000,
-    }
-    if way:
-        cost[way] = ns
+def test_costs_are_judged_by_their_ratios(thing: str, us: float, failed: list[str]) -> None:
+    cost = {"decoding a JPEG": 1700, "copying a crop": 4, "a Generator": 19, "the mix": 0.1}
+    if thing:
+        cost[thing] = us
     fresh = load(LESSON)
     with patch.object(fresh, "print0", Mock()):
         fresh.check_costs(cost)
@@ -127,31 +124,42 @@ def test_costs_are_judged_by_their_ratios(way: str, ns: float, failed: list[str]
     assert len(fresh.ledger) == 3
 
 
+STAY = "crops kept on n + 1 ranks"
+BEFORE = "crops of epoch 1 drawn before"
 PYTHON = "sequences on n ranks, not compiled"
-GENERATORS = "crops of epoch 1 drawn before, Generators"
 TRIES = "sequences in 2 tries, seeded in Python"
 IN_PYTHON = "sequences on n ranks, seeded in Python"
 COMPILED = "sequences on n ranks, seeded in compiled code"
-BY_RANK = "sequences on n ranks, seeded there by rank"
 THIRD = "sequences of 2 threads, seeded in a third"
-SAMPLE = "crops of epoch 1 drawn before, seed + sample"
-SUM = "crops of epoch 1 drawn before, + epoch"
-MIXED = "crops of epoch 1 drawn before, mixed"
-HANDED = "numbers unlike Python's, Generator handed over"
+MIXED = f"{BEFORE}, mixed"
 EPOCH = "different crops of n ranks in an epoch, mixed"
-RANKS = "numbers of n ranks unlike one process's, mixed"
-THREADS = "numbers of 2 threads unlike one process's, mixed"
+THREADS = "crops of 2 threads unlike one thread's, mixed"
 
 LINES = {
+    "the epoch is forgotten, as in Try": (
+        "default_rng((seed, epoch, sample))",
+        "default_rng((seed, sample))",
+        {f"{BEFORE}, three numbers"},
+    ),
+    "all ranks draw from the same Generator": (
+        "default_rng((SEED, rank))",
+        "default_rng(SEED)",
+        {f"{STAY}, a Generator per rank"},
+    ),
+    "a crop depends on the number of ranks": (
+        "return {s: draw_crop(SEED, epoch, s).tobytes() for",
+        "return {s: draw_crop(ranks, epoch, s).tobytes() for",
+        {f"{STAY}, three numbers"},
+    ),
+    "the sum counts the epoch twice": (
+        "default_rng(SEED + epoch + sample)",
+        "default_rng(SEED + 2 * epoch + sample)",
+        {f"{BEFORE}, by the sum"},
+    ),
     "Python is seeded by rank": (
         "    set_seed(SEED)\n    claim",
         "    set_seed(SEED + RANK)\n    claim",
         {PYTHON},
-    ),
-    "Generators are seeded by the sum, as in Try": (
-        "default_rng((seed, epoch, sample))\n",
-        "default_rng(seed + epoch + sample)\n",
-        {GENERATORS},
     ),
     "the tries are seeded in compiled code": (
         "        set_seed(SEED)\n        tries",
@@ -163,57 +171,37 @@ LINES = {
         "    compiled_seed(SEED + RANK)\n    claim",
         {COMPILED},
     ),
-    "no rank seeds by rank": (
-        "    compiled_seed(SEED + RANK)\n",
-        "    compiled_seed(SEED)\n",
-        {BY_RANK},
-    ),
     "the thread that was seeded draws": (
         "another.submit(draw, N).result().tobytes()",
         "draw(N).tobytes()",
         {THIRD},
     ),
-    "the sample's seed has the epoch": (
-        "seeded(SEED + samples_N)",
-        "seeded(SEED + 1000 * epoch + samples_N)",
-        {SAMPLE},
-    ),
-    "the sum counts the epoch twice": (
-        "seeded(SEED + epoch + samples_N)",
-        "seeded(SEED + 2 * epoch + samples_N)",
-        {SUM},
-    ),
-    "the epoch is not mixed in, as in Try": (
+    "the epoch is not mixed in": (
         "in (seed, epoch, samples_B[i], k):",
         "in (seed, samples_B[i], k):",
-        {MIXED, RANKS, THREADS},
+        {MIXED},
     ),
-    "Python goes on with another Generator": (
-        "draw_from(generator, N)])",
-        "draw_from(np.random.default_rng(SEED), N)])",
-        {HANDED},
-    ),
-    "ranks count their samples from 0": (
-        "np.arange(RANK, N, WORLD_SIZE)",
-        "np.arange(N // WORLD_SIZE)",
-        {EPOCH, RANKS},
-    ),
-    "the mix counts in place of the sample": (
+    "the mix counts in place of the sample, as in Try": (
         "in (seed, epoch, samples_B[i], k):",
         "in (seed, epoch, i, k):",
-        {EPOCH, RANKS, THREADS},
+        {EPOCH, THREADS},
     ),
 }
-MIX = '"a mix of the four words": lambda: mixed(SEED, 0, samples_N)'
 CLOCK = {
     "the mix is drawn from Generators": (
-        MIX,
-        '"a mix of the four words": lambda: draw_by_generators(SEED, 0, range(N))',
-        {
-            "time: a Generator per sample / the mix",
-            "time: seeded per sample / the mix",
-            "time: the mix / copying the crop's pixels",
-        },
+        '"the mix": lambda: mixed(SEED, 0, samples_N)',
+        '"the mix": lambda: [draw_crop(SEED, 0, sample) for sample in range(N)]',
+        {"time: a Generator / the mix"},
+    ),
+    "a Generator costs what the mix does": (
+        '"a Generator": lambda: [draw_crop(SEED, 0, sample) for sample in range(N)]',
+        '"a Generator": lambda: mixed(SEED, 0, samples_N)',
+        {"time: a Generator / the mix", "time: a Generator / copying a crop"},
+    ),
+    "a JPEG is opened and not decoded": (
+        'Image.open(jpeg).convert("RGB") for',
+        "Image.open(jpeg) for",
+        {"percent: a Generator / decoding a JPEG"},
     ),
 }
 BREAKS = [Breaks(LINES, changes=[NO_COSTS], deadline=120), Breaks(CLOCK, clock=True)]

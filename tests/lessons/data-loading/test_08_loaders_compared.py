@@ -1,4 +1,4 @@
-"""The loader by hand against NumPy, orders against a sampler, and what Ctrl-C leaves: nothing."""
+"""Five loaders make the same crops, prices from made-up seconds, and Ctrl-C leaves nothing."""
 
 import itertools
 import os
@@ -7,13 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterator
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock, patch
+from unittest.mock import Mock
 
 import numpy as np
 import psutil
@@ -30,221 +28,145 @@ LESSON = "data-loading/08_loaders_compared.py"
 pytestmark = pytest.mark.skipif(find_spec("ffcv") is None, reason="FFCV is not installed")
 lesson = Lazily(LESSON)
 
-SMALL = [("\nHEIGHT = 375", "\nHEIGHT = 6"), ("\nWIDTH = 500", "\nWIDTH = 7")]
-SMALL += [("\nCROP = 224", "\nCROP = 3"), ("\nN = 205 ", "\nN = 11 ")]
-SMALL += [("\nBATCH = 32", "\nBATCH = 5")]
-COSTS = ("            check_costs(place)\n", "            pass\n")
-SIZES = {1: [COSTS], 3: [COSTS]}  # what rank 0 measures is the same there
-IMPORT = "    with contextlib.suppress(ImportError):  # "
+TINY = [("\nHEIGHT = 375", "\nHEIGHT = 6"), ("\nWIDTH = 500", "\nWIDTH = 7")]
+TINY += [("\nCROP = 224", "\nCROP = 3"), ("\nN = 96 ", "\nN = 10 ")]
+TINY += [("\nBATCH = 32", "\nBATCH = 5")]
+
+# Where no clock decides, few images serve, once each, and FFCV need not compile.
+FEW = [("\nN = 96 ", "\nN = 64 "), ("\nROUNDS = 12", "\nROUNDS = 1")]
+FEW += [("\nTURNS = 3", "\nTURNS = 1")]
+MADE = '        made["FFCV"] = '
+UNCOMPILED = (MADE, f"        Compiler.set_enabled(False)\n{MADE}")
+SIZES = {1: [*FEW, UNCOMPILED], 3: [*FEW, UNCOMPILED]}  # what rank 0 measures is the same there
 
 
 def without(extra: str) -> tuple[str, str]:
-    line = f"{IMPORT}{extra}\n"
+    line = f"    with contextlib.suppress(ImportError):  # {extra}\n"
     return line, f"{line}        raise ImportError\n"
 
 
 NO_FFCV = without("the extra [ffcv]")
-FFCV = "FFCV: costs, samples, pixels"
+FFCV = "FFCV: CPU time and pixels"
 COST = "what each loader costs"
 WITHOUT = {
-    "FFCV": Without([NO_FFCV], {FFCV}),
-    "numba": Without([NO_FFCV, without("the extra [data]")], {COST, FFCV}),
-    "torchvision": Without(
-        [("            from torchvision import transforms\n", "            raise ImportError\n")],
-        {COST},
-    ),
+    "FFCV": Without([NO_FFCV, *FEW], {FFCV}),
+    "numba": Without([NO_FFCV, ("        from numba", "        from no_numba")], {COST, FFCV}),
 }
-ON_GPUS = OnGpus(changes=[NO_FFCV, COSTS])  # FFCV copies on streams of CUDA's, in its thread
-NO_DEVICE = {"measure": "loaders end on the host"}
+ON_GPUS = OnGpus(changes=[NO_FFCV, *FEW])  # FFCV copies on streams of CUDA's, in its thread
 
 
-# The loader by hand
+# The loaders
 
 
-def small(path: Path) -> object:
-    """The lesson with few small images, and a file of them; its loop in plain Python."""
-    own = load(LESSON, *SMALL)
-    images_NHWC = np.random.default_rng(1).integers(256, size=(11, 6, 7, 3), dtype=np.uint8)
-    path.write_bytes(images_NHWC.tobytes())
-    return own
+def photos(own: object) -> np.ndarray:
+    return np.random.default_rng(1).integers(256, size=(10, 6, 7, 3), dtype=np.uint8)
 
 
-def test_the_loop_copies_crops_and_mirrors_them() -> None:
-    own = load(LESSON, *SMALL)
-    images_NHWC = np.random.default_rng(0).integers(256, size=(4, 6, 7, 3), dtype=np.uint8)
-    out_BHWC = np.zeros((3, 3, 3, 3), np.uint8)
-    index_B = np.array([3, 0, 3])
-    draws_3B = np.array([[0, 3, 2], [4, 0, 1], [0, 1, 1]])
-    own.crop_and_mirror(images_NHWC, index_B, draws_3B, out_BHWC)
-    for image, (y, x, mirrored), crop in zip(index_B, draws_3B.T, out_BHWC, strict=True):
-        expected = images_NHWC[image, y : y + 3, x : x + 3]
-        np.testing.assert_array_equal(crop, expected[:, ::-1] if mirrored else expected)
+def bytes_of(own: object, crops: torch.Tensor) -> torch.Tensor:
+    if crops.dtype == torch.uint8:
+        return crops
+    return ((crops * own.STD + own.MEAN) * 255).round().byte().permute(0, 2, 3, 1)
 
 
-def test_every_crop_can_be_drawn() -> None:
-    own = load(LESSON, *SMALL)
-    drawn = {tuple(one) for one in own.draw(np.random.default_rng(0), 2000).T.tolist()}
-    assert drawn == {*itertools.product(range(6 - 3 + 1), range(7 - 3 + 1), range(2))}
+def slices(own: object) -> np.ndarray:
+    corners = own.CORNERS_N2
+    pairs = zip(photos(own), corners, strict=True)
+    return np.stack([photo[y : y + 3, x : x + 3] for photo, (y, x) in pairs])
 
 
-def row_of(own: object, path: Path, ranks: int, consumed: int, steps: int) -> tuple:
-    """What all ranks are given, step by step, in the order of the endless row: samples, crops."""
-    samples = np.zeros((steps, own.BATCH), int)
-    crops = np.zeros((steps, own.BATCH, 3, 3, 3), np.uint8)
-    for rank in range(ranks):
-        loader = own.RawLoader(path, rank, ranks, consumed)
-        for step, (image_BHWC, index_B) in enumerate(itertools.islice(loader, steps)):
-            samples[step, rank::ranks] = index_B
-            crops[step, rank::ranks] = image_BHWC
-        assert loader.consumed == consumed + steps * own.BATCH
-    return samples.flatten().tolist(), crops
+def test_corners_lie_everywhere_in_the_image() -> None:
+    own = load(LESSON, *TINY[:3], ("\nN = 96 ", "\nN = 2000 "))
+    drawn = {tuple(one) for one in own.CORNERS_N2.tolist()}
+    assert drawn == {*itertools.product(range(6 - 3 + 1), range(7 - 3 + 1))}
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_every_epoch_has_every_sample_once(ranks: int, tmp_path: Path) -> None:
-    own = small(tmp_path / "raw")
-    row, _ = row_of(own, tmp_path / "raw", ranks, 0, 7)
-    epochs = [row[first : first + 11] for first in (0, 11, 22)]
-    assert [sorted(epoch) for epoch in epochs] == [[*range(11)]] * 3
-    assert len({tuple(epoch) for epoch in epochs}) == 3, "each epoch has an order of its own"
+def test_a_batch_holds_the_crop_of_each_of_its_images() -> None:
+    own = load(LESSON, *TINY)
+    crops_BHWC, index_B = own.Batches(photos(own)).__getitems__([3, 0, 3])
+    assert index_B.tolist() == [3, 0, 3]
+    np.testing.assert_array_equal(crops_BHWC, slices(own)[[3, 0, 3]])
 
 
-def test_another_number_of_ranks_goes_on_with_the_same_samples_and_crops(tmp_path: Path) -> None:
-    own = small(tmp_path / "raw")
-    row, crops = row_of(own, tmp_path / "raw", 1, 0, 6)
-    before, _ = row_of(own, tmp_path / "raw", 2, 0, 2)
-    after, same = row_of(own, tmp_path / "raw", 4, 10, 4)
-    assert before + after == row
-    np.testing.assert_array_equal(same, crops[2:])
+def test_one_by_one_they_are_the_same_crops_and_floats_of_them() -> None:
+    own = load(LESSON, *TINY)
+    images = photos(own)
+    crop, index = own.Crops(images.__getitem__)[7]
+    assert index == 7
+    np.testing.assert_array_equal(crop, slices(own)[7])
+    floats, _ = own.Crops(images.__getitem__, floats=True)[7]
+    assert floats.dtype == torch.float32
+    assert floats.is_contiguous()
+    expected = (slices(own)[7] / 255 - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]
+    np.testing.assert_allclose(floats, expected.transpose(2, 0, 1), atol=2**-20)
 
 
-def test_crops_are_those_of_their_images_half_of_them_mirrored(tmp_path: Path) -> None:
-    own = small(tmp_path / "raw")
-    images_NHWC = np.fromfile(tmp_path / "raw", np.uint8).reshape(11, 6, 7, 3)
-    row, crops = row_of(own, tmp_path / "raw", 1, 0, 8)
-    mirrored = 0
-    for one, crop in zip(row, crops.reshape(-1, 3, 3, 3), strict=True):
-        windows = np.lib.stride_tricks.sliding_window_view(images_NHWC[one], (3, 3), (0, 1))
-        windows = windows.transpose(0, 1, 3, 4, 2).reshape(-1, 3, 3, 3)
-        straight = (windows == crop).all((1, 2, 3)).any()
-        turned = (windows == crop[:, ::-1]).all((1, 2, 3)).any()
-        assert straight or turned
-        mirrored += turned
-    assert 8 < mirrored < 32, "half of 40, give or take"
+@pytest.mark.parametrize("name", ["plain", "bytes", "raw", "batches", "by hand"])
+def test_a_loader_delivers_each_image_s_crop_once_in_its_order(name: str, tmp_path: Path) -> None:
+    """Real workers; the decoder is pretended."""
+    own = load(LESSON, *TINY)
+    (tmp_path / "photos.raw").write_bytes(photos(own).tobytes())
+    own.photos_in = lambda place: [*range(10)]
+    own.decode = lambda number: photos(own)[number]
+    order = [4, 9, 0, 2, 7, 1, 8, 3, 6, 5]
+    loader = own.loaders(tmp_path)[name](order)
+    for _ in range(2):  # epochs
+        batches = [*loader]
+        assert [len(index_B) for _, index_B in batches] == [5, 5]
+        assert torch.cat([index_B for _, index_B in batches]).tolist() == order
+        crops = torch.cat([bytes_of(own, crops) for crops, _ in batches])
+        np.testing.assert_array_equal(crops, slices(own)[order])
 
 
-def test_a_batch_stays_until_two_more_were_asked_for(tmp_path: Path) -> None:
-    own = small(tmp_path / "raw")
-    loader = iter(own.RawLoader(tmp_path / "raw", 0, 1))
-    kept, _ = next(loader)
-    was = kept.clone()
-    next(loader)
-    time.sleep(0.1)
-    assert torch.equal(kept, was)
-    places = [next(loader)[0].data_ptr() for _ in range(6)]
-    assert len({*places}) == own.AHEAD + 1
-    assert places[2] == kept.data_ptr()
-
-
-def test_threads_of_a_loader_that_is_dropped_end(tmp_path: Path) -> None:
-    own = small(tmp_path / "raw")
+def test_the_thread_is_two_batches_ahead_and_ends_when_its_loader_is_dropped() -> None:
+    made = []
+    dataset = SimpleNamespace(__getitems__=made.append)
     before = psutil.Process().num_threads()
-    loader = iter(own.RawLoader(tmp_path / "raw", 0, 1))
-    next(loader)
-    assert psutil.Process().num_threads() > before
-    loader.close()
+    batches = iter(lesson.ByHand(dataset, [*range(32 * 6)]))
+    next(batches)
     stop = time.monotonic() + 30
+    while time.monotonic() < stop and len(made) < 3:
+        time.sleep(0.05)
+    assert [indices[0] for indices in made] == [0, 32, 64]
+    batches.close()
     while time.monotonic() < stop and psutil.Process().num_threads() > before:
         time.sleep(0.05)
     assert psutil.Process().num_threads() == before
 
 
-def test_an_error_in_a_thread_reaches_the_trainer(tmp_path: Path) -> None:
-    own = small(tmp_path / "raw")
-    own.compiled = Mock(side_effect=MemoryError)
+def test_an_error_in_the_thread_reaches_the_trainer() -> None:
+    dataset = SimpleNamespace(__getitems__=Mock(side_effect=MemoryError))
     with pytest.raises(MemoryError):
-        next(iter(own.RawLoader(tmp_path / "raw", 0, 1)))
-
-
-# DataLoader
-
-
-def test_a_worker_writes_each_crop_into_its_place() -> None:
-    own = load(LESSON, *SMALL)
-    batches = own.Batches(lambda index: np.full((6, 7, 3), 10 + index, np.uint8))
-    image_BHWC, index_B = batches.__getitems__([2, 0])
-    assert index_B.tolist() == [2, 0]
-    assert image_BHWC.shape == (2, 3, 3, 3)
-    assert [set(crop.flatten().tolist()) for crop in image_BHWC] == [{12}, {10}]
-
-
-@pytest.mark.parametrize("dataset", ["raw_loader", "jpeg_loader"])
-def test_a_loader_s_crops_are_of_the_images_whose_numbers_come_with_them(
-    dataset: str, tmp_path: Path
-) -> None:
-    """Real workers; the decoder is pretended."""
-    own = small(tmp_path / "photos.raw")
-    own.photos_in = lambda place: [*range(11)]
-    own.default_loader = lambda number: own.mapped(tmp_path / "photos.raw")[number]
-    images_NHWC = own.mapped(tmp_path / "photos.raw")
-    seen = []
-    for image_BHWC, index_B in getattr(own, dataset)(tmp_path, 0, 1):
-        assert len(image_BHWC) == len(index_B) <= 5
-        for crop, index in zip(image_BHWC, index_B.tolist(), strict=True):
-            colors = {tuple(color) for color in crop.reshape(-1, 3).tolist()}
-            theirs = {tuple(color) for color in images_NHWC[index].reshape(-1, 3).tolist()}
-            assert colors <= theirs
-            seen.append(index)
-    assert sorted(seen) == [*range(11)]
+        next(iter(lesson.ByHand(dataset, [*range(64)])))
 
 
 # How it is measured
 
 
-def test_loaders_take_turns_and_milliseconds_are_per_image() -> None:
+def test_what_never_came_is_wrong_and_so_is_another_image_s_crop() -> None:
+    own = load(LESSON, *TINY)
+    crops = torch.from_numpy(slices(own))
+    halves = [(crops[:5], torch.arange(5)), (crops[5:], torch.arange(5, 10))]
+    assert own.wrong_bytes(photos(own), iter(halves)) == 0
+    assert own.wrong_bytes(photos(own), iter(halves[:1])) == 5 * 27
+    moved = [halves[0], (crops[:5], torch.arange(5, 10))]
+    assert own.wrong_bytes(photos(own), iter(moved)) > 100
+
+
+def test_milliseconds_are_per_image() -> None:
     own = load(LESSON)
-    order = []
-
-    class Fake:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def __iter__(self) -> Iterator[tuple]:
-            order.append(self.name)
-            return iter([(None, [0] * 5), (None, [0] * 3)])
-
-    clock = itertools.cycle([0.0, 8.0])
-    held = itertools.cycle([{"Anon": 1, "Shmem": 0, "File": 5}, {"Anon": 3, "Shmem": 4, "File": 6}])
-    own.core_time = lambda: next(clock)
-    own.memory = lambda: Counter(next(held))
-    own.makers = lambda place: {"a": (lambda: Fake("a"), 2), "b": (lambda: Fake("b"), 4)}
-    own.decoding = own.copying = lambda place: [(None, [0])]
-    found, ms = own.measure(Path())
-    assert ms == {"a": 1000, "b": 500, "decoding alone": 8000, "copying alone": 8000}
-    assert "".join(order) == "abb" * 3, "a warm-up, and two turns"
-    assert [found[name][:2] for name in "ab"] == [(6, 1), (6, 1)]
+    clock = iter([1.0, 9.0])
+    own.cpu_seconds = lambda: next(clock)
+    assert own.milliseconds(lambda: own.run_through([(None, [0] * 5), (None, [0] * 3)])) == 1000
 
 
-def test_the_time_of_a_core_is_that_of_all_processes() -> None:
+def test_cpu_time_is_that_of_all_processes() -> None:
     own = load(LESSON)
-    own.workers = lambda: [1, 2]
+    workers = [SimpleNamespace(pid=1), SimpleNamespace(pid=2)]
+    own.multiprocessing = SimpleNamespace(active_children=lambda: workers)
     worker = Mock(cpu_times=lambda: SimpleNamespace(user=10.0, system=20.0))
     own.psutil = SimpleNamespace(Process=lambda pid: worker)
     own.time = SimpleNamespace(process_time=lambda: 1.0)
-    assert own.core_time() == 61
-
-
-def test_memory_is_that_of_all_processes_by_kind() -> None:
-    sleeping = subprocess.Popen(["sleep", "60"])
-    with patch.object(lesson._lesson, "workers", list):
-        alone = lesson.memory()
-    with patch.object(lesson._lesson, "workers", lambda: [sleeping.pid]):
-        both = lesson.memory()
-    sleeping.kill()
-    sleeping.wait()
-    assert set(alone) == {"Anon", "File", "Shmem"}
-    assert alone["Anon"] > 20
-    assert 0 < both["Anon"] - alone["Anon"] < 2
+    assert own.cpu_seconds() == 61
 
 
 # The benchmark's bound for FFCV's JPEGs
@@ -322,7 +244,9 @@ def test_ctrl_c_leaves_nothing(launcher: tuple, when: object, tmp_path: Path) ->
     started.send_signal(signal.SIGINT)
     assert started.wait(150) != 0
     assert gone()
-    assert [path.name for path in tmp_path.glob("loaders-*")] == []
+    kept = [path.name for path in tmp_path.iterdir()]
+    ours_kept = [name for name in kept if not name.startswith("torchelastic")]
+    assert ours_kept == [], "torchrun keeps its logs"
     stop = time.monotonic() + 30
     while time.monotonic() < stop and shared_by(ours, was):
         time.sleep(0.1)  # another test's segment has no number either, and is mapped or soon goes
@@ -330,121 +254,80 @@ def test_ctrl_c_leaves_nothing(launcher: tuple, when: object, tmp_path: Path) ->
 
 
 # Broken lines
+PLAIN_CROPS = "plain: bytes unlike NumPy's crops"
+BYTES = "bytes: bytes unlike NumPy's crops"
+RAW = "raw: bytes unlike NumPy's crops"
+BATCHES = "batches: bytes unlike NumPy's crops"
+BY_HAND = "by hand: bytes unlike NumPy's crops"
+RAW_FILE = "raw file: bytes unlike the decoder's"
+FFCV_FILE = "FFCV's file: bytes unlike the raw file's"
+RATIO = "size: raw file / JPEGs"
 
-ONCE = "by hand: samples that do not come once"
-HAND_AGAIN = "by hand: samples that come again"
-HAND_SAME = "by hand: bytes that differ from a run without stop"
-NEVER = "DataLoader: samples that never come"
-TWICE = "DataLoader: samples that come twice"
-LAST = "DataLoader: how often a rank's last one comes"
-DATA_AGAIN = "DataLoader: samples that come again"
-FFCV_EACH = "FFCV: samples that a rank is given"
-FFCV_NEVER = "FFCV: samples that never come"
-FFCV_AGAIN = "FFCV: samples that come again"
-FFCV_PIXELS = "FFCV: bytes of pixels that differ"
-RAW_PIXELS = "raw file: bytes of pixels that differ"
-
+COPIED = "copy_crops(self.photos_NHWC, index_B, "
 LINES = {
-    "what was given is not counted, as in Try": (
-        "                    self.consumed += BATCH\n",
-        "",
-        {HAND_AGAIN, HAND_SAME},
+    "the last crop of a batch is not copied, as in Try": (
+        COPIED,
+        COPIED.replace("index_B", "index_B[:-1]"),
+        {BATCHES, BY_HAND},
     ),
-    "DataLoader drops what fills no batch, as in Try": (
-        'options["multiprocessing_context"] = "fork"',
-        'options |= {"multiprocessing_context": "fork", "drop_last": True}',
-        {NEVER, TWICE, LAST},
+    "one by one, a crop lies where another image's does": (
+        "copy_crop(self.photo(index), CORNERS_N2[index]",
+        "copy_crop(self.photo(index), CORNERS_N2[index - 1]",
+        {PLAIN_CROPS, BYTES, RAW},
     ),
-    "padding on the first ranks": (
-        "2 if WORLD_SIZE - padded <= RANK else 1",
-        "2 if padded > RANK else 1",
-        {LAST},
+    "floats of 256ths": ("(crop_CHW / 255 - MEAN)", "(crop_CHW / 256 - MEAN)", {PLAIN_CROPS}),
+    "the thread's last batch is forgotten": (
+        "            while pending:",
+        "            while len(pending) > 1:",
+        {BY_HAND},
     ),
-    "FFCV drops nothing": (
-        '"distributed": ranks > 1, "seed"',
-        '"distributed": ranks > 1, "drop_last": False, "seed"',
-        {FFCV_EACH, FFCV_NEVER},
-    ),
-    "padding that is dropped is counted as lost": (
-        "WORLD_SIZE * dropped - padded if dropped else 0",
-        "WORLD_SIZE * dropped",
-        {FFCV_NEVER},
-    ),
-    "the last sample of each epoch is left out": (
-        "order(position // N)[position % N]",
-        "order(position // N)[position % (N - 1)]",
-        {ONCE},
-    ),
-    "every rank takes the first rank's share": (
-        "self.mine = slice(rank, BATCH, ranks)",
-        "self.mine = slice(0, BATCH, ranks)",
-        {ONCE},
-    ),
-    "crops are drawn anew after a stop": (
-        "np.random.default_rng([SEED, first])",
-        "np.random.default_rng()",
-        {HAND_SAME},
+    "the raw files hold the pixels before they were JPEGs": (
+        "        pixels_NHWC[index] = decode(path)\n",
+        "        pixels_NHWC[index] = window_HWC\n",
+        {RAW_FILE, PLAIN_CROPS, BYTES},
     ),
     "FFCV's file holds the images in another order": (
         "[(pixels_NHWC[i], i) for",
         "[(pixels_NHWC[i - 1], i) for",
-        {FFCV_PIXELS},
+        {FFCV_FILE},
     ),
-    "the raw files hold the pixels before they were JPEGs": (
-        "            pixels_NHWC[index] = default_loader(path)\n",
-        "",
-        {RAW_PIXELS},
-    ),
-    "a DataLoader goes on where it stopped": (
-        "counts(delivered(make(), STOP))",
-        "counts(epoch[STOP * share :])",
-        {DATA_AGAIN},
-    ),
-    "FFCV goes on where it stopped": (
-        "counts(delivered(batches, STOP))",
-        "counts(epoch[STOP * share :])",
-        {FFCV_AGAIN},
-    ),
-}
-LARGE = {
-    "FFCV compiles nothing, so the compiler takes no memory": (
-        "        make = functools.partial(ffcv_loader, place, 1,",
-        "        Compiler.set_enabled(False)\n"
-        "        make = functools.partial(ffcv_loader, place, 1,",
-        {"own memory: FFCV / by hand"},
-    ),
+    "JPEGs of higher quality": ("quality=97", "quality=100, subsampling=0", {RATIO}),
 }
 SLOW = {
-    "each crop is copied 20 times": (
-        "        compiled()(self.images_NHWC,",
-        "        for _ in range(20):\n            compiled()(self.images_NHWC,",
-        {"core time: DataLoader, raw / by hand", "core time: by hand / FFCV"},
+    "the plain loader makes no floats": (
+        "Crops(decoded, floats=True)",
+        "Crops(decoded)",
+        {"CPU time: plain / bytes"},
     ),
-    "the plain DataLoader is the other one": (
-        "lambda: plain_loader(place, 0, 1)",
-        "lambda: jpeg_loader(place, 0, 1)",
-        {"core time: DataLoader, plain / JPEG"},
-    ),
-    "no JPEG is decoded": (
-        "Batches(lambda i: np.asarray(default_loader(paths[i])))",
-        "Batches(lambda i: np.zeros((HEIGHT, WIDTH, 3), np.uint8))",
-        {"core time: DataLoader, JPEG / raw"},
+    "raw decodes JPEGs, as in Try": (
+        '"raw": partial(data_loader, Crops(photos_NHWC.__getitem__)),',
+        '"raw": partial(data_loader, Crops(decoded)),',
+        {"CPU time: bytes / raw", "decoding: share of what plain costs"},
     ),
     "JPEGs are read and not decoded": (
-        "yield default_loader(path), [0]",
-        "yield path.read_bytes(), [0]",
-        {"core time: decoding alone / DataLoader, JPEG"},
+        "        decode(path)\n    return",
+        "        path.read_bytes()\n    return",
+        {"CPU time: decoding alone / bytes"},
     ),
-    "one clock runs for all loaders, one after the other": (
-        [
-            ("        start = time.perf_counter()\n", ""),
-            ("    found = {}\n", "    found = {}\n    start = time.perf_counter()\n"),
-        ],
-        {"first batch: FFCV / DataLoader"},
+    "raw makes batches": (
+        '"raw": partial(data_loader, Crops(photos_NHWC.__getitem__)),',
+        '"raw": partial(data_loader, Batches(photos_NHWC), collate=lambda batch: batch),',
+        {"CPU time: raw / batches"},
+    ),
+    "by hand each batch is made 20 times": (
+        "                pending.append(thread",
+        "                for _ in range(19):\n"
+        "                    self.dataset.__getitems__(indices)\n"
+        "                pending.append(thread",
+        {"CPU time: batches / by hand", "CPU time: copying alone / by hand"},
+    ),
+    "FFCV is the loader by hand": (
+        "partial(ffcv_loader, place, random_crops())",
+        "partial(ByHand, Batches(photos_NHWC))",
+        {"CPU time: by hand / FFCV"},
     ),
 }
 BREAKS = [
-    Breaks(LINES, changes=[COSTS], deadline=120),
-    Breaks(LARGE, deadline=150),
+    Breaks(LINES, changes=[*FEW, UNCOMPILED], deadline=120),
     Breaks(SLOW, deadline=150, clock=True),
 ]

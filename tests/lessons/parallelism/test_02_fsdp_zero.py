@@ -1,7 +1,5 @@
 """ZeRO-1: each claim fails when the line that it guards is broken; what ZeRO1 does for a module."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -15,115 +13,73 @@ LESSON = "parallelism/02_fsdp_zero.py"
 # One line of the lesson broken: exactly these claims must FAIL at two ranks
 
 DDP = "PyTorch's DDP: error against one process"
-ERROR = {stage: f"stage {stage}, float32: error against one process" for stage in (0, 1)}
-HELD = {stage: f"stage {stage}, bfloat16: bytes held per parameter" for stage in (0, 1)}
-UNLIKE = {stage: f"stage {stage}, bfloat16: weights unlike their master" for stage in (0, 1)}
-STEP_FIRST = "step waits: gathers over before layer 0"
-LAYERS_FIRST = "layers wait: gathers over before layer 0"
-LAYERS_LAST = "layers wait: gathers over before layer 3"
-LAYERS_ERROR = "layers wait: error against one process"
-SHARDED = {ERROR[1], LAYERS_ERROR}  # what trains in float32 with shards
-BOTH = SHARDED | {ERROR[0]}
+WAYS = ("data parallelism", "ZeRO-1")  # by stage: 0 and 1
+ERROR = [f"{way}: error against one process" for way in WAYS]
+HELD = [f"{way}: bytes held after backward" for way in WAYS]
+MOST = [f"{way}: bytes held in optimizer.step" for way in WAYS]
+ELEMENTS = [f"{way}: elements per parameter and step" for way in WAYS]
+UNLIKE = [f"{way}: weights unlike their master" for way in WAYS]
+ORDER = "a ZeRO1 per layer: gathers after all reductions"
+BYTES_ON_GPUS = ("GPU, {}: bytes after backward", "GPU, {}: bytes in optimizer.step")
 
-
-def elements(stage: int, *operations: str) -> set[str]:
-    return {f"stage {stage}, bfloat16: {op}, elements / P" for op in operations}
-
-
-ALL = ("all_reduce", "reduce_scatter", "all_gather")
-REDUCE_SCATTER = "dist.reduce_scatter_tensor(b.gradients_K, b.gradients_N)"
-GATHER = "b.gathering = dist.all_gather_into_tensor(b.weights_N, b.weights_K, async_op=True)"
-SHARDS = "WORLD_SIZE if sharded else 1"
-STAGES = "zero1_step if sharded else data_parallel_step"
+AVERAGE = "    gradients_N /= WORLD_SIZE\n"
+ALL_REDUCE = "    dist.all_reduce(gradients_N)\n"
+REDUCE_SCATTER = "    dist.reduce_scatter_tensor(gradients_K, gradients_N)\n"
+MINE = "own_shard(self.weights_N) if sharded else self.weights_N"
 LINES = {
-    "no broadcast": ("            dist.broadcast(whole, src=0)\n", "", BOTH),
-    "no average in stage 0": (
-        "        b.gradients_N.div_(WORLD_SIZE)\n        dist.all_reduce(",
-        "        dist.all_reduce(",
-        {ERROR[0]},
+    "no broadcast": ("        dist.broadcast(self.weights_N, src=0)\n", "", {*ERROR}),
+    "no average in data parallelism": (AVERAGE + ALL_REDUCE, ALL_REDUCE, {ERROR[0]}),
+    "no average in ZeRO-1": (AVERAGE + REDUCE_SCATTER, REDUCE_SCATTER, {ERROR[1]}),
+    "data parallelism reduces nothing": (ALL_REDUCE, "", {ERROR[0], ELEMENTS[0]}),
+    "ZeRO-1 shards nothing": (
+        [(MINE, "self.weights_N"), ("self.sharded = sharded", "self.sharded = False")],
+        {HELD[1], MOST[1], ORDER},
     ),
-    "no average in stage 1": (
-        f"        b.gradients_N.div_(WORLD_SIZE)\n        {REDUCE_SCATTER}",
-        f"        {REDUCE_SCATTER}",
-        SHARDED,
+    "data parallelism shards as ZeRO-1 does": (
+        [(MINE, "own_shard(self.weights_N)"), ("self.sharded = sharded", "self.sharded = True")],
+        {HELD[0], MOST[0]},
     ),
-    "stage 0 averages nothing": (
-        "        dist.all_reduce(b.gradients_N)\n",
-        "",
-        {ERROR[0]} | elements(0, "all_reduce"),
-    ),
-    "stage 1 shards nothing": (
-        [(SHARDS, "1"), (STAGES, "data_parallel_step")],
-        {HELD[1], LAYERS_FIRST} | elements(1, *ALL),
-    ),
-    "stage 0 shards as stage 1 does": (
-        [(SHARDS, "WORLD_SIZE"), (STAGES, "zero1_step")],
-        {HELD[0]} | elements(0, *ALL),
-    ),
-    "stage 1 all-reduces": (
-        REDUCE_SCATTER,
-        "dist.all_reduce(b.gradients_N)",
-        elements(1, "all_reduce", "reduce_scatter"),
-    ),
-    "stage 1 gathers nothing": (
-        GATHER,
-        "pass",
-        elements(1, "all_gather") | SHARDED | {LAYERS_FIRST},
-    ),
-    "gradients that are no views": (
-        "                p.grad = view\n",
-        "                p.grad = None\n",
-        {*HELD.values()},
+    "ZeRO-1 all-reduces (Try)": (REDUCE_SCATTER, ALL_REDUCE, {ELEMENTS[1]}),
+    "ZeRO-1 gathers nothing": (
+        "return dist.all_gather_into_tensor(weights_N, weights_K, async_op=True)",
+        "return None",
+        {ERROR[1], ELEMENTS[1], ORDER},
     ),
     "gradients in higher precision stay": (
         "        self.optimizer.zero_grad()  #",
         "        pass  #",
-        {*HELD.values()},
+        {*HELD},
     ),
     "masters and moments in float64": (
-        "torch.promote_types(dtype, master_dtype or dtype)",
-        "torch.promote_types(dtype, torch.float64)",
-        {*HELD.values()},
+        "mine.to(master_dtype or mine.dtype)",
+        "mine.to(torch.float64)",
+        {*HELD, *MOST},
     ),
-    "weights of stage 0 never see an update": (
-        "        b.weights_N.copy_(b.master_K)\n",
-        "        pass\n",
+    "weights of data parallelism never see an update": (
+        "    weights_N.copy_(master_N)\n",
+        "    pass\n",
         {UNLIKE[0]},
     ),
-    "weights of stage 1 never see an update": (
-        "        b.weights_K.copy_(b.master_K)\n",
-        "        pass\n",
+    "weights of ZeRO-1 never see an update (Try)": (
+        "    weights_K.copy_(master_K)\n",
+        "    pass\n",
         {UNLIKE[1]},
     ),
-    "gradients of the step before stay": ("            b.gradients_N.zero_()\n", "", BOTH),
+    "gradients of the step before stay": ("        self.gradients_N.zero_()\n", "", {*ERROR}),
     "the last micro-batch alone": (
         "in x_BD.chunk(micro_batches):",
         "in x_BD.chunk(micro_batches)[-1:]:",
-        BOTH,
+        {*ERROR},
     ),
     "DDP forgotten": (
         "nn.parallel.DistributedDataParallel(net(0, x_BD.device))",
         "net(0, x_BD.device)",
         {DDP},
     ),
-    "the step waits although layers do": (
-        "        if not self.units:",
-        "        if True:",
-        {LAYERS_FIRST},
-    ),
-    "each layer waits for all": (
-        "needed = [b for b in buckets if not parameters.isdisjoint(b.gradient_of)]",
-        "needed = buckets",
-        {LAYERS_FIRST},
-    ),
-    "what has arrived is not noted": (
-        "            self.gathering.wait()\n            self.gathering = None\n",
-        "            self.gathering.wait()\n",
-        {STEP_FIRST, LAYERS_FIRST, LAYERS_LAST},
-    ),
 }
 
-BREAKS = Breaks(LINES, alone=["stage 1 shards nothing", "stage 0 shards as stage 1 does"])
+WRONGLY = ["data parallelism shards as ZeRO-1 does", "ZeRO-1 shards nothing"]
+BREAKS = Breaks(LINES, alone=WRONGLY)
 ON_GPUS = OnGpus(ranks=(1, 2))  # four ranks are there what two are: no rings, no stages, no mesh
 
 
@@ -132,9 +88,9 @@ ON_GPUS = OnGpus(ranks=(1, 2))  # four ranks are there what two are: no rings, n
 def test_the_allocator_tells_what_is_not_sharded_as_it_should_be(stage: int) -> None:
     from tests.helpers.pretended_gpus import play_on_gpus
 
-    changes, failed = LINES[("stage 0 shards as stage 1 does", "stage 1 shards nothing")[stage]]
+    changes, failed = LINES[WRONGLY[stage]]
     played = play_on_gpus(LESSON, 2, *changes)
-    played.expect(failed | {f"GPU: bytes allocated per parameter, stage {stage}"})
+    played.expect(failed | {text.format(WAYS[stage]) for text in BYTES_ON_GPUS})
 
 
 # What ZeRO1 does for a module (its training: test_zero1_on_odd_modules.py)
@@ -145,25 +101,15 @@ def three_small_steps() -> tuple[list[float], list[float]]:
     weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     zero = load(LESSON).ZeRO1([weight], torch.optim.SGD, torch.float32, lr=1e-4)
     for _ in range(3):
-        weight.grad = torch.ones_like(weight)
+        weight.grad.fill_(1)
         zero.step()
-    return zero.buckets[0].master_K.tolist(), weight.tolist()
+    return zero.master.tolist(), weight.tolist()
 
 
 def test_masters_add_up_what_their_weights_cannot_show() -> None:
     for masters, weights in run(three_small_steps, 2):
         assert masters == pytest.approx([1 - 3e-4] * 2, abs=1e-6)
         assert weights == [1.0] * 4
-
-
-def elements_of_buckets() -> list[int]:
-    weights = [nn.Parameter(torch.zeros(6)) for _ in range(4)]
-    zero = load(LESSON).ZeRO1(weights, torch.optim.SGD, numel=12, lr=1.0)
-    return [len(b.weights_N) for b in zero.buckets]
-
-
-def test_a_bucket_holds_about_as_many_elements_as_it_is_told() -> None:
-    assert run(elements_of_buckets, 2) == [[12, 12]] * 2
 
 
 def moved_by_one_step() -> list[bool]:
@@ -182,35 +128,32 @@ def test_what_one_rank_has_used_is_trained_on_all() -> None:
     assert run(moved_by_one_step, 2) == [[True, False]] * 2
 
 
-def waits_of_units() -> tuple[list[str], list[str], int]:
-    """What each of two units waits for before its forward, and `wait`; how many a step leaves."""
-    lesson = load(LESSON)
-    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
-    zero = lesson.ZeRO1(model.parameters(), torch.optim.SGD, numel=9, units=model, lr=0.1)
-    model(torch.ones(2, 3)).sum().backward()
-    zero.step()
-    under_way = sum(b.gathering is not None for b in zero.buckets)
-    zero.wait()
-    waited = []
-    for name, b in zip(("first", "second"), zero.buckets, strict=True):
-        b.gathering = SimpleNamespace(wait=lambda name=name: waited.append(name))
-    model[1](torch.ones(2, 3))
-    by_unit = list(waited)
-    zero.wait()
-    return by_unit, waited, under_way
+# What is refused
 
 
-def test_a_unit_waits_for_its_own_weights_and_wait_for_the_rest() -> None:
-    assert run(waits_of_units, 2) == [(["second"], ["second", "first"], 2)] * 2
-
-
-def units_that_leave_a_layer_out() -> str:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    with pytest.raises(ValueError, match="units must hold") as raised:
-        load(LESSON).ZeRO1(model.parameters(), torch.optim.SGD, units=[model[0]], lr=0.1)
+def of_two_dtypes() -> str:
+    params = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2).double())]
+    with pytest.raises(ValueError, match="one dtype") as raised:
+        load(LESSON).ZeRO1(params, torch.optim.SGD, lr=0.1)
     return str(raised.value)
 
 
-def test_units_must_hold_all_that_is_trained() -> None:
-    rule = "units must hold every trained parameter, got fewer: add their modules"
-    assert run(units_that_leave_a_layer_out, 1) == [rule]
+def test_parameters_of_two_dtypes_are_refused() -> None:
+    rule = "trained parameters must have one dtype, got 2: build a ZeRO1 for each"
+    assert run(of_two_dtypes, 1) == [rule]
+
+
+def replaced() -> str:
+    """The module's own zero_grad drops the gradients that lie in the flat tensor."""
+    layer = nn.Linear(3, 3)
+    zero = load(LESSON).ZeRO1(layer.parameters(), torch.optim.SGD, lr=0.1)
+    layer.zero_grad()
+    layer(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(ValueError, match="must stay in place") as raised:
+        zero.step()
+    return str(raised.value)
+
+
+def test_gradients_that_lie_elsewhere_are_refused() -> None:
+    rule = "gradients must stay in place, got others: use ZeRO1.zero_grad"
+    assert run(replaced, 1) == [rule]

@@ -16,56 +16,41 @@ LESSON = "parallelism/05_zero2_and_zero3.py"
 
 # One line of the lesson broken: exactly these claims must FAIL at two ranks
 
-ERROR = {stage: f"stage {stage}, float32: error against one process" for stage in (2, 3)}
+ERROR = "stage 3, float32: error against one process"
 HELD = {stage: f"stage {stage}, bfloat16: bytes held per parameter" for stage in (2, 3)}
-FIRST = {stage: f"stage {stage}, bfloat16: gathered in the 1st pass / P" for stage in (2, 3)}
-SECOND = {stage: f"stage {stage}, bfloat16: gathered in the 2nd pass / P" for stage in (2, 3)}
-PASSES = ("1st", "2nd")
-REDUCED = {f"stage {s}, bfloat16: reduced in the {n} pass / P" for s in (2, 3) for n in PASSES}
+FIRST = "stage 3, bfloat16: gathered in the 1st pass / P"
+SECOND = "stage 3, bfloat16: gathered in the 2nd pass / P"
+REDUCED = {f"stage 3, bfloat16: reduced in the {number} pass / P" for number in ("1st", "2nd")}
 WHOLE = "stage 3, bfloat16: units whole at once"
-ORDER = "stage 3, bfloat16: gathers in the order 0123 3210"
-EARLY = "stage 3, bfloat16: gathers next to a whole unit"
-MOST_OF_4 = "4 units: most bytes per parameter, less stage 1's"
-MOST_OF_1 = "1 unit: most bytes per parameter, less stage 1's"
+EARLY = "stage 3, bfloat16: gathers with products meanwhile"
+MOST_OF_4 = "4 units: most bytes per parameter"
+MOST_OF_1 = "1 unit: most bytes per parameter"
 PYTORCH = "PyTorch: gradients, distance to ours"
 PYTORCH_GATHERED = "PyTorch: bytes gathered in a pass, as ours"
 PYTORCH_REDUCED = "PyTorch: bytes reduced in a pass, as ours"
 
+AFTER_FORWARD = "            if not unit.keep:\n                unit.free()\n"
 LINES = {
-    "no average": (
-        "self.grad_N = grad_N.div_(WORLD_SIZE)",
-        "self.grad_N = grad_N",
-        {*ERROR.values(), PYTORCH},
-    ),
+    "no average (Try)": ("        grad_N /= WORLD_SIZE\n", "", {ERROR, PYTORCH}),
     "a shard off by one": (
         "flat_N.chunk(WORLD_SIZE)[RANK].clone()",
         "flat_N.chunk(WORLD_SIZE)[RANK - 1].clone()",
-        {*ERROR.values(), PYTORCH},
+        {ERROR, PYTORCH},
     ),
     "an all-reduce where a reduce-scatter would do": (
-        "dist.reduce_scatter_tensor(self.mine_K, self.grad_N, async_op=True)",
-        "dist.all_reduce(self.grad_N, async_op=True)",
+        "dist.reduce_scatter_tensor(mine_K, grad_N)",
+        "dist.all_reduce(grad_N)",
         REDUCED | {PYTORCH_REDUCED},
     ),
     "gradients travel in float32": (
-        "self.grad_N = grad_N.div_(WORLD_SIZE)",
-        "self.grad_N = grad_N.float().div_(WORLD_SIZE)",
-        REDUCED | {MOST_OF_4},
+        "        grad_N /= WORLD_SIZE\n",
+        "        grad_N = grad_N.float().div_(WORLD_SIZE)\n",
+        REDUCED | {MOST_OF_4, MOST_OF_1},
     ),
     "gradients stay whole": (
-        "        self.grad_N.untyped_storage().resize_(0)",
-        "        self.unit.kept = self.grad_N",
+        "        give_back(grad_N)\n",
+        "        ctx.unit.kept = grad_N\n",
         {*HELD.values(), MOST_OF_4, MOST_OF_1},
-    ),
-    "each micro-batch overwrites the one before (Try)": (
-        "shard_K.grad += self.mine_K",
-        "shard_K.grad.copy_(self.mine_K)",
-        {*ERROR.values()},
-    ),
-    "a reduction is waited for at once": (
-        "stay_under_way = 1 if k > 0 else 0",
-        "stay_under_way = 0",
-        {MOST_OF_4},
     ),
     "masters in low precision": (
         "[RANK].clone())",
@@ -73,34 +58,30 @@ LINES = {
         {*HELD.values(), MOST_OF_4, MOST_OF_1},
     ),
     "the modules keep their own parameters": (
-        '        module.to("meta")',
-        "        pass",
+        'self.module = module.to("meta")',
+        "self.module = module",
         {*HELD.values(), MOST_OF_4, MOST_OF_1},
     ),
-    "stage 2 gathers once and for all": (
-        "        for unit in self.units:\n            unit.free()\n",
-        "        pass\n",
-        {FIRST[2], ERROR[2]},
+    "autograd saves the weights": (
+        "        return saved.shape, saved.stride(), saved.storage_offset()\n",
+        "        return saved.clone()\n",
+        {EARLY, MOST_OF_4},  # what is gathered again is not used
     ),
-    "stage 2 gathers in each pass": (
-        "if self.stage == 3:",
-        "if True:",
-        {HELD[2], FIRST[2], SECOND[2]},
-    ),
+    "stage 2 gathers in each pass": ("self.keep = keep", "self.keep = False", {HELD[2]}),
     "stage 3 keeps whole weights": (
-        "if self.stage == 3:",
-        "if False:",
-        {HELD[3], FIRST[3], SECOND[3], WHOLE, ORDER, EARLY, MOST_OF_4, PYTORCH_GATHERED},
+        "self.keep = keep",
+        "self.keep = True",
+        {HELD[3], FIRST, SECOND, WHOLE, EARLY, MOST_OF_4, PYTORCH_GATHERED},
     ),
     "stage 3 frees after backward only": (
-        "            self.release(k)\n            if x.requires_grad:",
-        "            if x.requires_grad:",
-        {FIRST[3], SECOND[3], WHOLE, ORDER, EARLY, MOST_OF_4, PYTORCH_GATHERED},
+        AFTER_FORWARD,
+        "",
+        {FIRST, SECOND, WHOLE, EARLY, MOST_OF_4, PYTORCH_GATHERED},
     ),
     "stage 3 frees after forward only": (
-        "        self.release(k)\n        self.reducing",
-        "        self.reducing",
-        {HELD[3], SECOND[3], WHOLE, ORDER, EARLY, MOST_OF_4},
+        "        if not ctx.unit.keep:\n            ctx.unit.free()\n",
+        "",
+        {HELD[3], SECOND, WHOLE, EARLY, MOST_OF_4},
     ),
     "stage 3 prefetches nothing (Try)": (
         "if self.prefetch and 0 <= following",
@@ -117,10 +98,18 @@ LINES = {
         "self.make_whole(k, following=-1)",
         {EARLY, MOST_OF_4},
     ),
+    "stage 3 prefetches when a unit has computed": (
+        "            self.make_whole(k, following=k + 1)\n            x = compute(unit, x)\n",
+        """            self.make_whole(k, following=-1)
+            x = compute(unit, x)
+            self.make_whole(k, following=k + 1)
+""",
+        {EARLY},
+    ),
     "stage 3 prefetches the wrong neighbor": (
         "self.make_whole(k, following=k - 1)",
         "self.make_whole(k, following=k + 1)",
-        {HELD[3], FIRST[3], WHOLE, ORDER, EARLY, MOST_OF_4, PYTORCH_GATHERED},
+        {HELD[3], FIRST, WHOLE, EARLY, MOST_OF_4, PYTORCH_GATHERED},
     ),
     "PyTorch's units stay whole after forward": (
         "fully_shard(unit, mesh=mesh)",
@@ -157,7 +146,7 @@ class Scale(nn.Module):
         return x * self.weight
 
 
-def train_odd(stage: int) -> float:
+def train_odd(keep: bool) -> float:
     """How far three steps are from one process; no unit's elements divide by 2, 3 or 4 ranks."""
     lesson = load(LESSON)
     rank = dist.get_rank()
@@ -166,7 +155,7 @@ def train_odd(stage: int) -> float:
     units = [nn.Linear(3, 5), nn.Sequential(nn.Tanh(), nn.Linear(5, 7, bias=False)), Scale()]
     units = [unit.double() for unit in [*units, nn.Linear(7, 2)]]
     alone = nn.Sequential(*copy.deepcopy(units))
-    model = lesson.ZeRO(units, stage, torch.float64)
+    model = lesson.ZeRO(units, torch.float64, keep)
     optimizers = [torch.optim.Adam(part.parameters(), lr=0.1, eps=0.1) for part in (alone, model)]
     for x_RB3 in torch.randn(3, n, 4, 3, dtype=torch.float64):
         for optimizer in optimizers:
@@ -190,40 +179,53 @@ def train_odd(stage: int) -> float:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_padded_units_train_as_in_one_process(stage: int, n: int) -> None:
-    assert max(run(train_odd, n, stage)) < 1e-13  # some hundred roundings of 2**-53
+@pytest.mark.parametrize("keep", [False, True])
+def test_padded_units_train_as_in_one_process(keep: bool, n: int) -> None:
+    assert max(run(train_odd, n, keep)) < 1e-13  # some hundred roundings of 2**-53
 
 
-def reductions_under_way() -> tuple[int, int]:
-    """Of a pass through four units: the most at a time, and those left at the end."""
+def micro_batches() -> list[bool]:
+    """Whether each of two passes moves the sum of gradients, with weights kept or not."""
     lesson = load(LESSON)
-    under_way = [0]
-
-    class Counted(lesson.Reduction):
-        def __init__(self, *given: object) -> None:
-            under_way.append(under_way[-1] + 1)
-            super().__init__(*given)
-
-        def land(self) -> None:
-            under_way.append(under_way[-1] - 1)
-            super().land()
-
-    lesson.Reduction = Counted
-    cpu = torch.device("cpu")
-    model = lesson.ZeRO(lesson.network(cpu))
-    lesson.loss_of(model, torch.randn(2, lesson.D)).backward()
-    return max(under_way), under_way[-1]
+    torch.manual_seed(0)
+    moved = []
+    for keep in (False, True):
+        model = lesson.ZeRO([nn.Linear(3, 2), nn.Linear(2, 3)], torch.float64, keep)
+        x_B3 = torch.ones(1, 3, dtype=torch.float64)
+        model(x_B3).sum().backward()
+        once = [p.grad.clone() for p in model.parameters()]
+        model(x_B3).sum().backward()
+        for p, grad in zip(model.parameters(), once, strict=True):
+            moved.append(torch.allclose(p.grad, 2 * grad) and grad.any().item())
+    return moved
 
 
-def test_a_reduction_lands_when_the_next_one_has_started() -> None:
-    assert run(reductions_under_way, 2) == [(2, 0)] * 2
+def test_micro_batches_add_up_on_the_shards() -> None:
+    assert run(micro_batches, 2) == [[True] * 4] * 2
+
+
+def updated(keep: bool) -> bool:
+    """Whether the pass after an update computes with the new weights."""
+    lesson = load(LESSON)
+    model = lesson.ZeRO([nn.Linear(3, 2).double()], torch.float64, keep)
+    x_B3 = torch.ones(1, 3, dtype=torch.float64)
+    before = model(x_B3)
+    before.sum().backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    model.free()
+    return not torch.equal(model(x_B3), before)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_an_update_reaches_the_whole_weights(keep: bool) -> None:
+    assert run(updated, 2, keep) == [True, True]
 
 
 class Chain:
     """Stands for ZeRO where nothing is computed."""
 
     def __init__(self, layers: list, dtype: torch.dtype) -> None:
+        self.units = []
         self.weight = nn.Parameter(torch.ones(1))
 
     def parameters(self) -> list[nn.Parameter]:
@@ -253,6 +255,6 @@ def test_prefetching_must_hide_half_of_what_waiting_exposes(case: str) -> None:
     lesson.ms_of_pass = lambda *given: next(ms)
     with patch.object(torch.cuda, "is_bf16_supported", return_value=True):
         lesson.measure_on_gpus(torch.device("meta"))
-    *_, row = lesson.ledger
+    (row,) = lesson.ledger
     assert row["verdict"] == verdict
     assert row["timed"]

@@ -1,0 +1,89 @@
+"""Known mistakes: name, passage of solution.py, its replacement, the check, what it says."""
+
+MISTAKES = [
+    (
+        "the mean of both",
+        "        share_BHT1 = (part_BHT - lse_BHT).exp().unsqueeze(-1)\n",
+        "        share_BHT1 = torch.full_like(seen_BHT1, 0.5, dtype=part_BHTD.dtype)\n",
+        "test_by_hand",
+        "expected 17.5",
+    ),
+    (
+        "the sum of both",
+        "        share_BHT1 = (part_BHT - lse_BHT).exp().unsqueeze(-1)\n",
+        "        share_BHT1 = torch.ones_like(seen_BHT1, dtype=part_BHTD.dtype)\n",
+        "test_by_hand",
+        "expected 17.5",
+    ),
+    (
+        "exponentials without a maximum",
+        "    lse_BHT = torch.logaddexp(lse1_BHT, lse2_BHT)\n",
+        "    lse_BHT = (lse1_BHT.exp() + lse2_BHT.exp()).log()\n",
+        "test_large_scores",
+        "scores of 1,000 or -1,000: o",
+    ),
+    (
+        "nan times a share of 0",
+        "torch.where(seen_BHT1, share_BHT1 * part_BHTD, 0)",
+        "(share_BHT1 * part_BHTD).where(lse_BHT.unsqueeze(-1) > -torch.inf, 0)",
+        "test_nan_where_no_key_is",
+        "nan lies where a part has no key: o",
+    ),
+    (
+        "no key at all is nan",
+        "torch.where(seen_BHT1, share_BHT1 * part_BHTD, 0)",
+        "share_BHT1 * part_BHTD",
+        "test_small_scores",
+        "scores near 0: o",
+    ),
+    (
+        "the larger lse for that of both",
+        "    lse_BHT = torch.logaddexp(lse1_BHT, lse2_BHT)\n",
+        "    lse_BHT = torch.maximum(lse1_BHT, lse2_BHT)\n",
+        "test_by_hand",
+        "expected 17.5",
+    ),
+    (
+        "the lse of both added",
+        "    return o_BHTD, lse_BHT\n",
+        "    return o_BHTD, lse1_BHT + lse2_BHT\n",
+        "test_by_hand",
+        "lse: ",
+    ),
+    (
+        "each part gets the other's share",
+        "((o1_BHTD, lse1_BHT), (o2_BHTD, lse2_BHT))",
+        "((o1_BHTD, lse2_BHT), (o2_BHTD, lse1_BHT))",
+        "test_by_hand",
+        "expected 17.5",
+    ),
+    (
+        "the first part overwritten",
+        "    lse_BHT = torch.logaddexp(lse1_BHT, lse2_BHT)\n",
+        "    lse_BHT = torch.logaddexp(lse1_BHT, lse2_BHT)\n    lse1_BHT.clamp_(min=-1e4)\n",
+        "test_small_scores",
+        "merge changed lse1; it is the caller's",
+    ),
+    (
+        "the last rank's part forgotten",
+        "    for part in parts:\n",
+        "    for part in parts[:-1]:\n",
+        "test_ranks",
+        "rank 0: o",
+    ),
+    (
+        "each rank begins with its own part",
+        "    for part in parts:\n",
+        "    for part in parts[dist.get_rank() :] + parts[: dist.get_rank()]:\n",
+        "test_ranks",
+        "o next to rank 0's, to the bit",
+    ),
+    (
+        "two all-gathers",
+        "    dist.all_gather(parts, mine)\n",
+        "    dist.all_gather([part[..., :-1].contiguous() for part in parts], o_BHTD)\n"
+        "    dist.all_gather(parts, mine)\n",
+        "test_cost",
+        "its calls",
+    ),
+]

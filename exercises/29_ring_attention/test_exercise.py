@@ -1,0 +1,99 @@
+"""Grader of 29: one process's rows, the bytes that travel, and the scores that are computed."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
+
+from course.grading import Wrong, expect, grade, same
+
+B, H, D = 2, 3, 4
+FORBIDDEN = ["torch.nn.functional.scaled_dot_product_attention"]
+# Float64, values below 10: sums of at most 48 terms in another order, and as many merges as ranks.
+ATOL = 10 * 4 * 48 * 2**-53
+
+
+def zigzag(T: int, n: int, rank: int) -> torch.Tensor:
+    """Places p whose piece p // (T / 2n), counted from the nearer end, is `rank`."""
+    piece = torch.arange(T) * 2 * n // T
+    return torch.minimum(piece, 2 * n - 1 - piece).eq(rank).nonzero().flatten()
+
+
+def whole(seed: int, T: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(B, H, T, D, generator=generator, dtype=torch.float64) for _ in range(3)]
+
+
+def oracle(seed: int, T: int) -> torch.Tensor:
+    q, k, v = whole(seed, T)
+    score = q @ k.mT / D**0.5
+    hidden = torch.ones(T, T, dtype=torch.bool).triu(1)
+    return score.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+
+
+def dealt(answer, wire, cases: list[tuple[int, int]]) -> list[list[torch.Tensor]]:
+    found = []
+    for T, n in cases:
+        found.append([answer.places(T, n, rank) for rank in range(n)])
+    return found
+
+
+def test_places(answer: Path) -> None:
+    """Two pieces for each rank, one from each end"""
+    cases = [(8, 2), (4, 2), (24, 3), (24, 4), (6, 1), (16, 8)]
+    for (T, n), found in zip(cases, grade(answer, dealt, 1, cases)[0], strict=True):
+        for rank, mine in enumerate(found):
+            same(mine, zigzag(T, n, rank), f"places({T}, {n}, {rank})")
+
+
+def on_a_rank(answer, wire, seed: int, T: int) -> tuple:
+    rank = dist.get_rank()
+    n = dist.get_world_size()
+    mine = zigzag(T, n, rank)
+    given = [x[:, :, mine] for x in whole(seed, T)]
+    kept = [x.clone() for x in given]
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        o = answer.ring_attention(*given)
+    for name, x, was in zip("qkv", given, kept, strict=True):
+        if not torch.equal(x, was):
+            raise Wrong(f"{name} was changed; it is the caller's")
+    wire.only("send", "recv")
+    sent = [(call.peer, call.nbytes) for call in wire.calls("send")]
+    return o, sent, counted.get_total_flops()
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 1])
+def test_values(answer: Path, seed: int, n: int) -> None:
+    """One process's rows of the causal attention, on {n} ranks"""
+    T = 48 if n != 3 else 36
+    due = oracle(seed, T)
+    for rank, (o, *_) in enumerate(grade(answer, on_a_rank, n, seed, T, forbid=FORBIDDEN)):
+        same(o, due[:, :, zigzag(T, n, rank)], f"rank {rank} of {n}: o", ATOL)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_bytes(answer: Path, seed: int, n: int) -> None:
+    """Keys and values go to the next rank, n - 1 times, on {n} ranks"""
+    T = 48
+    each = 8 * 2 * B * H * (T // n) * D
+    for rank, (_, sent, _) in enumerate(grade(answer, on_a_rank, n, seed, T, forbid=FORBIDDEN)):
+        expect({peer for peer, _ in sent}, {(rank + 1) % n}, f"rank {rank}: sends to ranks")
+        expect(sum(nbytes for _, nbytes in sent), (n - 1) * each, f"rank {rank}: bytes sent")
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_work(answer: Path, seed: int, n: int) -> None:
+    """Half of the scores with each other rank's keys are computed, on {n} ranks"""
+    T = 48
+    t = T // n
+    two_products = 2 * 2 * B * H * D  # q k and p v, FLOPs per score
+    others = (n - 1) * t * t // 2
+    least = t * (t + 1) // 2 + others
+    most = t * t + others
+    for rank, (*_, flops) in enumerate(grade(answer, on_a_rank, n, seed, T, forbid=FORBIDDEN)):
+        scores = flops / two_products
+        if not least <= scores <= most:
+            told = f"expected {t} x {t} and {n - 1} times half of it, {most}, got {scores:g}"
+            raise Wrong(f"rank {rank}: scores computed: {told}")

@@ -1,0 +1,740 @@
+"""Interleaved pipeline schedules: smaller stages, a smaller bubble
+================================================================
+
+**Question.** 1F1B idles (p-1) / (m+p-1) of the time with p ranks and m micro-batches. A rank may
+hold several small stages instead of one large one. How much less does it idle then, and what does
+it pay?
+
+**Predict**, and write it down before you run. There are four ranks and eight micro-batches; a
+backward pass takes twice as long as a forward pass, and a message takes no time. 1F1B idles 3/11,
+and its rank 0 holds the activations of four micro-batches. Now cut the model into eight stages:
+rank 0 holds stages 0 and 4, rank 1 stages 1 and 5, rank 2 stages 2 and 6, rank 3 stages 3 and 7.
+
+1. What share of the time does a rank idle?
+2. How many times as many messages are sent as under 1F1B?
+3. So that a message has time to travel, a rank runs ahead by two forwards per hop instead of
+   1F1B's one. Does rank 0 hold more activations than under 1F1B, fewer, or as many? (Those of half
+   as large a stage count half.)
+4. Suppose all eight micro-batches go through a rank's first stage before any goes through its
+   second. The activations of how many does rank 0 hold then?
+
+**Run.**
+
+    torchrun --standalone --nproc-per-node=4 08_interleaved_schedules.py   # NCCL on 4 GPUs, or gloo
+    python 08_interleaved_schedules.py                              # the same, started for you
+    python 08_interleaved_schedules.py --figure grids.svg           # and draw what was run
+
+Not run on several GPUs.
+
+**Try.** In `interleaved` let `hops` be 1: which claims fail, and what got better? Put it back, and
+set `MICRO_BATCHES` to 64: by what share do two stages per rank shorten a step now?
+
+**Before.** parallelism/07_pipeline_schedules.py: GPipe, 1F1B, and how large their bubble is.
+
+**Next.** parallelism/19_zero_bubble.py: fill what is left of the bubble.
+"""
+
+import argparse
+import copy
+import ctypes
+import json
+import logging
+import math
+import os
+import re
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from fractions import Fraction
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed import pipelining
+from torch.distributed.pipelining import PipelineStage
+
+# A *rank* is one of WORLD_SIZE processes that run this same file. `claim(text, predicted,
+# measured)` prints one row of the ledger and must be called by every rank. It, `setup`, `print0`,
+# `blocked` and `finish` stand in the last cell, the same in every lesson; you need not read them.
+RANK = int(os.environ.get("RANK", "0"))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+
+# %% [markdown]
+# ## 1. The bubble is as long as a stage
+#
+# A micro-batch needs p-1 forward passes to reach the last rank, and its gradient needs p-1 backward
+# passes to come back to rank 0. For that long, in sum, each rank has nothing to do, however many
+# micro-batches there are. What is lost are passes of a *stage*. So make the stages smaller: cut the
+# model into v p stages, and give each rank v of them. With p = 2 ranks, m = 4 micro-batches and a
+# model of four layers, where a column is the time of one layer's forward pass:
+#
+#     1F1B     rank 0, layers 0, 1   F0F0F1F1 . . . .B0B0B0B0F2F2B1B1B1B1F3F3B2B2B2B2 . .B3B3B3B3
+#              rank 1, layers 2, 3    . .F0F0B0B0B0B0F1F1B1B1B1B1F2F2B2B2B2B2F3F3B3B3B3B3 . . . .
+#
+#     v = 2    rank 0, layers 0, 2   F0F1f0f1F2 .b0b0F3b1b1f2B0B0f3B1B1 .b2b2 .b3b3B2B2B3B3
+#              rank 1, layers 1, 3    .F0F1f0b0b0f1b1b1F2B0B0F3B1B1f2b2b2f3b3b3B2B2B3B3 . .
+#
+# F3 and B3 are the passes of micro-batch 3 through a rank's first stage, f3 and b3 through its
+# second. Count the dots: six per rank under 1F1B, and three with two stages per rank. A micro-batch
+# now goes around all ranks twice, but it reaches the last *rank* after one layer instead of two.
+#
+# In general p-1 forward and p-1 backward passes are lost, of stages 1/v as large: 3 (p-1) slots,
+# next to 3 v m slots of work. The share is (p-1) / (v m + p-1), as with v times as many
+# micro-batches. The stages of a rank must not be neighbors, for these are one large stage again.
+# Here they lie p apart.
+
+# %% [markdown]
+# ## 2. Interleaved 1F1B
+#
+# An action names its stage now: rank r has the stages r, r+p, r+2p, ... Forward, a rank takes p
+# micro-batches through its first stage, the same p through its second, and so on, and then the
+# next p. Backward it does the same with the stages in reverse:
+#
+#     forwards of rank 0      stage         0 0 2 2 0 0 2 2           p = 2, v = 2, m = 4
+#                             micro-batch   0 1 0 1 2 3 2 3
+#     backwards of rank 0     stage         2 2 0 0 2 2 0 0
+#                             micro-batch   0 1 0 1 2 3 2 3
+#
+# As in 1F1B, a rank first runs ahead with forwards, then does one forward and one backward in turn.
+# It must run ahead by (v-1) p forwards until its *last* stage is due, and by more for each rank
+# behind it, since a gradient has to come back from there. 1F1B takes one forward for each of these
+# hops. The interleaved schedule (Narayanan et al., 2021) takes two, so that a message may be on its
+# way while a rank works. With v = 1 and one forward per hop the list below is 1F1B.
+
+# %%
+Action = tuple[str, int, int]  # ("F" or "B", stage, number of the micro-batch)
+SLOTS = {"F": 1, "B": 2}
+
+
+def interleaved(rank: int, p: int, m: int, v: int, hops: int = 2) -> list[Action]:
+    """Interleaved 1F1B: the order in which a rank of p works on its v stages; p divides m."""
+    stages = range(rank, v * p, p)
+    forwards = []
+    backwards = []
+    for first in range(0, m, p):  # p micro-batches at a time
+        for stage in stages:
+            forwards += [("F", stage, k) for k in range(first, first + p)]
+        for stage in reversed(stages):
+            backwards += [("B", stage, k) for k in range(first, first + p)]
+    num_warmup = min((v - 1) * p + hops * (p - 1 - rank), v * m)
+    order = forwards[:num_warmup]  # fill the pipeline
+    for i in range(v * m - num_warmup):  # steady state: one forward, one backward
+        order.append(forwards[num_warmup + i])
+        order.append(backwards[i])
+    return order + backwards[v * m - num_warmup :]  # drain it
+
+
+# %% [markdown]
+# What it costs can be counted on the list.
+#
+# - **Messages.** A micro-batch crosses v p - 1 borders between stages each way, instead of p-1. A
+#   message is as large as before: one activation.
+# - **Memory.** Rank 0 has (v-1) p + 2 (p-1) + 1 forwards under way when its first backward comes,
+#   each of 1/v of its layers: p + (p-1)/v micro-batches, where 1F1B holds p.
+#
+# The same stages allow a simpler order, **breadth first** (Lamy-Poirier, 2022): a rank does all
+# forwards of a stage, then all of its next, and the backwards in reverse. This is GPipe with small
+# stages. Its bubble is as small, and it holds everything. But a rank is done with a stage before it
+# turns to the next one. Under FSDP, where the weights of a stage must be gathered before use, that
+# is one gather per stage and direction, instead of one for each p micro-batches.
+
+
+# %%
+def breadth_first(rank: int, p: int, m: int, v: int) -> list[Action]:
+    """Every stage does all its forwards, then, in reverse, all its backwards."""
+    stages = range(rank, v * p, p)
+    order = []
+    for stage in stages:
+        order += [("F", stage, k) for k in range(m)]
+    for stage in reversed(stages):
+        order += [("B", stage, k) for k in reversed(range(m))]
+    return order
+
+
+# %% [markdown]
+# ## 3. A rank follows its list
+#
+# The step is that of the lesson before, with a stage in each action: receive what the action needs,
+# do it, send the result on without waiting. Two ranks now have several messages for each other
+# under way, so each carries a tag. (NCCL knows no tags. There, sends and receives that belong
+# together start in one batch, as in the lesson before and in the runtime of section 5.)
+
+
+# %%
+class Pipeline:
+    """One rank's stages, and the step that follows a list."""
+
+    def __init__(
+        self, stages: dict[int, nn.Module], last: int, loss_of: Callable, group: dist.ProcessGroup
+    ) -> None:
+        self.stages = stages  # {number: layers}
+        self.last = last  # the number of the model's last stage
+        self.loss_of = loss_of  # (output of the last stage, k) -> loss of micro-batch k
+        self.group = group
+        self.held: dict[tuple[int, int], tuple] = {}  # (stage, k): (input, output)
+        self.most_held = 0
+        self.sends: list[dist.Work] = []
+
+    def step(self, order: Sequence[Action], inputs: Sequence[torch.Tensor]) -> None:
+        """Run one step; `inputs`: the micro-batches, elsewhere tensors like what arrives."""
+        for action in order:
+            self.act(action, inputs)
+        for send in self.sends:
+            send.wait()
+
+    def act(self, action: Action, inputs: Sequence[torch.Tensor]) -> None:
+        kind, stage, k = action
+        if kind == "F":
+            x = inputs[k] if stage == 0 else self.receive(("F", stage - 1, k), inputs[k])
+            y = self.stages[stage](x.requires_grad_())
+            if stage < self.last:
+                self.send(action, y.detach(), stage + 1)
+            else:
+                y = self.loss_of(y, k)
+            self.held[stage, k] = (x, y)
+            self.most_held = max(self.most_held, len(self.held))
+        else:
+            x, y = self.held.pop((stage, k))
+            y.backward(None if stage == self.last else self.receive(("B", stage + 1, k), y))
+            if stage > 0:
+                self.send(action, x.grad, stage - 1)
+
+    def send(self, action: Action, result: torch.Tensor, stage: int) -> None:
+        """Send an action's result to the rank of another stage."""
+        rank = stage % WORLD_SIZE
+        self.sends.append(dist.isend(result, rank, self.group, tag=tag_of(action)))
+
+    def receive(self, action: Action, like: torch.Tensor) -> torch.Tensor:
+        """Return the result of another rank's action."""
+        arrived = torch.empty_like(like)
+        dist.recv(arrived, action[1] % WORLD_SIZE, self.group, tag=tag_of(action))
+        return arrived
+
+
+def tag_of(action: Action) -> int:
+    """A number of its own for each message of a step."""
+    kind, stage, k = action
+    return 2 * (stage * MICRO_BATCHES + k) + "FB".index(kind)
+
+
+# %% [markdown]
+# ## 4. How it is measured
+#
+# **The oracle** is the whole model on the whole batch in one process, in float64; every rank
+# compares the gradients of its own stages. **Slots** are counted in the run, as in the lesson
+# before: each message takes its sender's logical clock along. The length of a slot is assumed, so
+# these rows are "simulated"; messages and activations held are counted as they are. All of it runs
+# on CPUs by gloo, also where there are GPUs.
+
+# %%
+ROWS, WIDTH = 4, 16  # of one micro-batch
+MICRO_BATCHES = WORLD_SIZE * max(2, math.ceil(8 / WORLD_SIZE))  # 8 on 1, 2 and 4 ranks
+LAYERS = 4 * WORLD_SIZE
+TOLERANCE = 2 * (LAYERS + 1) * WIDTH * 2**-53  # sums of WIDTH terms, LAYERS there and back
+SCHEDULES = {  # name: (the list of a rank, v)
+    "1F1B": (partial(interleaved, hops=1), 1),
+    "v = 2": (interleaved, 2),
+    "v = 4": (interleaved, 4),
+    "breadth first": (breadth_first, 2),
+}
+
+
+class SlotCounter(Pipeline):
+    """A pipeline whose messages take the clock along, and that notes when each action starts."""
+
+    def __init__(self, *given: object) -> None:
+        super().__init__(*given)
+        self.now = 0
+        self.starts: dict[Action, int] = {}
+
+    def act(self, action: Action, inputs: Sequence[torch.Tensor]) -> None:
+        super().act(action, inputs)
+        self.starts[action] = self.now
+        self.now += SLOTS[action[0]]
+
+    def send(self, action: Action, result: torch.Tensor, stage: int) -> None:
+        end = result.new_tensor([self.now + SLOTS[action[0]]])
+        super().send(action, torch.cat([result.flatten(), end]), stage)
+
+    def receive(self, action: Action, like: torch.Tensor) -> torch.Tensor:
+        message = super().receive(action, torch.empty(like.numel() + 1, dtype=like.dtype))
+        self.now = max(self.now, int(message[-1]))
+        return message[:-1].view_as(like)
+
+
+class Case:
+    """A model, a batch, and the gradients that one process finds."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)  # the same on every rank
+        layers = []
+        for _ in range(LAYERS):
+            layers.append(nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=torch.float64), nn.Tanh()))
+        self.model = nn.Sequential(*layers)
+        self.x = torch.randn(MICRO_BATCHES * ROWS, WIDTH, dtype=torch.float64)
+        self.target = torch.randn_like(self.x)
+        F.mse_loss(self.model(self.x), self.target).backward()
+
+    def layers_of(self, stage: int, v: int) -> nn.Module:
+        size = LAYERS // (v * WORLD_SIZE)
+        return self.model[stage * size : (stage + 1) * size]
+
+    def stages(self, v: int) -> dict[int, nn.Module]:
+        """Copies of this rank's stages, without gradients."""
+        mine = {}
+        for stage in range(RANK, v * WORLD_SIZE, WORLD_SIZE):
+            mine[stage] = copy.deepcopy(self.layers_of(stage, v))
+            mine[stage].zero_grad()
+        return mine
+
+    def loss(self, y: torch.Tensor, k: int) -> torch.Tensor:
+        return F.mse_loss(y, self.target.chunk(MICRO_BATCHES)[k]) / MICRO_BATCHES
+
+    def error(self, stages: dict[int, nn.Module], v: int) -> float:
+        """How far the gradients are from one process's."""
+        errors = []
+        for stage, layers in stages.items():
+            expected = self.layers_of(stage, v).parameters()
+            for ours, whole in zip(layers.parameters(), expected, strict=True):
+                errors.append(relative_error(ours.grad.cpu(), whole.grad))
+        return max(errors)
+
+
+def relative_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest difference between two tensors, relative to the largest element."""
+    return ((ours - expected).abs().max() / expected.abs().max()).item()
+
+
+# %% [markdown]
+# Every schedule is run once; then the counts are compared with the formulas of sections 1 and 2.
+
+
+# %%
+def check_schedules(case: Case, group: dist.ProcessGroup) -> dict[str, list[dict]]:
+    """Run each schedule and claim what it costs; return every rank's slots."""
+    p = WORLD_SIZE
+    m = MICRO_BATCHES
+    runs = {}
+    messages = {}  # per message of 1F1B
+    held = {}  # micro-batches, by this rank
+    for name, (order_of, v) in SCHEDULES.items():
+        if p == 1 and v > 1:
+            blocked(f"{name}: several stages per rank", needs="2 ranks")
+            continue
+        pipeline = SlotCounter(case.stages(v), v * p - 1, case.loss, group)
+        pipeline.step(order_of(RANK, p, m, v), case.x.chunk(m))
+        runs[name] = gather_objects(pipeline.starts)
+        messages[name] = sum(gather_objects(len(pipeline.sends))) / max(1, 2 * m * (p - 1))
+        held[name] = Fraction(pipeline.most_held, v)
+        show(name, runs[name])
+        error = case.error(pipeline.stages, v)
+        claim(f"{name}: error of the gradients", 0, error, atol=TOLERANCE)
+    idle = {name: idle_share(starts) for name, starts in runs.items()}
+    claim("1F1B: share of slots idle", bubble(1), idle["1F1B"], kind="simulated")
+    claim("1F1B: micro-batches held", p, held["1F1B"], rank=0)
+    if p > 1:
+        claim("v = 2: share of slots idle", bubble(2), idle["v = 2"], question=1, kind="simulated")
+        claim("v = 2: messages / 1F1B's", (2 * p - 1) / (p - 1), messages["v = 2"], question=2)
+        claim("v = 2: micro-batches held", p + (p - 1) / 2, held["v = 2"], question=3, rank=0)
+        claim("v = 4: share of slots idle", bubble(4), idle["v = 4"], kind="simulated")
+        claim("v = 4: messages / 1F1B's", (4 * p - 1) / (p - 1), messages["v = 4"])
+        claim("v = 4: micro-batches held", p + (p - 1) / 4, held["v = 4"], rank=0)
+        found = idle["breadth first"]
+        claim("breadth first: share of slots idle", bubble(2), found, kind="simulated")
+        found = held["breadth first"]
+        claim("breadth first: micro-batches held", m, found, question=4, rank=0)
+    return runs
+
+
+def bubble(v: int) -> Fraction:
+    """The share of slots that a rank idles by the formula: (p-1) / (v m + p-1)."""
+    return Fraction(WORLD_SIZE - 1, v * MICRO_BATCHES + WORLD_SIZE - 1)
+
+
+def idle_share(starts: list[dict[Action, int]]) -> Fraction:
+    """The share of all slots, of all ranks, from the first action to the last, that are empty."""
+    busy = 0
+    end = 0
+    for actions in starts:
+        for (kind, _, _), slot in actions.items():
+            busy += SLOTS[kind]
+            end = max(end, slot + SLOTS[kind])
+    return 1 - Fraction(busy, end * len(starts))
+
+
+def gather_objects(value: object) -> list:
+    """Return every rank's `value`, in order, on every rank."""
+    values = [None] * WORLD_SIZE
+    dist.all_gather_object(values, value)
+    return values
+
+
+def show(name: str, starts: list[dict[Action, int]]) -> None:
+    """Print a run as a grid if it fits: a letter per slot, a small one for a later stage."""
+    rows = []
+    for rank, actions in enumerate(starts):
+        row = []
+        for (kind, stage, _), slot in actions.items():
+            row += ["."] * (slot - len(row))
+            row += SLOTS[kind] * [kind if stage == rank else kind.lower()]
+        rows.append(f"{'':13}rank {rank}  {''.join(row)}")
+    if max(map(len, rows)) <= 100:
+        print0("\n".join([f"\n{'':13}{name}", *rows, ""]))
+
+
+# %% [markdown]
+# ## 5. PyTorch's own
+#
+# `torch.distributed.pipelining` has both as classes, which take this rank's stages and bring a
+# runtime that works on NCCL too. Their order stands in `pipeline_order`, with names such as 4F0 for
+# stage 4 and micro-batch 0.
+
+
+# %%
+def check_torchs(case: Case, device: torch.device) -> None:
+    """Claim that PyTorch's schedules find the same gradients, and that their lists are ours."""
+    if WORLD_SIZE == 1:
+        blocked("PyTorch's own schedules", needs="2 ranks")
+        return
+    for name, ours in (("Interleaved1F1B", interleaved), ("LoopedBFS", breadth_first)):
+        modules = case.stages(2)
+        stages = []
+        for stage, module in modules.items():
+            stages.append(PipelineStage(module.to(device), stage, 2 * WORLD_SIZE, device))
+        schedule_class = getattr(pipelining, f"Schedule{name}")
+        schedule = schedule_class(stages, MICRO_BATCHES, loss_fn=F.mse_loss)
+        inputs = [case.x.to(device)] if RANK == 0 else []
+        target = {"target": case.target.to(device)} if RANK == WORLD_SIZE - 1 else {}
+        schedule.step(*inputs, **target)
+        error = case.error(modules, 2)
+        claim(f"torch's {name}: error of the gradients", 0, error, atol=TOLERANCE)
+        named = " ".join(str(action) for action in schedule.pipeline_order[RANK] if action)
+        order = []
+        for stage, kind, k in re.findall(r"(\d+)([FB])(\d+)", named):
+            order.append((kind, int(stage), int(k)))
+        pairs = zip(order, ours(RANK, WORLD_SIZE, MICRO_BATCHES, 2), strict=True)
+        unlike = sum(theirs != action for theirs, action in pairs)
+        claim(f"torch's {name}: actions unlike our list's", 0, unlike)
+
+
+# %% [markdown]
+# ## 6. On GPUs: the share that real stages idle
+#
+# A rank's 16 layers make v = 1, 2 or 4 stages, and a step of PyTorch's class is timed. In turn with
+# it each rank does the same work alone, with no neighbor to wait for. What the step takes longer is
+# bubble, and messages that were not hidden. With only p micro-batches the bubbles are large.
+
+
+# %%
+def idle_on_gpu(v: int, device: torch.device) -> float:
+    """The share of a step in which a rank does not work, with v stages of 16 / v layers."""
+    factory = {"bias": False, "device": device, "dtype": torch.bfloat16}
+    modules = []
+    stages = []
+    for stage in range(RANK, v * WORLD_SIZE, WORLD_SIZE):
+        layers = [nn.Linear(8192, 8192, **factory) for _ in range(16 // v)]
+        modules.append(nn.Sequential(*layers))
+        stages.append(PipelineStage(modules[-1], stage, v * WORLD_SIZE, device))
+    schedule_class = pipelining.ScheduleInterleaved1F1B if v > 1 else pipelining.Schedule1F1B
+    schedule = schedule_class(stages if v > 1 else stages[0], WORLD_SIZE, loss_fn=F.mse_loss)
+    x = torch.randn(WORLD_SIZE * 2048, 8192, device=device, dtype=torch.bfloat16)
+    inputs = [x] if RANK == 0 else []
+    target = {"target": x} if RANK == WORLD_SIZE - 1 else {}
+
+    def alone() -> None:
+        for micro_batch in x.chunk(WORLD_SIZE):
+            for module in modules:
+                module(micro_batch.detach().requires_grad_()).sum().backward()
+
+    steps = []
+    own = []
+    for _ in range(6):
+        steps.append(seconds(lambda: schedule.step(*inputs, **target)))
+        own.append(seconds(alone))
+    return share_idle(steps[1:], own[1:])  # the first of each warms up
+
+
+def share_idle(steps: list[float], own: list[float]) -> float:
+    """The share of a step that is not a rank's own work, by the medians of both."""
+    return 1 - statistics.median(own) / statistics.median(steps)
+
+
+def seconds(work: Callable) -> float:
+    """How long it takes all ranks."""
+    dist.barrier()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    dist.barrier()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def check_gpus(device: torch.device) -> None:
+    if device.type == "cpu" or WORLD_SIZE == 1 or not torch.cuda.is_bf16_supported(False):
+        blocked("share that real stages idle, v = 1, 2, 4", needs="2 GPUs with bfloat16")
+        return
+    for v in (1, 2, 4):
+        idle = idle_on_gpu(v, device)
+        due = Fraction(WORLD_SIZE - 1, v * WORLD_SIZE + WORLD_SIZE - 1)
+        # From v to the next this falls by 0.089 at least: on 2 GPUs from 1/5 to 1/9.
+        claim(f"real stages, v = {v}: share idle", due, idle, atol=0.04, timed=True)
+
+
+# %% [markdown]
+# `--figure` draws the grid of every schedule that was run, all on one scale of time.
+
+
+# %%
+def draw(path: str, runs: dict[str, list[dict]]) -> None:
+    """One panel per schedule, one row per rank; the lighter, the later the stage."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 1.6 * len(runs)), layout="constrained")
+    panels = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
+    told = []
+    for axes, (name, starts) in zip(panels, runs.items(), strict=True):
+        v = SCHEDULES[name][1]
+        for rank, actions in enumerate(starts):
+            for (kind, stage, _), slot in actions.items():
+                bar = {"color": {"F": "C0", "B": "C2"}[kind], "alpha": 1 - stage // WORLD_SIZE / 5}
+                axes.barh(rank, SLOTS[kind] / v, left=slot / v, edgecolor="white", **bar)
+        axes.set(ylabel="rank", yticks=range(len(starts)), ylim=(len(starts) - 0.5, -0.5))
+        told.append(f"{name}: {float(idle_share(starts)):.1%} idle")
+        axes.set_title(told[-1])
+    panels[-1].set_xlabel("forward passes of 1/p of the model; forward blue, backward green")
+    alt = f"Pipeline schedules on {WORLD_SIZE} ranks over time, a row per rank. {'; '.join(told)}"
+    figure.savefig(path, metadata={"Title": alt})
+
+
+# %% [markdown]
+# ## What you should have seen
+#
+# With 4 ranks and 8 micro-batches:
+#
+# 1. 3/19 = 15.8% instead of 3/11 = 27.3%: what 1F1B would idle with 16 micro-batches. With four
+#    stages per rank it is 3/35 = 8.6%. The work stays, so a step gets shorter by less: by 14%, from
+#    11 to 9.5 times what a rank works on one micro-batch.
+# 2. 7/3 as many: seven borders between stages instead of three. With v = 4 it is five times.
+# 3. More: 11 halves, 5.5 micro-batches instead of 4. With v = 4 it is 4.75; what is held for the
+#    sake of messages are smaller stages then.
+# 4. All eight, as under GPipe. The bubble is 3/19 here too; the dots lie elsewhere.
+#
+# **Try.** With `hops` 1, rank 0 holds four micro-batches, as under 1F1B. So the claims of what it
+# holds fail for v = 2 and v = 4, and PyTorch's list of interleaved 1F1B is no longer ours. The
+# bubble stays, for here a message takes no time; on GPUs each hop would then wait for its message.
+# With 64 micro-batches 1F1B idles 3/67 = 4.5%, and interleaving 3/131 = 2.3%: a step takes 65.5
+# instead of 67, which is 2.2% less, for 7/3 as many messages.
+#
+# **When.** With few micro-batches: the batch of a step is limited, so with many data-parallel
+# replicas m falls to a few times p. Breadth first is for stages that are sharded by FSDP. Not when
+# m is large next to p, as above. Not when the model has too few layers: it takes v p stages of
+# equal size, and the embedding and the head count as layers.
+#
+# **On GPUs.** A stage must take longer than its message. For Llama 3 70B, 4,096 tokens and bfloat16
+# an activation is 67 MB: 1.3 ms through a network card of 400 Gb/s. The forward pass of one of its
+# 80 layers is 7 TFLOP, 18 ms at 400 TFLOP/s: even a stage of one layer hides its messages. With
+# tensor parallelism over eight GPUs the 18 ms become 2.2, and the message an eighth, if each GPU
+# sends its share through a card of its own. With one card for all eight, 1.3 ms still hide.
+
+
+# %%
+def main() -> None:
+    figure = {"metavar": "PATH", "help": "draw the grid of every schedule: .svg or .png"}
+    options = command_line({"--figure": figure})
+    launch()
+    device = setup()
+    case = Case()
+    runs = check_schedules(case, dist.new_group(backend="gloo"))
+    check_torchs(case, device)
+    check_gpus(device)
+    if options.figure and RANK == 0:
+        draw(options.figure, runs)
+    finish()
+
+
+# %% [markdown]
+# ## Plumbing, the same in every lesson: join the group, print, check a claim, leave
+
+# %%
+ledger: list[dict] = []  # one row per claim, the same on every rank
+
+
+def command_line(flags: dict[str, dict] | None = None) -> argparse.Namespace:
+    """Read the flags, given as {name: arguments of add_argument}; --help and mistakes end here."""
+    as_it_is = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_it_is)
+    for name, arguments in (flags or {}).items():
+        parser.add_argument(name, **arguments)
+    parser.error = refuse
+    return parser.parse_args()
+
+
+def launch(world_sizes: range | list[int] = range(1, 1025)) -> None:
+    """Plain `python lesson.py`: be torchrun, one rank per GPU if there are several, else 4.
+
+    `world_sizes` are the numbers of ranks that the lesson takes: it gets the largest that fits.
+    """
+    if "RANK" in os.environ:
+        return  # torchrun has started this rank
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    gpus = torch.cuda.device_count()
+    ranks = max(size for size in world_sizes if size <= gpus) if gpus > 1 else 4
+    os.environ |= {"LAUNCHER": str(os.getpid()), "OMP_NUM_THREADS": "1"}  # ranks share the cores
+    logging.disable()  # the rank that fails says why
+    here = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}"]
+    try:
+        with tempfile.TemporaryDirectory() as logs:  # the one that torchrun makes would stay
+            torchrun([*here, f"--log-dir={logs}", *sys.argv])
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        sys.exit(f"rank {rank} was ended by {failure.signal_name()}" if failure.exitcode < 0 else 1)
+    except SignalException as error:
+        sys.exit(128 + error.sigval)
+    sys.exit()
+
+
+def setup() -> torch.device:
+    """Join the process group: NCCL if every rank has a GPU of its own, gloo if none has."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the launcher
+    if os.environ.pop("LAUNCHER", str(os.getppid())) != str(os.getppid()):
+        sys.exit(1)  # it was killed before that line
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank that waits inside C++ too
+    torch.set_float32_matmul_precision("highest")  # some images make TF32 the default
+    gpus = torch.cuda.device_count()
+    local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    device = torch.device("cpu")
+    how = f"gloo ({local_ranks} ranks and {gpus} GPUs here)"
+    if gpus >= local_ranks:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        version = ".".join(map(str, torch.cuda.nccl.version()))
+        how = f"NCCL {version} on {torch.cuda.get_device_name()}"
+    patience = timedelta(minutes=2)
+    store, _, _ = next(dist.rendezvous("env://", timeout=patience))
+    store.set(f"device of {RANK}", device.type)
+    devices = store.multi_get([f"device of {rank}" for rank in range(WORLD_SIZE)])
+    if len(set(devices)) > 1:
+        counted = f"{devices.count(b'cuda')} GPUs for {WORLD_SIZE} ranks"
+        refuse(f"needs a GPU per rank, or none, got {counted}; hide all by CUDA_VISIBLE_DEVICES=")
+    group = {"rank": RANK, "world_size": WORLD_SIZE, "store": store, "timeout": patience}
+    own_gpu = device if device.type == "cuda" else None
+    dist.init_process_group("nccl" if own_gpu else "gloo", device_id=own_gpu, **group)
+    sys.excepthook = crash  # only now: init_process_group sets one of its own
+    print0(f"{WORLD_SIZE} ranks, {how}, torch {torch.__version__}\n")
+    print0(f"{'':13}{'claim':50} {'predicted':22} {'measured':>11}")
+    return device
+
+
+def print0(*words: object) -> None:
+    """Print on rank 0 only."""
+    if RANK == 0:
+        print(*words, flush=True)
+
+
+def refuse(rule: str) -> None:
+    """End before the first collective with one message, from rank 0: rule, value, remedy."""
+    if RANK != 0:
+        time.sleep(30)  # the launcher ends us meanwhile
+    sys.exit(f"{sys.argv[0]}: {rule}")
+
+
+def crash(*error: object) -> None:
+    """Leave without ceremony, since peers may be stuck. The first rank that fails says why."""
+    first = dist.distributed_c10d._get_default_store().add("crashes", 1) == 1
+    time.sleep(1 if first else 30)  # the launcher ends us meanwhile, if a peer's death is the cause
+    print(f"rank {RANK}:", file=sys.stderr)
+    sys.__excepthook__(*error)
+    os._exit(1)
+
+
+def claim(
+    text: str,
+    predicted: float,
+    measured: float,
+    sign: str = "=",
+    atol: float = 0.0,
+    question: int | None = None,
+    kind: str = "measured",
+    timed: bool = False,
+    varies: bool = False,
+    rank: int | None = None,
+) -> None:
+    """Check `measured sign predicted` (=, <=, >=), give or take `atol`, on all ranks; all call.
+
+    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers.
+    `kind` says what was measured: the real thing, or what is "simulated", or "theory". `timed` says
+    that a clock decides; `varies`, that the kernel's own traffic does, or how well a model learns.
+    """
+    p = float(predicted)
+    m = float(measured)
+    error = {"=": abs(m - p), "<=": m - p, ">=": p - m}[sign] - atol
+    found = [(math.inf if math.isnan(error) else error, RANK, p, m, float(atol))]
+    if dist.is_initialized():
+        found *= WORLD_SIZE
+        dist.all_gather_object(found, found[0])
+    worst = max(found, key=lambda one: one[0]) if rank is None else found[rank]
+    error, rank, p, m, slack = worst
+    verdict = "PASS" if error <= 0 else "FAIL"
+    mark = {"measured": " ", "simulated": "s", "theory": "t"}[kind]
+    answers = f"{question}." if question else ""
+    between = f"{sign:>2} {readable(p)}" + (f" ±{slack:.2g}" if slack else "")
+    print0(f"  {verdict} {mark}  {answers:2} {text:50} {between:22} {readable(m):>11}")
+    if verdict == "FAIL":
+        print0(f"{'':13}off by {m - p:.3g} on rank {rank}")
+    row = {"claim": text, "verdict": verdict, "sign": sign, "rank": rank, "slack": slack}
+    row |= {"predicted": p, "measured": m if math.isfinite(m) else str(m)}  # JSON knows no NaN
+    row |= {"question": question, "kind": kind, "timed": timed, "varies": varies}
+    ledger.append(row | {"line": sys._getframe(1).f_lineno})
+
+
+def readable(x: float) -> str:
+    """Whole numbers in full, others to six digits."""
+    return f"{x:,.0f}" if x.is_integer() and abs(x) < 1e12 else f"{x:,.6g}"
+
+
+def blocked(text: str, needs: str) -> None:
+    """Record what this machine cannot answer, and what would."""
+    print0(f"  BLOCKED    {text:50} needs {needs}")
+    row = {"claim": text, "verdict": "BLOCKED", "needs": needs}
+    ledger.append(row | {"line": sys._getframe(1).f_lineno})
+
+
+def finish() -> None:
+    """Write the ledger where LESSON_JSON says; exit 1 if a claim failed or none was made."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    counts = Counter((row.get("kind"), row["verdict"]) for row in ledger)
+    said = f"{counts['measured', 'PASS']} PASS, {counts['measured', 'FAIL']} FAIL"
+    said += f", {counts[None, 'BLOCKED']} BLOCKED"
+    for kind in ("simulated", "theory"):  # apart from what was measured
+        passed = counts[kind, "PASS"]
+        failed = counts[kind, "FAIL"]
+        said += f"; {kind} ({kind[0]}): {passed} PASS, {failed} FAIL" if passed + failed else ""
+    print0(f"\n  {said}")
+    verdicts = {row["verdict"] for row in ledger}
+    if verdicts == {"BLOCKED"}:
+        print0("  Nothing could be checked: BLOCKED rows say what they need.")
+    if RANK == 0 and "LESSON_JSON" in os.environ:
+        with open(os.environ["LESSON_JSON"], "w") as file:
+            json.dump({"ranks": WORLD_SIZE, "ledger": ledger}, file, indent=1)
+    code = int("FAIL" in verdicts or "PASS" not in verdicts)
+    if __name__ == "__main__":
+        os._exit(code)  # threads of a group that something still holds can abort a plain exit
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,766 @@
+"""Zero-bubble schedules: a backward pass in two halves
+====================================================
+
+**Question.** A backward pass computes two things: the gradient of a stage's input, for which
+another rank waits, and the gradients of its weights, for which nobody waits until the optimizer
+steps. How much of 1F1B's bubble can the second half fill, and what does that cost?
+
+**Predict**, and write it down before you run. There are four ranks with one stage each, and eight
+micro-batches. A stage is four linear layers. A forward pass and each half of a backward pass take
+one slot, a message takes none. Under 1F1B every rank idles nine slots, rank 0 holds the activations
+of four micro-batches, and the last rank those of one.
+
+1. A stage's backward pass is eight matrix products. How many belong to the second half?
+2. How many does `torch.autograd.grad(y, weights, ...)` compute, on the kept graph of the stage?
+3. The second half is done when there is nothing better to do, and no rank may hold more than four
+   micro-batches. How many slots does rank 0 idle?
+4. How many micro-batches does the last rank hold then?
+5. How many must rank 0 hold, to never wait between its first and its last action?
+
+**Run.**
+
+    torchrun --standalone --nproc-per-node=4 19_zero_bubble.py   # NCCL on 4 GPUs, else gloo
+    python 19_zero_bubble.py                                     # the same, started for you
+    python 19_zero_bubble.py --figure grids.svg                  # and draw what was run
+
+Not run on several GPUs.
+
+**Try.** In `zb_h1` let every rank have a `delay` of 0: which claims fail? Put it back, and let a
+forward pass take two slots, `"F": 2` in `SLOTS`: what do ZB-H1 and ZB-H2 idle now?
+
+**Before.** parallelism/08_interleaved_schedules.py: the other way to a smaller bubble.
+
+**Next.** exercises/11_pipeline_micro_batches: ZB-H1 by your own hand. Then
+parallelism/09_pipeline_deadlocks.py
+"""
+
+import argparse
+import ctypes
+import json
+import logging
+import math
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from fractions import Fraction
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed import pipelining
+from torch.distributed.pipelining import PipelineStage
+from torch.utils.flop_counter import FlopCounterMode
+
+# A *rank* is one of WORLD_SIZE processes that run this same file, and here it is also one *stage*
+# of the pipeline. `claim(text, predicted, measured)` prints one row of the ledger and must be
+# called by every rank. It, `setup`, `print0`, `blocked` and `finish` stand in the last cell, the
+# same in every lesson; you need not read them.
+RANK = int(os.environ.get("RANK", "0"))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+
+# %% [markdown]
+# ## 1. The two halves of a backward pass
+#
+# A linear layer computes z = x wᵀ, and y = tanh(z) is the input of the next one. Backward, the
+# gradient of y arrives. From it the layer computes
+#
+#     g       = (grad of y) * (1 - y²)    through tanh
+#     grad x  = g w                       I: the layer before waits for it, or the rank before
+#     grad w  = gᵀ x                      W: nobody waits for it until the optimizer steps
+#
+# I and W are one matrix product each, as long as the forward pass. I goes from the last layer to
+# the first, each needing the one behind it. W can be done at any time, in any order, if x and g of
+# each layer are kept. So a stage has three kinds of action for a micro-batch: F, I and W.
+
+
+# %%
+class Stage:
+    """Some linear layers with tanh behind each, and a backward pass in two halves."""
+
+    def __init__(self, weights: Sequence[torch.Tensor]) -> None:
+        self.weights = weights
+        self.grads = [torch.zeros_like(w) for w in weights]
+        self.kept: dict[int, object] = {}  # of each micro-batch, from its F to its W
+        self.most_held = 0
+
+    def forward(self, k: int, x: torch.Tensor) -> torch.Tensor:
+        """F: return the output; keep every layer's x, and the output."""
+        xs = [x]
+        for w in self.weights:
+            xs.append(torch.tanh(xs[-1] @ w.T))
+        self.kept[k] = xs
+        self.most_held = max(self.most_held, len(self.kept))
+        return xs[-1]
+
+    def backward_input(self, k: int, grad: torch.Tensor) -> torch.Tensor:
+        """I: return the gradient of the stage's input; keep every layer's x and g."""
+        xs = self.kept[k]
+        gs = []
+        for w, y in zip(reversed(self.weights), reversed(xs[1:]), strict=True):
+            gs.append(grad * (1 - y * y))
+            grad = gs[-1] @ w
+        self.kept[k] = (xs[:-1], gs[::-1])
+        return grad
+
+    def backward_weights(self, k: int) -> None:
+        """W: add this micro-batch's gradients of the weights."""
+        xs, gs = self.kept.pop(k)
+        for total, x, g in zip(self.grads, xs, gs, strict=True):
+            total += g.T @ x
+
+
+# %% [markdown]
+# There is no autograd here, to show what is computed when. The obvious way with autograd is two
+# calls on one graph, `grad(y, x)` and then `grad(y, weights)`. The first is I. But the second
+# starts at y again and walks through I's products once more, to get at each layer's g. What makes W
+# a half is that g is kept. That takes memory: from I to W two tensors per layer, instead of one.
+
+# %% [markdown]
+# ## 2. ZB-H1: W fills what were holes
+#
+# Take 1F1B, cut each B into I and W, and send I's result at once (ZB-H1, Qi et al., 2023):
+#
+#     1F1B   slot  0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15 16 17    holds
+#     rank 0      F0 F1 F2  .  .  .  . B0 B0 F3 B1 B1  . B2 B2  . B3 B3      3
+#     rank 1       . F0 F1  .  . B0 B0 F2 B1 B1 F3 B2 B2  . B3 B3  .  .      2
+#     rank 2       .  . F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3  .  .  .  .      1
+#
+#     ZB-H1  slot  0  1  2  3  4  5  6  7  8  9 10 11 12 13    holds
+#     rank 0      F0 F1 F2  .  . I0 W0 F3 I1 W1 I2 W2 I3 W3      3
+#     rank 1       . F0 F1  . I0 F2 I1 W0 F3 I2 W1 I3 W2 W3      3
+#     rank 2       .  . F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3      3
+#
+# The first gradient is on rank 0 in slot 5 instead of 7, since it came through two halves. At the
+# end, ranks 1 and 2 do W where they idled. Of six dots per rank two are left.
+#
+# F and I come in 1F1B's order: rank r runs ahead by p-1-r forwards. New is the **delay**: rank r
+# does a W when r more I are done. Two ranks wait for rank 2's I, so it puts W off; none waits for
+# rank 0's, so it does W at once. A micro-batch is held from its F to its W: p-1-r that ran ahead,
+# the one at work, and r whose W is to come. That is p on every rank, as on 1F1B's rank 0. (In bytes
+# it is more here, as those r keep g, too. In a transformer I also frees what it alone needed.)
+
+# %%
+Action = tuple[str, int]  # ("F", "I" or "W", number of the micro-batch); 1F1B has "B" for both
+SLOTS = {"F": 1, "I": 1, "W": 1, "B": 2}
+
+
+def split_1f1b(m: int, num_warmup: int, delay: int) -> list[Action]:
+    """1F1B's order of F and I, with each W `delay` micro-batches after its I."""
+    num_warmup = min(num_warmup, m)
+    order = [("F", k) for k in range(num_warmup)]
+    for k in range(m):
+        if num_warmup + k < m:
+            order.append(("F", num_warmup + k))
+        order.append(("I", k))
+        if k >= delay:
+            order.append(("W", k - delay))
+    return order + [("W", k) for k in range(max(m - delay, 0), m)]
+
+
+def zb_h1(rank: int, p: int, m: int) -> list[Action]:
+    return split_1f1b(m, num_warmup=p - 1 - rank, delay=rank)
+
+
+# %% [markdown]
+# By the paper's formula a rank idles (p-1) (F + I - W) slots, where 1F1B idles (p-1) (F + I + W):
+# with slots of equal length a third. Of these (p-1) F pass until the last rank starts, and (p-1) I
+# until its last I is back on rank 0. But by then the last rank has put off p-1 of its W, so all
+# ends (p-1) W earlier. It holds if W is no longer than F or I, and m large: 2p-1 is enough.
+
+# %% [markdown]
+# ## 3. A rank follows its list
+#
+# The loop is that of 1F1B, with one case more. Activations go to the next rank and gradients to the
+# one before, each in a process group of its own: NCCL does one thing after the other in a group.
+
+# %%
+groups: dict[str, dist.ProcessGroup] = {}  # "down" and "up"; "clocks" for section 5
+
+
+def run_step(stage: Stage, order: list[Action], inputs: Sequence, loss_gradient: Callable) -> None:
+    """Follow a list; `inputs`: rank 0's micro-batches, elsewhere tensors like what arrives."""
+    outputs = {}  # of the last stage
+    sends = []
+    for kind, k in order:
+        if kind == "F":
+            x = inputs[k]
+            if RANK > 0:
+                x = torch.empty_like(x)
+                dist.recv(x, RANK - 1, groups["down"])
+            y = stage.forward(k, x)
+            if RANK < WORLD_SIZE - 1:
+                sends.append(dist.isend(y, RANK + 1, groups["down"]))
+            else:
+                outputs[k] = y
+        if kind in ("I", "B"):
+            if RANK < WORLD_SIZE - 1:
+                grad = torch.empty_like(inputs[k])
+                dist.recv(grad, RANK + 1, groups["up"])
+            else:
+                grad = loss_gradient(outputs.pop(k), k)
+            grad = stage.backward_input(k, grad)
+        if kind in ("W", "B"):
+            stage.backward_weights(k)
+        if kind in ("I", "B") and RANK > 0:
+            sends.append(dist.isend(grad, RANK - 1, groups["up"]))
+    for send in sends:
+        send.wait()
+
+
+# %% [markdown]
+# ## 4. ZB-H2: no waiting, for twice the memory
+#
+# Why does rank 0 still wait? F0 is done on the last rank after p slots, and I0 takes p-1 slots
+# through the ranks behind rank 0. So I0 reaches rank 0 in slot 2p-1, no sooner. Until then rank 0
+# has only forwards to do. To never wait it takes 2p-1 of them, and holds them all; fewer cannot do.
+# **ZB-H2** doubles run-ahead and delay. It holds 2p-1, and rank 0 idles (p-1) (F + I - 2W) slots:
+#
+#     ZB-H2  slot  0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15 16    holds
+#     rank 0      F0 F1 F2 F3 F4 I0 W0 I1 W1 I2 W2 I3 W3 I4 W4  .  .      5
+#     rank 1       . F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4  .      5
+#     rank 2       .  . F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4      5
+
+
+# %%
+def zb_h2(rank: int, p: int, m: int) -> list[Action]:
+    return split_1f1b(m, num_warmup=2 * (p - 1 - rank), delay=2 * rank)
+
+
+# %% [markdown]
+# **This zero is counted otherwise than in parallelism/07.** There a rank's time runs from the first
+# action of any rank to the last of any. So counted, a rank of ZB-H2 idles p-1 slots, as under
+# ZB-H1: look at the dots. Here it runs from the rank's own first action to its own last, which is
+# fair if rank 0 begins the next step in slot 15, while rank 2 still ends this one. But to clip
+# gradients all ranks need their norm before any may step. The paper lets each rank step on what it
+# knows so far, and take the step back in the rare case that it was wrong. Without such an optimizer
+# ZB-H2 gains nothing over ZB-H1.
+
+# %% [markdown]
+# ## 5. How it is measured
+#
+# **The oracle** is one process that runs the whole batch through the whole model with autograd, in
+# float64. **Products** are counted by PyTorch's `FlopCounterMode`; micro-batches held, in the run.
+# **Slots**: each rank follows its list once more and really sends and receives, but a message is
+# only the sender's logical clock, the slot in which its action has ended. The lengths of slots are
+# assumed, so these rows are "simulated". For PyTorch's lists an action names its stage, too.
+
+# %%
+ROWS, WIDTH = 4, 16  # of one micro-batch
+LAYERS = 4  # of a stage
+MICRO_BATCHES = WORLD_SIZE * max(2, math.ceil(8 / WORLD_SIZE))  # 8 on 1, 2 and 4 ranks
+TOLERANCE = 2 * (LAYERS * WORLD_SIZE + 1) * WIDTH * 2**-53  # sums of WIDTH terms, there and back
+StageAction = tuple[str, int, int]  # kind, stage, number of the micro-batch
+
+
+def slots_of(order: list[StageAction], rank_of: list[int]) -> dict[StageAction, int]:
+    """Follow a list; return the slot in which each action starts. `rank_of`: of each stage."""
+    now = 0
+    starts = {}
+    ends = {}  # of this rank's actions, by tag
+    sends = []
+    for kind, stage, k in order:
+        way = {"F": 1, "W": 0}.get(kind, -1)  # to which stage its result goes: the next, or back
+        source = stage - way
+        target = stage + way
+        if way != 0 and source in range(len(rank_of)):
+            tag = tag_of(way, source, k)
+            clock = torch.tensor([ends.get(tag, 0)])
+            if rank_of[source] != RANK:
+                dist.recv(clock, rank_of[source], groups["clocks"], tag=tag)
+            now = max(now, clock.item())
+        starts[kind, stage, k] = now
+        now += SLOTS[kind]
+        tag = tag_of(way, stage, k)
+        ends[tag] = now
+        if target in range(len(rank_of)) and rank_of[target] != RANK:
+            sends.append(dist.isend(torch.tensor([now]), rank_of[target], groups["clocks"], tag))
+    for send in sends:
+        send.wait()
+    return starts
+
+
+def tag_of(way: int, stage: int, k: int) -> int:
+    """A number of its own for what each action makes."""
+    return 3 * (stage * MICRO_BATCHES + k) + way + 1
+
+
+def end_of(actions: dict[StageAction, int]) -> int:
+    """The slot in which a rank has done its last action."""
+    return max(slot + SLOTS[kind] for (kind, _, _), slot in actions.items())
+
+
+def waits(actions: dict[StageAction, int]) -> int:
+    """The slots that a rank idles between its own first action and its own last."""
+    busy = sum(SLOTS[kind] for kind, _, _ in actions)
+    return end_of(actions) - min(actions.values()) - busy
+
+
+# %% [markdown]
+# First the halves, on one stage; autograd's second call runs on the same layers as a module.
+
+
+# %%
+class Layers(nn.Module):
+    """A stage's layers under autograd: for the oracle, and for PyTorch's schedules."""
+
+    def __init__(self, weights: torch.Tensor) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(weights.unbind())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for w in self.weights:
+            x = torch.tanh(x @ w.T)
+        return x
+
+
+def products(work: Callable, *given: object) -> float:
+    """How many products of a layer's weight with a micro-batch `work` computes."""
+    with FlopCounterMode(display=False) as counter:
+        work(*given)
+    return counter.get_total_flops() / (2 * ROWS * WIDTH * WIDTH)
+
+
+def check_halves() -> None:
+    weights = torch.ones(LAYERS, WIDTH, WIDTH)
+    x = torch.ones(ROWS, WIDTH)
+    stage = Stage(weights.unbind())
+    y = stage.forward(0, x)
+    claim("I: products", LAYERS, products(stage.backward_input, 0, y))
+    kept = sum(map(len, stage.kept[0]))
+    claim("tensors kept per layer from I to W", 2, kept / LAYERS)
+    claim("W: products", LAYERS, products(stage.backward_weights, 0), question=1)
+    layers = Layers(weights)
+    y = layers(x)
+    second = products(torch.autograd.grad, y, list(layers.weights), torch.ones_like(y))
+    claim("autograd.grad(y, weights): products", 2 * LAYERS - 1, second, question=2)
+
+
+class Case:
+    """A model, a batch, and the gradients that one process finds, the same on every rank."""
+
+    def __init__(self, device: torch.device) -> None:
+        torch.manual_seed(0)
+        factory = {"device": device, "dtype": torch.float64}
+        self.weights = torch.randn(LAYERS * WORLD_SIZE, WIDTH, WIDTH, **factory) / WIDTH**0.5
+        self.x = torch.randn(MICRO_BATCHES * ROWS, WIDTH, **factory)
+        self.target = torch.randn_like(self.x)
+        whole = Layers(self.weights)
+        F.mse_loss(whole(self.x), self.target).backward()
+        self.expected = torch.stack([w.grad for w in whole.weights])
+
+    def loss_gradient(self, y: torch.Tensor, k: int) -> torch.Tensor:
+        """Of the mean over the whole batch, for micro-batch k's outputs."""
+        return 2 * (y - self.target.chunk(MICRO_BATCHES)[k]) / self.target.numel()
+
+    def error(self, grads: Sequence[torch.Tensor], stage: int, stages: int) -> float:
+        """How far a stage's gradients are from one process's, relative to the largest."""
+        expected = self.expected.chunk(stages)[stage]
+        return ((torch.stack(grads) - expected).abs().max() / expected.abs().max()).item()
+
+
+# %% [markdown]
+# Then the schedules, and 1F1B for comparison, which does I and W as one.
+
+
+# %%
+def unsplit_1f1b(rank: int, p: int, m: int) -> list[Action]:
+    order = split_1f1b(m, num_warmup=p - 1 - rank, delay=0)
+    return [("B" if kind == "I" else kind, k) for kind, k in order if kind != "W"]
+
+
+def gather_objects(value: object) -> list:
+    """Return every rank's `value`, in order, on every rank."""
+    values = [None] * WORLD_SIZE
+    dist.all_gather_object(values, value)
+    return values
+
+
+def check_schedules(case: Case) -> dict[str, list[dict]]:
+    """Run each schedule; claim what it idles and holds; return every rank's slots."""
+    p = WORLD_SIZE
+    m = MICRO_BATCHES
+    runs = {}
+    held = {}  # micro-batches, by this rank
+    error = 0.0
+    for name, order_of in (("1F1B", unsplit_1f1b), ("ZB-H1", zb_h1), ("ZB-H2", zb_h2)):
+        stage = Stage(case.weights.chunk(p)[RANK].unbind())
+        order = order_of(RANK, p, m)
+        run_step(stage, order, case.x.chunk(m), case.loss_gradient)
+        error = max(error, case.error(stage.grads, RANK, p))
+        held[name] = stage.most_held
+        order = [(kind, RANK, k) for kind, k in order]
+        runs[name] = gather_objects(slots_of(order, list(range(p))))
+    claim("error of the gradients, any schedule", 0, error, atol=TOLERANCE)
+    idle = {name: waits(starts[0]) for name, starts in runs.items()}
+    claim("1F1B: slots idle, rank 0", 3 * (p - 1), idle["1F1B"], kind="simulated")
+    claim("1F1B: micro-batches held, last rank", 1, held["1F1B"], rank=p - 1)
+    claim("ZB-H1: slots idle, rank 0", p - 1, idle["ZB-H1"], question=3, kind="simulated")
+    claim("ZB-H1: micro-batches held, last rank", p, held["ZB-H1"], question=4, rank=p - 1)
+    claim("ZB-H2: slots idle, rank 0", 0, idle["ZB-H2"], kind="simulated")
+    claim("ZB-H2: micro-batches held, rank 0", 2 * p - 1, held["ZB-H2"], question=5, rank=0)
+    starts = runs["ZB-H2"]
+    claim("ZB-H2: slot of rank 0's I0", 2 * p - 1, starts[0]["I", 0, 0], kind="simulated")
+    idle_as_in_07 = max(map(end_of, starts)) - 3 * m
+    claim("ZB-H2: slots idle, counted as in 07", p - 1, idle_as_in_07, kind="simulated")
+    return runs
+
+
+# %% [markdown]
+# ## 6. PyTorch's own
+#
+# `ScheduleInterleavedZeroBubble` with one stage per rank is ZB-H1; with two it adds the idea of the
+# lesson before. Two more classes place a rank's stages like a **V**, r on the way down and 2p-1-r
+# on the way up. What is early in the pipeline on one is late on the other, so all ranks hold
+# equally much. **ZB-V** (Qi et al., 2024) never waits, like ZB-H2, and holds no more than 1F1B's
+# rank 0. **DualPipeV** (DeepSeek, 2025) joins whole backward passes with forward passes, to hide
+# the all-to-alls of one behind the products of the other; slots do not show that. Where a rank has
+# two stages, a slot is half as long.
+
+
+# %%
+def check_torchs(case: Case) -> dict[str, list[dict]]:
+    """Claim that PyTorch's schedules find the same gradients, and what they idle."""
+    if WORLD_SIZE == 1:
+        blocked("PyTorch's own schedules", needs="2 ranks")
+        return {}
+    p = WORLD_SIZE
+    once = list(range(p))
+    v_shape = once + once[::-1]
+    orders = {}
+    runs = {}
+    errors = []
+    for name, schedule_class, rank_of in (
+        ("torch's ZB, v = 1", pipelining.ScheduleInterleavedZeroBubble, once),
+        ("torch's ZB, v = 2", pipelining.ScheduleInterleavedZeroBubble, once + once),
+        ("torch's ZBV", pipelining.ScheduleZBVZeroBubble, v_shape),
+        ("torch's DualPipeV", pipelining.ScheduleDualPipeV, v_shape),
+    ):
+        stages = []
+        for stage, weights in enumerate(case.weights.chunk(len(rank_of))):
+            if rank_of[stage] == RANK:
+                module = Layers(weights)
+                stages.append(PipelineStage(module, stage, len(rank_of), weights.device))
+        schedule = schedule_class(stages, MICRO_BATCHES, loss_fn=F.mse_loss)
+        inputs = [case.x] if rank_of[0] == RANK else []
+        target = {"target": case.target} if rank_of[-1] == RANK else {}
+        schedule.step(*inputs, **target)
+        for stage in stages:
+            grads = [w.grad for w in stage.submod.parameters()]
+            errors.append(case.error(grads, stage.stage_index, len(rank_of)))
+        named = " ".join(str(action) for action in schedule.pipeline_order[RANK] if action)
+        found = re.findall(r"(\d+)([FBIW])(\d+)", named)  # such as 2I0
+        orders[name] = [(kind, int(stage), int(k)) for stage, kind, k in found]
+        runs[name] = gather_objects(slots_of(orders[name], rank_of))
+    claim("torch's four: error of the gradients", 0, max(errors), atol=TOLERANCE)
+    ours = [(kind, RANK, k) for kind, k in zb_h1(RANK, p, MICRO_BATCHES)]
+    unlike = sum(a != b for a, b in zip(orders["torch's ZB, v = 1"], ours, strict=True))
+    claim("torch's ZB, v = 1: actions unlike ZB-H1's", 0, unlike)
+    idle = {name: max(map(waits, starts)) for name, starts in runs.items()}
+    claim("torch's ZB, v = 2: half slots idle", p - 1, idle["torch's ZB, v = 2"], kind="simulated")
+    claim("torch's ZBV: half slots idle", 0, idle["torch's ZBV"], kind="simulated")
+    claim("torch's DualPipeV: half slots idle", p - 1, idle["torch's DualPipeV"], kind="simulated")
+    return runs
+
+
+# %% [markdown]
+# ## 7. On GPUs: what a rank idles, by CUDA events
+#
+# The same pipeline, with layers 8,192 wide in bfloat16. A rank's own work takes as long as when it
+# computes alone; what a step takes longer, it idles. (`--figure` draws the grids of the slots.)
+
+
+# %%
+def median_ms(work: Callable, repeats: int = 20) -> float:
+    """Return the median time of `work()` on this rank's GPU, in milliseconds."""
+    times = []
+    with torch.no_grad():
+        for _ in range(repeats + 3):
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            start.record()
+            work()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+    return sorted(times[3:])[repeats // 2]
+
+
+def check_gpus(device: torch.device) -> None:
+    if device.type == "cpu" or WORLD_SIZE == 1 or not torch.cuda.is_bf16_supported(False):
+        blocked("share that real stages idle, 1F1B and ZB-H1", needs="2 GPUs with bfloat16")
+        return
+    p = WORLD_SIZE
+    m = 2 * p
+    factory = {"device": device, "dtype": torch.bfloat16}
+    stage = Stage(torch.randn(LAYERS, 8192, 8192, **factory).mul_(0.01).unbind())
+    inputs = torch.randn(m * 2048, 8192, **factory).chunk(m)
+
+    def alone() -> None:
+        for k, x in enumerate(inputs):
+            stage.backward_input(k, stage.forward(k, x))
+            stage.backward_weights(k)
+
+    def step(order_of: Callable) -> None:
+        run_step(stage, order_of(RANK, p, m), inputs, lambda y, k: y)
+
+    own = median_ms(alone)
+    idle = 1 - own / median_ms(lambda: step(unsplit_1f1b))
+    # 1/5 and 1/13 on two GPUs, and further apart on more
+    claim("real 1F1B: share idle", Fraction(p - 1, m + p - 1), idle, atol=0.05, timed=True)
+    idle = 1 - own / median_ms(lambda: step(zb_h1))
+    claim("real ZB-H1: share idle", Fraction(p - 1, 3 * m + p - 1), idle, atol=0.05, timed=True)
+
+
+def draw(path: str, runs: dict[str, list[dict]]) -> None:
+    """One panel per schedule, one row per rank; light colors are the rank's second stage."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 1.5 * len(runs)), layout="constrained")
+    colors = {"F": "C0", "B": "C2", "I": "C1", "W": "C4"}
+    panels = figure.subplots(len(runs), 1, sharex=True)
+    for axes, (name, starts) in zip(panels, runs.items(), strict=True):
+        size = 1 / len({stage for _, stage, _ in starts[0]})  # of a stage
+        for rank, actions in enumerate(starts):
+            for (kind, stage, _), slot in actions.items():
+                bar = {"color": colors[kind], "alpha": 1 if stage < WORLD_SIZE else 0.5}
+                axes.barh(rank, SLOTS[kind] * size, left=slot * size, edgecolor="white", **bar)
+        axes.set(ylabel="rank", yticks=range(len(starts)), ylim=(len(starts) - 0.5, -0.5))
+        axes.set_title(f"{name}: {max(map(waits, starts)) * size:g} slots idle")
+    panels[-1].set_xlabel("slots of a pth of the model; F blue, I orange, W violet, B green")
+    alt = "; ".join(axes.get_title() for axes in panels)
+    figure.savefig(path, metadata={"Title": f"Pipeline schedules over time, a row per rank. {alt}"})
+
+
+# %% [markdown]
+# ## What you should have seen
+#
+# With 4 ranks and 8 micro-batches:
+#
+# 1. Four: one per layer, half of the backward pass.
+# 2. Seven: the four of W, and three of I's once more, as all layers but the first hand a gradient
+#    on. Such a W would take nearly as long as a whole backward pass.
+# 3. Three instead of nine. Next to 24 slots of work that is 11% of the time instead of 27%.
+# 4. Four, like every rank. Under 1F1B the last rank held one.
+# 5. Seven, 2p-1: as many as it has slots until I0 is there.
+#
+# **Try.** Without delay each W stands in the way of an I for which another rank waits. ZB-H1 idles
+# six slots, its last rank holds one micro-batch, and PyTorch's list is another: three claims fail.
+# With F of two slots ZB-H1 idles (p-1) (2 + 1 - 1) = 6 slots and ZB-H2 (p-1) (2 + 1 - 2) = 3. All
+# claims about slots fail, 1F1B's and PyTorch's too, and no other.
+#
+# **When.** ZB-H1 where micro-batches are few, and the last ranks have memory to spare. ZB-H2 and
+# ZB-V only with an optimizer as in section 4. None where m is large next to p: with m = 64 and
+# p = 4 1F1B idles 4.5%, ZB-H1 1.5%. If activations are recomputed, I recomputes them, and what W
+# needs stays until W: that takes the memory which recomputing was to save.
+#
+# **On GPUs** W is seldom as long as I. The products of attention's scores have no weights, so both
+# of their gradients belong to I; for long sequences some holes come back. The paper's authors
+# measure F, I and W, and let a solver order them. PyTorch keeps g by hooks in autograd's graph (but
+# stage 0, whose input needs no gradient, does all in W). It refuses compiled stages, for
+# `torch.compile` does not split a backward pass.
+
+
+# %%
+def main() -> None:
+    figure = {"metavar": "PATH", "help": "draw the grid of every schedule: .svg or .png"}
+    options = command_line({"--figure": figure})
+    launch()
+    device = setup()
+    groups["down"] = dist.new_group()
+    groups["up"] = dist.new_group()
+    groups["clocks"] = dist.new_group(backend="gloo")
+    check_halves()
+    case = Case(device)
+    runs = check_schedules(case)
+    runs |= check_torchs(case)
+    check_gpus(device)
+    if options.figure and RANK == 0:
+        draw(options.figure, runs)
+    finish()
+
+
+# %% [markdown]
+# ## Plumbing, the same in every lesson: join the group, print, check a claim, leave
+
+# %%
+ledger: list[dict] = []  # one row per claim, the same on every rank
+
+
+def command_line(flags: dict[str, dict] | None = None) -> argparse.Namespace:
+    """Read the flags, given as {name: arguments of add_argument}; --help and mistakes end here."""
+    as_it_is = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_it_is)
+    for name, arguments in (flags or {}).items():
+        parser.add_argument(name, **arguments)
+    parser.error = refuse
+    return parser.parse_args()
+
+
+def launch(world_sizes: range | list[int] = range(1, 1025)) -> None:
+    """Plain `python lesson.py`: be torchrun, one rank per GPU if there are several, else 4.
+
+    `world_sizes` are the numbers of ranks that the lesson takes: it gets the largest that fits.
+    """
+    if "RANK" in os.environ:
+        return  # torchrun has started this rank
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    gpus = torch.cuda.device_count()
+    ranks = max(size for size in world_sizes if size <= gpus) if gpus > 1 else 4
+    os.environ |= {"LAUNCHER": str(os.getpid()), "OMP_NUM_THREADS": "1"}  # ranks share the cores
+    logging.disable()  # the rank that fails says why
+    here = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}"]
+    try:
+        with tempfile.TemporaryDirectory() as logs:  # the one that torchrun makes would stay
+            torchrun([*here, f"--log-dir={logs}", *sys.argv])
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        sys.exit(f"rank {rank} was ended by {failure.signal_name()}" if failure.exitcode < 0 else 1)
+    except SignalException as error:
+        sys.exit(128 + error.sigval)
+    sys.exit()
+
+
+def setup() -> torch.device:
+    """Join the process group: NCCL if every rank has a GPU of its own, gloo if none has."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the launcher
+    if os.environ.pop("LAUNCHER", str(os.getppid())) != str(os.getppid()):
+        sys.exit(1)  # it was killed before that line
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank that waits inside C++ too
+    torch.set_float32_matmul_precision("highest")  # some images make TF32 the default
+    gpus = torch.cuda.device_count()
+    local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    device = torch.device("cpu")
+    how = f"gloo ({local_ranks} ranks and {gpus} GPUs here)"
+    if gpus >= local_ranks:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        version = ".".join(map(str, torch.cuda.nccl.version()))
+        how = f"NCCL {version} on {torch.cuda.get_device_name()}"
+    patience = timedelta(minutes=2)
+    store, _, _ = next(dist.rendezvous("env://", timeout=patience))
+    store.set(f"device of {RANK}", device.type)
+    devices = store.multi_get([f"device of {rank}" for rank in range(WORLD_SIZE)])
+    if len(set(devices)) > 1:
+        counted = f"{devices.count(b'cuda')} GPUs for {WORLD_SIZE} ranks"
+        refuse(f"needs a GPU per rank, or none, got {counted}; hide all by CUDA_VISIBLE_DEVICES=")
+    group = {"rank": RANK, "world_size": WORLD_SIZE, "store": store, "timeout": patience}
+    own_gpu = device if device.type == "cuda" else None
+    dist.init_process_group("nccl" if own_gpu else "gloo", device_id=own_gpu, **group)
+    sys.excepthook = crash  # only now: init_process_group sets one of its own
+    print0(f"{WORLD_SIZE} ranks, {how}, torch {torch.__version__}\n")
+    print0(f"{'':13}{'claim':50} {'predicted':22} {'measured':>11}")
+    return device
+
+
+def print0(*words: object) -> None:
+    """Print on rank 0 only."""
+    if RANK == 0:
+        print(*words, flush=True)
+
+
+def refuse(rule: str) -> None:
+    """End before the first collective with one message, from rank 0: rule, value, remedy."""
+    if RANK != 0:
+        time.sleep(30)  # the launcher ends us meanwhile
+    sys.exit(f"{sys.argv[0]}: {rule}")
+
+
+def crash(*error: object) -> None:
+    """Leave without ceremony, since peers may be stuck. The first rank that fails says why."""
+    first = dist.distributed_c10d._get_default_store().add("crashes", 1) == 1
+    time.sleep(1 if first else 30)  # the launcher ends us meanwhile, if a peer's death is the cause
+    print(f"rank {RANK}:", file=sys.stderr)
+    sys.__excepthook__(*error)
+    os._exit(1)
+
+
+def claim(
+    text: str,
+    predicted: float,
+    measured: float,
+    sign: str = "=",
+    atol: float = 0.0,
+    question: int | None = None,
+    kind: str = "measured",
+    timed: bool = False,
+    varies: bool = False,
+    rank: int | None = None,
+) -> None:
+    """Check `measured sign predicted` (=, <=, >=), give or take `atol`, on all ranks; all call.
+
+    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers.
+    `kind` says what was measured: the real thing, or what is "simulated", or "theory". `timed` says
+    that a clock decides; `varies`, that the kernel's own traffic does, or how well a model learns.
+    """
+    p = float(predicted)
+    m = float(measured)
+    error = {"=": abs(m - p), "<=": m - p, ">=": p - m}[sign] - atol
+    found = [(math.inf if math.isnan(error) else error, RANK, p, m, float(atol))]
+    if dist.is_initialized():
+        found *= WORLD_SIZE
+        dist.all_gather_object(found, found[0])
+    worst = max(found, key=lambda one: one[0]) if rank is None else found[rank]
+    error, rank, p, m, slack = worst
+    verdict = "PASS" if error <= 0 else "FAIL"
+    mark = {"measured": " ", "simulated": "s", "theory": "t"}[kind]
+    answers = f"{question}." if question else ""
+    between = f"{sign:>2} {readable(p)}" + (f" ±{slack:.2g}" if slack else "")
+    print0(f"  {verdict} {mark}  {answers:2} {text:50} {between:22} {readable(m):>11}")
+    if verdict == "FAIL":
+        print0(f"{'':13}off by {m - p:.3g} on rank {rank}")
+    row = {"claim": text, "verdict": verdict, "sign": sign, "rank": rank, "slack": slack}
+    row |= {"predicted": p, "measured": m if math.isfinite(m) else str(m)}  # JSON knows no NaN
+    row |= {"question": question, "kind": kind, "timed": timed, "varies": varies}
+    ledger.append(row | {"line": sys._getframe(1).f_lineno})
+
+
+def readable(x: float) -> str:
+    """Whole numbers in full, others to six digits."""
+    return f"{x:,.0f}" if x.is_integer() and abs(x) < 1e12 else f"{x:,.6g}"
+
+
+def blocked(text: str, needs: str) -> None:
+    """Record what this machine cannot answer, and what would."""
+    print0(f"  BLOCKED    {text:50} needs {needs}")
+    row = {"claim": text, "verdict": "BLOCKED", "needs": needs}
+    ledger.append(row | {"line": sys._getframe(1).f_lineno})
+
+
+def finish() -> None:
+    """Write the ledger where LESSON_JSON says; exit 1 if a claim failed or none was made."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    counts = Counter((row.get("kind"), row["verdict"]) for row in ledger)
+    said = f"{counts['measured', 'PASS']} PASS, {counts['measured', 'FAIL']} FAIL"
+    said += f", {counts[None, 'BLOCKED']} BLOCKED"
+    for kind in ("simulated", "theory"):  # apart from what was measured
+        passed = counts[kind, "PASS"]
+        failed = counts[kind, "FAIL"]
+        said += f"; {kind} ({kind[0]}): {passed} PASS, {failed} FAIL" if passed + failed else ""
+    print0(f"\n  {said}")
+    verdicts = {row["verdict"] for row in ledger}
+    if verdicts == {"BLOCKED"}:
+        print0("  Nothing could be checked: BLOCKED rows say what they need.")
+    if RANK == 0 and "LESSON_JSON" in os.environ:
+        with open(os.environ["LESSON_JSON"], "w") as file:
+            json.dump({"ranks": WORLD_SIZE, "ledger": ledger}, file, indent=1)
+    code = int("FAIL" in verdicts or "PASS" not in verdicts)
+    if __name__ == "__main__":
+        os._exit(code)  # threads of a group that something still holds can abort a plain exit
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
