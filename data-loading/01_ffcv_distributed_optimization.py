@@ -534,9 +534,9 @@ def draw(path: str, rows: dict[str, dict[str, float]]) -> None:
 # which DataLoader can use 24, and from JPEGs of quality 90, which decode faster.
 #
 # **Try.** Without 255 the pixels are divided by 0.229 instead of 58, and the mean of the crops is
-# off by hundreds, from both files, so two claims fail: training would diverge, or crawl if a
-# BatchNorm comes first. Without `.convert` the image is only opened, and PIL decodes it when its
-# pixels are wanted, which is in `augment`. Then decoding takes no longer than reading, and both
+# off by hundreds, from both files, so two claims fail: training would diverge, unless a BatchNorm
+# comes first, which undoes it. Without `.convert` the image is only opened, and PIL decodes it when
+# its pixels are wanted, which is in `augment`. Then decoding takes no longer than reading, and both
 # ratios of FFCV's stations to the DataLoader's are wrong: three claims fail. A stopwatch sees where
 # work is done, not where it belongs.
 #

@@ -480,8 +480,9 @@ def check_costs(ms: dict[str, float]) -> None:
 #
 # 1. Six to eight times, and that is the file, not the loader. The decoder alone is three quarters
 #    of what `bytes` costs. As long as a loader decodes, nothing else makes it much faster.
-# 2. Decoding: about half of what `plain` costs. Floats are most of the rest, since four times
-#    the bytes are collated and handed over. The process is 5%, the crop 3%, one by one 2%.
+# 2. Decoding: about half of what `plain` costs. Floats are most of the rest: they are normalized,
+#    and four times the bytes are collated and handed over. The process is 5%, the crop 3%, one by
+#    one 2%.
 # 3. Between two and three times. The worker's batch is copied into a new segment of shared memory,
 #    whose pages the kernel clears and maps a second time. What remains is the crop: "copying alone"
 #    is nearly all that the loader by hand costs.

@@ -150,8 +150,9 @@ class EpochByHand:
 # far away or its images are large, then the rank goes on with the d batches before it, for d S
 # slots. It waits only for what the slow batch takes beyond that.
 #
-# No queue makes a loader faster. If L / k is larger than S, the queue is emptied faster than it is
-# filled, and is empty, however long it could be.
+# No queue makes a loader faster, and it fills only if L / k is smaller than S. If they are equal,
+# each batch is ready just when it is wanted, and the rank feels a slow one in full. If L / k is
+# larger, the queue is emptied faster than it is filled, however long it could be.
 
 # %% [markdown]
 # ## 3. Where the queue ends: an epoch is not loaded ahead

@@ -189,8 +189,9 @@ def rest_by_ffcv(path: Path, trained: int) -> "Loader":
 # %% [markdown]
 # ## 3. By hand: one line for all ranks, and one integer
 #
-# Two troubles remain, and both come from shares: these are padded to equal lengths, and a place in
-# a share of four ranks means nothing to two ranks. A loader without shares has neither. It numbers
+# Two troubles remain, and both come from shares: these are padded to equal lengths, and a count in
+# a share of four ranks has to be translated for two, by someone who knows how the library deals
+# them. A loader without shares has neither. It numbers
 # the **positions** of the whole run in one line, epoch after epoch (data-loading/06). A step takes
 # the next 32 positions, wherever an epoch ends, and rank r of n takes every n-th of these:
 #
@@ -407,7 +408,7 @@ def check_one_line() -> None:
 #    looks like a clean restart, and with more workers it loses more.
 #
 # With the trainer's count both libraries deliver, batch by batch, what a run without a stop does.
-# The loader by hand does so when half as many ranks go on, which no count in a share can.
+# The loader by hand does so when half as many ranks go on, too, with nothing to translate.
 #
 # **Try.** `asked` is two steps ahead of what the trainer has, so two steps never come. After the
 # stop every position is another one than it should be: both claims about half the ranks fail. With

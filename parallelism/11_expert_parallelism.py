@@ -564,13 +564,15 @@ def median_ms(work: Callable, repeats: int = 20) -> float:
 #
 # **When.** If experts are most of the model, and a rank has fewer tokens than question 4 says. Not
 # if all weights and states fit on each rank; not if FSDP's gathers hide behind products, which they
-# can and these all-to-alls cannot, without a second micro-batch; not over slow links, where a
-# pipeline sends less. Tensor parallelism cuts small experts badly: 768 columns over 8 ranks are 96.
+# do without help, where these all-to-alls need a shared expert, or a second micro-batch, to hide
+# behind; not over slow links, where a pipeline sends less. Tensor parallelism cuts small experts
+# badly: 768 columns over 8 ranks are 96.
 #
 # **In other systems.** torchtitan's `AllToAllTokenDispatcher` and Megatron-LM's
-# `MoEAlltoAllTokenDispatcher` have the steps of section 2. Megatron too divides experts' gradients
-# by all data-parallel ranks, not by their copies. PyTorch has an all-to-all with a backward pass
-# ready-made, `all_to_all_single_autograd`.
+# `MoEAlltoAllTokenDispatcher` have the steps of section 2, and one more: the rows that arrive are
+# sorted by expert, since a grouped product wants each expert's rows together. Megatron too divides
+# experts' gradients by all data-parallel ranks, not by their copies. PyTorch has an all-to-all with
+# a backward pass ready-made, `all_to_all_single_autograd`.
 
 
 # %%

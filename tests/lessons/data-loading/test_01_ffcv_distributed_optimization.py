@@ -51,8 +51,8 @@ LINES = {
         MEANS,
     ),
     "DataLoader has no workers": (
-        'knobs = {"num_workers": workers, "persistent_workers": workers > 0}',
-        'knobs = {"num_workers": 0}',
+        "rounds: int, workers: int = WORKERS) -> DataLoader:",
+        "rounds: int, workers: int = 0) -> DataLoader:",
         {STARTED["DataLoader"]},
     ),
     "raw pixels are written as JPEGs": (
