@@ -1,5 +1,5 @@
-"""Tensor parallelism: hiding the all-reduce of the backward pass
-==============================================================
+"""Tensor-parallel overlap: hiding the all-reduce of the backward pass
+===================================================================
 
 **Question.** Tensor parallelism adds up activations in every layer, and the next layer waits for
 the sum. What can a GPU compute meanwhile, and how wide must a layer be for that to be enough?

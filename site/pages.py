@@ -495,10 +495,12 @@ class Pages:
         lessons = outline.lessons()
         spine = [lesson for lesson in lessons if lesson.spine]
         ledgers = [recorded(lesson.path)[1] for lesson in lessons]
+        topics = (ROOT / "exercises/interview_topics.md").read_text(encoding="utf-8")
         text = Template((ROOT / "site/front.md.in").read_text(encoding="utf-8")).substitute(
             lessons=len(lessons),
             hours=hours(lessons),
             exercises=len(outline.book()),
+            questions=len(re.findall(r"^\*\*\d+\. ", topics, re.MULTILINE)),
             spine_hours=hours(spine),
             rows=f"{sum(map(len, ledgers)):,}",
             one=self.one_question(),
