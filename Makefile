@@ -49,7 +49,7 @@ bench: .venv/core
 # The pages have an environment of their own: Sphinx and awscli want different docutils.
 site: .venv-site/made
 	@.venv-site/bin/python site/pages.py build/pages
-	@.venv-site/bin/sphinx-build -q -W --keep-going -j 2 -c site -d build/doctrees build/pages build/site
+	@.venv-site/bin/sphinx-build -q -W -a --keep-going -j 2 -c site -d build/doctrees build/pages build/site
 	@echo "Open build/site/index.html"
 
 .venv-site/made: site/requirements.txt
