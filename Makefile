@@ -2,7 +2,7 @@
 # make check     what to run before a commit: lint, form, engine (no root, no compiler)
 # make test      set up everything (system packages too, if root or sudo allow) and run what guards a
 #                change: every lesson once, and all that depends on what has changed
-# make test-all  everything, twice as long and more; if all is green, tests/passed.txt says so
+# make test-all  everything, twice as long and more; tests/passed.txt says what is green
 # make gpu       on a machine with GPUs: the doctor, every lesson on 1, 2, 4 and 8 of them, the
 #                benchmarks, into results/MACHINE. RANKS=1,8 ONLY=fsdp/ DEADLINE=SECONDS MACHINE=NAME
 #                narrow it; PRETEND=4 pretends so many GPUs

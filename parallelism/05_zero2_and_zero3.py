@@ -121,6 +121,7 @@ class Unit:
 
     def free(self) -> None:
         if self.whole_N is not None:
+            self.gathering.wait()  # else the others' shards may still be written there
             give_back(self.whole_N)
             self.whole_N = None
 

@@ -1,10 +1,11 @@
 """What each group of tests depends on, and which groups a change has touched since all was green.
 
 A group is a file of tests, or one exercise. Its deep tests run at the gate if something that it
-depends on differs from `tests/passed.txt`, which only a full green run writes (`make passed`): one
-line per file or package, and what it was then. A group depends on its file of tests, on what of
-tests/ that imports, on every file and folder of this repository that those name in a string, and on
-the versions of the packages that they and the lessons among them import.
+depends on differs from `tests/passed.txt`, which only a night writes (`make passed`): one line per
+file or package, and what it was then, but none for a file of tests of which one failed. A group
+depends on its file of tests, on what of tests/ that imports, on every file and folder of this
+repository that those name in a string, and on the versions of the packages that they and the
+lessons among them import.
 
 A lesson's group does not depend on what all lessons share: the plumbing, what plays and judges
 them. That is a group of its own, `SHARED`, whose tests are the sentinels: three plays of broken
@@ -35,7 +36,7 @@ PLAYING += ["tests/conftest.py", "tests/lessons/conftest.py"]
 PRETENDED = ["pretended_gpus", "gpu_clock", "gpu_kernels", "gpu_nccl", "gpu_nccl_log", "gpu_places"]
 SHARED_FILES = {*PLAYING, *(f"tests/helpers/{name}.py" for name in PRETENDED)}
 ALWAYS = ("torch", "numpy")  # whose versions every group depends on
-SKIPPED = {"__pycache__", "results", "passed.txt", "flaky.txt"}  # results/: what lessons wrote
+SKIPPED = {"__pycache__", "answers", "build", "results", "passed.txt", "flaky.txt"}  # runs write it
 
 
 def dependencies(group: str) -> set[str]:
@@ -185,9 +186,10 @@ def stale() -> dict[str, list[str]]:
     return {group: what for group, what in changed.items() if what}
 
 
-def write_passed() -> None:
-    """Say that all of this is green as it is now."""
-    all_files = sorted(set().union(*map(dependencies, every())))
+def write_passed(failed: list[str]) -> None:
+    """Say that all of this is green as it is now, but for the files of the tests that failed."""
+    red = {name.partition("::")[0] for name in failed}
+    all_files = sorted(set().union(*map(dependencies, every())) - red)
     lines = [f"{dependency}: {state_of(dependency)}" for dependency in all_files]
     PASSED.write_text("\n".join(lines) + "\n")
 

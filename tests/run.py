@@ -1,7 +1,7 @@
 """`make test` and `make test-all`: run the suite's tiers, and say what came of it.
 
     python -m tests.run gate     what guards a change; what fails is confirmed before it is believed
-    python -m tests.run night    everything, once; if all is green, tests/passed.txt says so
+    python -m tests.run night    everything, once; tests/passed.txt says what is green
     python -m tests.run stale    only say which groups the gate would play deep, and why
 
 tests/README.md tells what runs when, and why.
@@ -86,16 +86,20 @@ def flaked(names: list[str]) -> int:
 
 
 def night(workers: str) -> int:
-    """Everything, and nothing twice: what no clock decides, then the rest, alone on the machine."""
-    exact, _ = pytest("night", workers=workers)
+    """Everything, and nothing twice: what no clock decides, then the rest, alone on the machine.
+
+    If more than MOST tests fail, nothing is said of the others.
+    """
+    exact, failed = pytest("night", workers=workers)
     if exact > FAILED:
         return exact
-    timed, _ = pytest("clock")
-    if exact or timed:
-        return exact or timed
-    groups.write_passed()
-    print(f"All is green: {groups.PASSED.relative_to(ROOT)} says so.")
-    return 0
+    timed, too_slow = pytest("clock")
+    failed += too_slow
+    if timed <= FAILED and len(failed) <= MOST:
+        groups.write_passed(failed)
+        all_is = f"All but {', '.join(failed)} is" if failed else "All is"
+        print(f"{all_is} green: {groups.PASSED.relative_to(ROOT)} says so.")
+    return exact or timed
 
 
 def main() -> int:

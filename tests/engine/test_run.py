@@ -22,8 +22,9 @@ def played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run, "FLAKY", tmp_path / "flaky.txt")
     monkeypatch.setattr(run, "ROOT", tmp_path)
     monkeypatch.setattr(groups, "stale", dict)
-    monkeypatch.setattr(groups, "write_passed", lambda: (tmp_path / "passed.txt").touch())
     monkeypatch.setattr(groups, "PASSED", run.ROOT / "passed.txt")
+    monkeypatch.setattr(groups, "every", lambda: ["tests/a.py", "tests/b.py"])
+    monkeypatch.setattr(groups, "dependencies", lambda group: {group, "both.py"})
     monkeypatch.setenv("STALE", "")
     run.FLAKY.write_text("tests/a.py::known\n")
 
@@ -73,11 +74,22 @@ def test_anything_else_is_red(played, story: Story) -> None:
 
 def test_a_night_that_is_green_says_what_passed(played) -> None:
     assert played(run.night, [(0, []), (0, [])]) == 0
-    assert groups.PASSED.exists()
+    assert groups.read_passed().keys() == {"both.py", "tests/a.py", "tests/b.py"}
 
 
-@pytest.mark.parametrize("story", [[(1, ["a"]), (0, [])], [(0, []), (1, ["a"])], [(3, [])]])
-def test_a_night_repeats_nothing_and_a_red_one_says_nothing(played, story: Story) -> None:
+@pytest.mark.parametrize(
+    "story", [[(1, ["tests/a.py::x"]), (0, [])], [(0, []), (1, ["tests/a.py::y"])]]
+)
+def test_a_red_night_leaves_out_the_files_of_what_failed(played, story: Story, capsys) -> None:
+    assert played(run.night, story) == 1
+    assert groups.read_passed().keys() == {"both.py", "tests/b.py"}
+    assert "All but tests/a.py::" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "story", [[(1, ["a", "b"]), (1, ["c", "d"])], [(3, [])], [(0, []), (2, [])]]
+)
+def test_a_night_with_many_failures_or_worse_says_nothing(played, story: Story) -> None:
     assert played(run.night, story) != 0
     assert not groups.PASSED.exists()
 

@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -24,6 +25,10 @@ FLAGS += [
 def program() -> str | None:
     """Where a Chromium lies, if this machine has one."""
     return next(filter(None, map(shutil.which, NAMES)), None)
+
+
+class Navigated(RuntimeError):
+    """The page was left while it was asked."""
 
 
 class Chromium:
@@ -84,7 +89,9 @@ class Chromium:
         os.write(self.to, json.dumps(message).encode() + b"\0")
         answer = self.wait_for(lambda told: told.get("id") == message["id"])
         if "error" in answer:
-            raise RuntimeError(f"{method}: {answer['error']}")
+            said = answer["error"]["message"]
+            wrong = Navigated if "navigated" in said else RuntimeError
+            raise wrong(f"{method}: {said}")
         return answer["result"]
 
     def wait_for(self, wanted: Callable[[dict], bool], seconds: float = 60) -> dict:
@@ -134,11 +141,12 @@ class Chromium:
     def until(self, script: str, seconds: float = 10) -> object:
         """Wait until an expression in the page is true; return it."""
         end = time.monotonic() + seconds
-        while not (value := self.run(script)):
-            if time.monotonic() > end:
-                raise TimeoutError(script)
+        while time.monotonic() < end:
+            with suppress(Navigated):
+                if value := self.run(script):
+                    return value
             time.sleep(0.05)
-        return value
+        raise TimeoutError(script)
 
     def look(self, width: int, height: int = 900, scheme: str = "light") -> None:
         """Set the size of the screen, and whether the reader prefers light or dark."""
