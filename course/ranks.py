@@ -59,7 +59,9 @@ if os.name != "posix":
     sys.exit("Ranks are forked processes, which Windows has not: use WSL2, where all of this runs.")
 
 QUIET = 1.5  # seconds of sleep on every rank that make a hang; TCP asks again after 1 s
-ALONE = 4.0  # the same where ranks join by themselves: a TCPStore's client sleeps before it retries
+# The same where ranks join by themselves: a TCPStore's client asks the DNS for its peer's name, and
+# even for that of 127.0.0.1, written as an IPv6 address. A question that is lost costs 5 s.
+ALONE = 7.0
 GRACE = 1.5  # seconds of CPU that the others may use once one rank has failed
 OUTPUT_LIMIT = 20_000_000  # bytes one rank may print
 WORD_LIMIT = 1_000_000_000  # bytes one rank may return
