@@ -198,6 +198,8 @@ def run(options: argparse.Namespace) -> int:
     lesson = subprocess.run([sys.executable, ROOT / LESSON])
     if bad:
         print(f"\nTo be repaired: {', '.join(bad)}")
+    elif lesson.returncode == 0:
+        print("\nNothing to repair. What is marked ! or BLOCKED can wait.")
     return 1 if bad else lesson.returncode
 
 

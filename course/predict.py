@@ -154,7 +154,8 @@ def predict(options: argparse.Namespace) -> int:
 def ask(lesson: Lesson) -> dict[str, str]:
     """Ask every question; return what was answered, now or earlier, by the question's number.
 
-    Each answer is kept as it is given. At the end of input, what is left is skipped.
+    Each answer is kept as it is given; "b" asks the question before again. At the end of input,
+    what is left is skipped.
     """
     first, questions = lesson.predict
     answers = progress.read()["predictions"].get(lesson.path, {})
@@ -162,9 +163,16 @@ def ask(lesson: Lesson) -> dict[str, str]:
         say(" ".join(first.split()))
         print()
     say("Guess: you need not have read the lesson.")
-    print("Enter skips a question, or keeps your earlier answer. Ctrl-D skips the rest.\n")
-    for number, question in questions.items():
-        print(numbered(number, question))
+    say(
+        "Enter skips a question, or keeps your earlier answer. b goes back to the question before. "
+        "Ctrl-D skips the rest."
+    )
+    print()
+    numbers = list(questions)
+    at = 0
+    while at < len(numbers):
+        number = numbers[at]
+        print(numbered(number, questions[number]))
         earlier = answers.get(str(number), "")
         try:
             answer = input(f"   [{earlier}] > " if earlier else "   > ").strip()
@@ -172,6 +180,10 @@ def ask(lesson: Lesson) -> dict[str, str]:
             print("\n\nThe input has ended: the other questions are skipped.\n")
             break
         print()
+        if answer.lower() == "b":
+            at = max(at - 1, 0)
+            continue
+        at += 1
         if answer:
             answers = answers | {str(number): answer}
             progress.remember("predictions", lesson.path, answers)

@@ -70,14 +70,14 @@ MISTAKES = [
         "    dist.broadcast(x, src=source)",
         "    if dist.get_rank() == source:\n        dist.broadcast(x, src=source)",
         "test_agree",
-        "rank 1 waits in broadcast",
+        "rank 0: came back from agree without dist.broadcast, which another rank calls",
     ),
     (
         "only the others broadcast",
         "    dist.broadcast(x, src=source)",
         "    if dist.get_rank() != source:\n        dist.broadcast(x, src=source)",
         "test_agree",
-        "not every rank has come back",
+        "rank 1: came back from agree without dist.broadcast, which another rank calls",
     ),
     (
         "a copy is broadcast",
@@ -616,5 +616,28 @@ MISTAKES = [
         "    rows = [torch.empty_like(x)] * dist.get_world_size()\n",
         "test_stack_all",
         "all rows are rank",
+    ),
+    (
+        "rank 0 alone broadcasts",
+        "    dist.broadcast(x, src=source)",
+        "    if dist.get_rank() == 0:\n        dist.broadcast(x, src=source)",
+        "test_agree",
+        "rank 1: came back from agree without dist.broadcast, which another rank calls: "
+        "every rank must, or those that do wait forever",
+    ),
+    (
+        "rank 0 alone sums",
+        "    dist.all_reduce(total)",
+        "    if dist.get_rank() == 0:\n        dist.all_reduce(total)",
+        "test_sum_and_mean",
+        "rank 1: came back from sum_and_mean without dist.all_reduce, which another rank calls",
+    ),
+    (
+        "float32 for a part of float64",
+        "x.new_empty(len(x) // dist.get_world_size())",
+        "torch.empty(len(x) // dist.get_world_size())",
+        "test_my_part_of_the_sum",
+        "rank 0: the call is given tensors of float32 and float64: "
+        "what is received has the dtype of what is sent",
     ),
 ]

@@ -9,6 +9,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from course.grading import Event, Wrong, expect, grade, same
 from course.wire import NotedWait
@@ -36,12 +38,56 @@ def in_its_place(x: torch.Tensor, lies: int) -> None:
         raise Wrong("x was given other memory; to overwrite x, write into its own")
 
 
+CALLED = {  # by each function, on every rank
+    "sum_and_mean": "dist.all_reduce",
+    "agree": "dist.broadcast",
+    "stack_all": "dist.all_gather",
+    "my_part_of_the_sum": "dist.reduce_scatter_tensor",
+    "exchange_rows": "dist.all_to_all_single",
+    "sum_of_my_kind": "dist.all_reduce",
+}
+
+
+class OneDtype(TorchDispatchMode):
+    """Refuses a call whose tensors are of two dtypes, of which gloo speaks in C++ alone."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace.lstrip("_").startswith("c10d"):
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+            dtypes = sorted({str(tensor.dtype)[6:] for tensor in tensors})
+            if len(dtypes) > 1:
+                told = f"the call is given tensors of {' and '.join(dtypes)}"
+                raise Wrong(f"{told}: what is received has the dtype of what is sent")
+        return func(*args, **(kwargs or {}))
+
+
+def no_rank_alone(name: str, wire) -> None:
+    """Refuse a rank that made no call where another rank made one, which waits for this one.
+
+    If none makes any, what they hold says what is wrong.
+    """
+    if wire.calls():
+        return
+    store = _get_default_store()
+    n = dist.get_world_size()
+    store.add("made no call", 1)
+    until = time.monotonic() + 4
+    while time.monotonic() < until and store.add("made no call", 0) < n:
+        if any(store.check([f"rank {other} goes on"]) for other in range(n)):
+            told = f"came back from {name} without {CALLED[name]}, which another rank calls"
+            raise Wrong(f"{told}: every rank must, or those that do wait forever")
+        time.sleep(0.01)
+
+
 def call(answer, wire, name: str, seed: int, shape: tuple[int, ...], *args: int) -> tuple:
     """Call one function of the answer; return what it returned, x afterwards, and its calls."""
+    wire.events = Told(wire.events)
     x = held(seed, dist.get_rank(), *shape)
     lies = x.data_ptr()
     function = getattr(answer, name)
-    returned = function(x, *args)
+    with OneDtype():
+        returned = function(x, *args)
+    no_rank_alone(name, wire)
     in_its_place(x, lies)
     return returned, x, calls_of(wire)
 

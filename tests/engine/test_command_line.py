@@ -466,6 +466,18 @@ def test_predict_at_the_end_of_input(home: Path) -> None:
     assert "ended with status 3 and no ledger: nothing to compare" in ran.stdout
 
 
+def test_predict_goes_back_to_the_question_before(home: Path) -> None:
+    replies = ["b", "two", "b", "three", "four"]  # the first question has none before it
+    ran = ask(home, "predict", "launching", stdin="\n".join(replies) + "\n")
+    assert ran.returncode == 0
+    asked = re.findall(r"^([12])\. What is", ran.stdout.partition("Yours next to")[0], re.M)
+    assert asked == ["1", "1", "2", "1", "2"]
+    assert "   [two] > " in ran.stdout
+    assert ticks(home)["predictions"] == {
+        "fundamentals/02_launching.py": {"1": "three", "2": "four"}
+    }
+
+
 @pytest.mark.parametrize("lesson", outline.lessons(), ids=lambda lesson: lesson.name)
 def test_the_questions_of_every_lesson_can_be_asked(lesson: outline.Lesson) -> None:
     _, questions = lesson.predict

@@ -175,9 +175,11 @@ def plain_marks(lesson: str) -> list:
 def loads_torch_anew(lesson: str) -> bool:
     """Whether every process here loads torch, as a learner's do: 2.5 s of a core, five times.
 
-    So do the first lesson of the spine and those that start processes of their own.
+    So do the first lesson of the spine and those that start processes of their own; and those that
+    spawn, for such a child looks for the file where Python started.
     """
-    return lesson == SPINE[0] or starts_its_own(lesson)
+    spawns = "mp.spawn(" in (ROOT / lesson).read_text(encoding="utf-8")
+    return lesson == SPINE[0] or starts_its_own(lesson) or spawns
 
 
 def passes_alone(lesson: str, more: Callable[[Played], None] | None, folder: Path) -> None:
