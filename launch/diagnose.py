@@ -1,0 +1,898 @@
+"""Who hangs, who is slow, what died: point this file at your own job
+===================================================================
+
+    python diagnose.py --job train.py               # it stands still: look into this node's ranks
+    python diagnose.py --pids 4711 4712 4713 4714   # the same, by number
+    python diagnose.py --dumps DIR                  # flight-recorder dumps, gathered from all nodes
+    python diagnose.py --log train.log ...          # what it printed before it died; - reads a pipe
+    python diagnose.py --nccl-logs /tmp/nccl.*      # NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,COLL
+    python diagnose.py --steps steps.*.csv          # it is slow: each rank's seconds per step
+
+It prints what happened in one sentence; the guilty rank, host, line, collective, number and group;
+who waits for whom; the evidence; what to type next; or, if it cannot tell, what to collect. It
+exits with 0 if nothing is wrong, 1 if it names a fault, 2 if it cannot tell.
+
+Copy this file alone. It needs Python 3.11; --job and --pids need Linux, py-spy (`pip install
+py-spy`) and the right to trace: the job's own user, or root where the system asks for it. It leaves
+the job as it is: py-spy reads a process without stopping it, files are only read, and a dump, which
+is a pickle, is refused if it would run code.
+
+Dumps: torch 2.4 to 2.15, gloo and both NCCL backends, pickle or JSON, in any folders below DIR,
+named as torch names them (..._rank_7). Logs: torchrun's, Slurm's, Kubernetes' with prefixes, .gz,
+of any size. Steps: a file per rank, a number per line; or CSV with columns own (seconds until a
+rank is ready to communicate) and perhaps rank, step (the whole), data (waiting for the loader).
+
+Limits: stacks have no sequence numbers, so among stacks it votes; with tensor or pipeline groups
+only dumps are sure. Two ranks cannot outvote each other. Tried on gloo with torch 2.15, on made-up
+dumps and logs in NCCL's formats, on the words of public reports; not run on several GPUs.
+"""
+
+import argparse
+import csv
+import functools
+import gc
+import gzip
+import json
+import math
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict, deque, namedtuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+PATIENCE = 30  # seconds: a call that is younger may only be slow
+LATE, WINDOW, FALSE_ALARM = 1.1, 20, 0.01  # a straggler: so many times the median, in so many steps
+LIBRARY = re.compile(r"(site|dist)-packages/|/lib(64)?/python3|/bin/|^<|torch/(distributed|_)")
+HOST = os.uname().nodename
+
+# A row: its name and the words that give it away; what they mean, and where they were seen (numbers
+# are issues on GitHub) -> what to type and to do. Causes stand first and consequences last, for one
+# failure speaks in many voices: of all rows whose words occur in a log, the first one counts.
+LAST_WORDS = r"""
+no way out: Max retries exceeded with|HTTPSConnectionPool|URLError|LocalEntryNotFoundError
+    |ProxyError
+  a node without internet wants to download [datasets#1996] -> download elsewhere; HF_HUB_OFFLINE=1
+port taken: EADDRINUSE|[Aa]ddress already in use|server socket has failed
+  another job has MASTER_PORT [pytorch#85604] -> ss -ltnp | grep :29500; torchrun --standalone
+unknown host name: gai ?error|nodename nor|Name or service not known|name resolution|no address of
+  MASTER_ADDR leads nowhere [pytorch#131691] -> getent hosts $MASTER_ADDR $(hostname -f); use an IP
+wrong interface: Unable to find address for|connectFullMesh failed|[Nn]o (socket )?interface found
+    |neither AF_INET|ss_family
+  it leads to no node [pytorch#29482] -> ip -br a; set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME
+no NCCL: doesn't have NCCL built in|requires at least one CUDA device|no GPUs found|No CUDA GPUs are
+  torch is a CPU build, or sees no GPU [torch] -> nvidia-smi; python -m torch.utils.collect_env
+two ranks on a GPU: Duplicate GPU detected|Multiple Ranks are using the same GPU
+  no set_device, or more ranks than GPUs [verl#161] -> torch.cuda.set_device(LOCAL_RANK) first
+more ranks than GPUs: invalid device ordinal
+  a rank's GPU is not there, or hidden [stanford_alpaca#67] -> nvidia-smi -L; fewer --nproc-per-node
+wrong GPU: ProcessGroupNCCL2? is bound to device
+  tensors on one GPU, group on another [torch 2.15] -> set_device(LOCAL_RANK) before any tensor
+versions differ: [Mm]ismatched NCCL version|NCCL version mismatch|undefined symbol: nccl
+  nodes run different builds of NCCL [nccl, init.cc] -> torch.cuda.nccl.version() on every node
+driver too old: driver version is insufficient|driver on your system is too old|no kernel image
+  driver or GPU does not fit this torch [CUDA] -> nvidia-smi; python -m torch.utils.collect_env
+fabric manager: system not yet initialized|CUDA error 802|Error 802
+  the NVSwitches are not set up [CUDA] -> systemctl status nvidia-fabricmanager; start it
+broken GPU: Xid(?: \(.*?\):)? (48|6[34]|74|79|9[245]|119|120|14[4-9]|150)\b|ECC error|off the bus
+  memory, link or card gave up [open-gpu-kernel-modules#1151] -> dmesg | grep -i xid; drain the node
+index out of range: device-side assert|cudaErrorAssert|Assertion `.*([Ii]ndex|target|Src).*failed
+  a label or token beyond the layer's size [lm-evaluation-harness#2293] -> CUDA_LAUNCH_BLOCKING=1
+wild kernel: illegal memory access|misaligned address|unspecified launch failure|_EXECUTION_FAILED
+    |illegal instruction|Xid(?: \(.*?\):)? (13|31|43|45)\b
+  the program's fault before the card's [NVIDIA, Xid] -> CUDA_LAUNCH_BLOCKING=1, compute-sanitizer
+another Xid: \bXid\b
+  hardware, driver or program [NVIDIA, Xid] -> its number at docs.nvidia.com/deploy/xid-errors
+GPU memory full: CUDA out of memory|torch\.OutOfMemoryError|CUDA error: out of memory|_ALLOC_FAILED
+    |Cuda failure.*out of memory|Failed to CUDA calloc
+  it needs more than is left [trl#3436] -> nvidia-smi; smaller micro-batch, checkpointing, sharding
+kernel too greedy: out of resource: shared memory|OutOfResources
+  a Triton kernel wants more than an SM has [triton] -> smaller blocks, fewer num_stages
+too many open files: Too many open files|received \d+ items of ancdata
+  loader workers share tensors by files [pytorch#973] -> ulimit -n 65536; fewer workers
+RDMA refused: ibv_\w+ failed
+  locked memory, or a wrong address [nccl-tests#206, #185] -> ulimit -l; show_gids; NCCL_IB_HCA
+too little shared memory: /dev/shm|shared memory|</torch_\d+|[Bb]us error|SIGBUS|\bshm\.h:
+    |exitcode *: -7
+  a container has 64 MB of it [pytorch#5040] -> df -h /dev/shm; --ipc=host; an emptyDir of Memory
+disk full: No space left on device|[Dd]isk quota exceeded|PytorchStreamWriter failed writing
+  checkpoints, logs or caches fill a disk or a quota [dolly#139] -> df -h; df -i; quota -s
+time is up: DUE TO TIME LIMIT|DUE TO PREEMPTION|DeadlineExceeded
+  the scheduler took the nodes [Slurm] -> sacct -j JOB; sbatch --signal=B:USR1@300; --requeue
+killed for memory: exitcode *: -9|SIGKILL|[Oo]ut [Oo]f [Mm]emory(: Killed|\s*$)
+    |killed by signal: Killed|[Oo][Oo][Mm].?[Kk]ill|exit code:? 137|\d+ Killed\s|: Killed$
+    |return code = -9|low on memory|OUT_OF_MEMORY
+  SIGKILL, mostly for host memory [ArjunaUsers#52] -> dmesg -T | grep -i 'out of mem'; fewer workers
+crash in native code: (exitcode *:|return code =) -(11|4|8)\b|SIGSEGV|[Ss]egmentation fault
+    |SIGILL|SIGFPE
+  torch's, a library's or your compiled code [Megatron-LM#1880] -> python -X faulthandler train.py
+package missing: ModuleNotFoundError|No module named|cannot open shared object file
+  another Python, or an image that lacks it [Python] -> sys.executable, pip list on every node
+unused parameter: Expected to have finished reduction in the prior iteration
+  the loss does not depend on a parameter [pytorch#43259] -> TORCH_DISTRIBUTED_DEBUG=DETAIL names it
+gradient twice: marked as ready twice|mark a variable ready only once
+  reentrant checkpointing, or two forwards [torch, reducer.cpp] -> use_reentrant=False; static_graph
+calls differ: [Mm]ismatch between collectives|Received data size doesn't match|preamble.length
+    |Mismatched collective|DDP expects same model across all ranks
+    |not to match (sizes|strides) of the same param
+  another collective, order, shape or dtype [nccl#296] -> --dumps; TORCH_DISTRIBUTED_DEBUG=DETAIL
+a loader died: DataLoader worker (\(pid(\(s\))? ?[\d, ]+\) )?(exited|is killed)
+    |Caught \w+ in DataLoader
+  its worker raised or was killed [pytorch#5040] -> num_workers=0; dmesg -T | grep -i 'out of mem'
+exception of the program: THE LAST LINE OF A TRACEBACK
+  a rank raised, and the others end or wait for it [Python] -> that line, with this rank's data
+ended from outside: got signal: |Received \d+ death signal|CANCELLED AT|KeyboardInterrupt|DUE TO
+    |NodeLost|\b[Ee]victed\b|low on resource
+  scheduler, Ctrl-C (2), closed terminal (1) [Chinese-Vicuna#73] -> sacct -j JOB; kubectl describe
+RDMA gave up: NET/IB.*(status|error)[= ]12|RETRY_EXC_ERR|NET/OFI.*error
+  a bad link, card, or a dead peer [nccl#1814] -> ibstat; ib_write_bw between them; one card always?
+hang in training: Watchdog caught|operation timeout|Timed out waiting \d+ms for|watchdog got stuck
+    |Timeout at NCCL work
+  a rank did not call what others did [LlamaFactory#7396] -> ~/.cache/torch/*_rank_N, then --dumps
+node missing: RendezvousTimeoutError|RendezvousClosedError
+  another node's torchrun never came, or left [pytorch#116974] -> the same --rdzv-id on every node?
+hang at init: clients joined|wait timeout after|store based barrier|[mM]onitoredBarrier|no answer
+  a rank never started, died, or waits elsewhere [torch, store] -> this tool with --job on each node
+nobody listens: client socket has (timed out|failed)|C10d store has failed
+    |(?<!\d\] )Connection refused|socketStartConnect: Connect to .* failed
+  rank 0 is not there, or a firewall [pytorch#79388] -> nc -vz $MASTER_ADDR $MASTER_PORT
+a peer died: [Cc]onnection (was )?(closed|reset)|ncclRemoteError|remote process exited
+    |[Bb]roken pipe
+  this rank only noticed [nccl#2076] -> this tool with --log and the logs of all ranks
+NCCL stopped: unhandled (system|cuda|internal) error|nccl(System|UnhandledCuda|Internal)Error
+  it says no more unasked [pytorch#111187] -> run again with NCCL_DEBUG=WARN, then --log
+"""
+ROWS = re.findall(r"^(\w.+?): (.+)\n  (.+) -> (.+)", re.sub(r"\n {4}", "", LAST_WORDS), re.M)
+NAMES = [name for name, *_ in ROWS]
+PATTERNS = [re.compile(words) for _, words, *_ in ROWS]
+RAISED = NAMES.index("exception of the program")
+
+
+class Finding(NamedTuple):
+    """What is known of a job."""
+
+    kind: str  # "healthy", "cannot tell", or what is wrong: mostly the name of a row above
+    what: str  # one sentence
+    guilty: Sequence[str] = ()
+    waits: Sequence[str] = ()  # who waits for whom
+    evidence: Sequence[str] = ()
+    type_next: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.kind.upper()}: {self.what}"]
+        for title, said in zip(["guilty", "waits", "evidence", "type next"], self[2:], strict=True):
+            more = [f"... and {len(said) - 12} more"] if len(said) > 12 else []
+            for i, line in enumerate([*said[:12], *more]):
+                lines.append(f"  {'' if i else title:10} {line}")
+        return "\n".join(lines)
+
+
+def some(ranks: Iterable[int]) -> str:
+    shown = sorted(ranks)
+    more = f" and {len(shown) - 8} more" if len(shown) > 8 else ""
+    return ("rank " if len(shown) == 1 else "ranks ") + ", ".join(map(str, shown[:8])) + more
+
+
+# Who waits for whom. A rank in a collective waits for each member of the group that has not made
+# the same call; one that sends, for its peer. The guilty rank is where the arrows lead; if all wait
+# for each other it is a vote: three ranks lack one's call, and that one lacks the calls of three.
+
+
+def blame(waits: dict[int, set[int]]) -> list[int]:
+    """The ranks that all others wait for in the end, and of these those that most wait for."""
+    ranks = sorted(set(waits).union(*waits.values()))
+    bit = {rank: 1 << place for place, rank in enumerate(ranks)}
+    reach = {rank: sum(bit[other] for other in waits.get(rank, ())) for rank in ranks}
+    for middle in ranks:
+        for rank in ranks:
+            if reach[rank] & bit[middle]:
+                reach[rank] |= reach[middle]
+    score = {}
+    for rank in ranks:
+        eventually = sum(bool(reach[other] & bit[rank]) for other in ranks if other != rank)
+        score[rank] = (eventually, sum(rank in others for others in waits.values()))
+    best = max(score.values(), default=(0, 0))
+    return [rank for rank in ranks if score[rank] == best != (0, 0)]
+
+
+class Call(NamedTuple):
+    """A call that a rank has made."""
+
+    group: tuple[str, str, str]  # its name, its description, its ranks if known
+    seq: int  # 0 if unknown
+    name: str  # "all_reduce", "send", ...
+    tensors: str  # sizes and dtypes, or what else must be the same on all ranks
+    peer: int | None  # of a send or recv, as the group numbers it; -1 is any
+    open: bool  # not known to be over
+    where: str  # the program's line
+    created: float = 0  # seconds since 1970; 0 if unknown
+
+    def __str__(self) -> str:
+        to = "" if self.peer is None else f" (peer {self.peer})"
+        number = f" #{self.seq}" if self.seq else ""
+        group = " ".join(filter(None, self.group[:2]))
+        group = f" of group {group}" if group else ""
+        return f"{self.name}{to}{number}{group} at {self.where or 'an unknown line'}"
+
+    def like(self, other: "Call") -> bool:
+        """Whether two ranks' calls fit; in some collectives sizes differ by right."""
+        uneven = re.search(r"all_?to_?all|_v\b|^gather|^scatter|coalesced", self.name)
+        return self.name == other.name and (bool(uneven) or self.tensors == other.tensors)
+
+
+@dataclass
+class Record:
+    """What one rank has left: its calls in order, where they were read, and when."""
+
+    rank: int
+    calls: list[Call]
+    host: str = ""
+    file: str = ""
+    written: float = math.inf  # seconds since 1970
+
+    def __post_init__(self) -> None:
+        self.collectives = {(c.group, c.seq): c for c in self.calls if c.peer is None}
+        self.oldest = {group: seq for group, seq in reversed(self.collectives)}
+        over = {c.group: c.seq for c in self.calls if not c.open and c.peer is None}
+        stuck: dict[tuple, Call] = {}  # the first open call in each group, and all messages
+        for call in self.calls:
+            if call.open and (call.peer is not None or call.seq > over.get(call.group, -1)):
+                message = (call.name, call.peer, call.seq) if call.peer is not None else ()
+                stuck.setdefault((call.group, *message), call)
+        self.stuck = list(stuck.values())
+
+    def at(self, call: Call) -> Call | None:
+        """What this rank called under that number; the same, if it has been overwritten since."""
+        overwritten = self.oldest.get(call.group, call.seq) > call.seq
+        return call if overwritten else self.collectives.get((call.group, call.seq))
+
+    def __str__(self) -> str:
+        last = f"called last {self.calls[-1]}, which is over" if self.calls else "in no collective"
+        last = f"in {self.stuck[0]}" if self.stuck else last
+        return f"rank {self.rank}, {self.host}, {self.file}: {last}"
+
+
+def waits_of(rank: int, call: Call, records: dict[int, Record], ranks: list[int]) -> set[int]:
+    """The ranks without which this call of a group of `ranks` cannot end."""
+    if call.peer is None:
+        own = {other: records[other].at(call) for other in ranks if other in records}
+        return {o for o in ranks if o != rank and not (own.get(o) and own[o].like(call))}
+    if not 0 <= call.peer < len(ranks):
+        return set()
+    peer = ranks[call.peer]
+    answer = ("recv" if call.name == "send" else "send", call.tensors, ranks.index(rank))
+    there = records[peer].stuck if peer in records else []
+    return set() if any(c[2:5] == answer for c in there) else {peer}
+
+
+def members_of(records: dict[int, Record]) -> dict[tuple, list[int]]:
+    """The ranks of each group. gloo's recorder leaves them out: then those that called in it."""
+    found = defaultdict(set)
+    for record in records.values():
+        for group in {call.group for call in record.calls}:
+            world = group[0] == "0" or group[1] == "default_pg"
+            found[group] |= {*records, *range(max(records))} if world else {record.rank}
+    known = {group: [int(rank) for rank in re.findall(r"\d+", group[2])] for group in found}
+    return {group: known[group] or sorted(ranks) for group, ranks in found.items()}
+
+
+def explain(records: dict[int, Record]) -> Finding:
+    """The verdict on all ranks' calls."""
+    members = members_of(records)
+    calls = [(rank, call) for rank, record in records.items() for call in record.stuck]
+    old = [(r, c) for r, c in calls if records[r].written - c.created > PATIENCE]
+    if not calls:
+        ask = "if the job stands still, it does so outside of collectives: this tool with --job"
+        return Finding("healthy", "every recorded call is over.", type_next=[ask])
+    if not old:
+        what = f"no open call was {PATIENCE} s old when the dump was written."
+        return Finding("healthy", what, type_next=[f"dump again in {PATIENCE} s, and compare"])
+    waits: dict[int, set[int]] = defaultdict(set)
+    lines = []
+    for rank, call in old:
+        others = waits_of(rank, call, records, members[call.group])
+        waits[rank] |= others
+        lines += [f"rank {rank}, in {call}, for {some(others)}"] if others else []
+    guilty = blame(waits)
+    if guilty:
+        old = [(rank, call) for rank, call in old if waits[rank] & {*guilty}]
+        return accuse(guilty, old, records)._replace(waits=lines)
+    what = f"all members made the same calls, such as {old[0][1]}, and these do not end."
+    ask = ["--dumps, if these were stacks or logs: dumps know numbers, sizes and groups"]
+    ask += ["else it lies below: dmesg -T | grep -i xid on each node; nvidia-smi; ncclras"]
+    ask += ["NCCL_DEBUG=INFO NCCL_DEBUG_FILE=/tmp/nccl.%h.%p in the next run, then --log"]
+    evidence = [f"rank {rank}: {call}" for rank, call in old]
+    return Finding("cannot tell", what, evidence=evidence, type_next=ask)
+
+
+def accuse(guilty: list[int], old: list, records: dict[int, Record]) -> Finding:
+    """Name these ranks. `old` holds (rank, call) of those that wait for one of them."""
+    rank, call = next((one for one in old if one[0] not in guilty), old[0])
+    them = some(guilty)
+    waiting = some({r for r, _ in old} - {*guilty})
+    record = records.get(guilty[0])
+    own = record.at(call) if record and call.peer is None else None
+    kind = "calls differ" if own and not own.like(call) else "hang in training"
+    what = f"{them} did not come to {call}, where {waiting} wait."
+    if rank in guilty:
+        where = "; ".join([f"rank {r} in {c} ({c.tensors})" for r, c in old[:4]])
+        what = f"{them} wait for each other, and no majority says who is wrong: {where}."
+    elif record is None:
+        what = f"{them} left no record (dead, or not gathered), and {waiting} wait in {call}."
+    elif call.peer is not None:
+        what = f"rank {rank} waits in {call}, and {them} does not answer with the same size."
+    elif kind == "calls differ":
+        what = f"{them} called {own.name} ({own.tensors}), {waiting} {call} ({call.tensors})."
+    evidence = [f"{records[r].file}: {c} ({c.tensors})" for r, c in old[:3]]
+    for mine in record.calls if record and call.peer is None else []:
+        theirs = records[rank].at(mine) if mine.group == call.group and mine.peer is None else None
+        if theirs and theirs.where != mine.where:
+            evidence += [f"ways part: rank {guilty[0]} calls {mine}; rank {rank} calls {theirs}"]
+            break
+    places = [str(records.get(one, f"rank {one}: no record, so no line")) for one in guilty]
+    ask = ["this tool with --job on that node shows the stack; dmesg -T | tail"]
+    ask += ["in the source: what condition, loop or exception takes this rank another way?"]
+    return Finding(kind, what, places, [], evidence, ask)
+
+
+# Flight-recorder dumps. NCCL's calls are scheduled, started, completed; retired, not completed is
+# timed out. gloo's stay "scheduled", and those that are over are retired.
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Reads numbers, text, lists and dicts; refuses whatever else a pickle wants to call."""
+
+    def find_class(self, module: str, name: str) -> Callable:
+        if module == "torch.jit._pickle" and name in ("build_intlist", "build_doublelist"):
+            return list
+        raise pickle.UnpicklingError(f"it wants to run {module}.{name}")
+
+
+def read_dump(path: Path) -> Record:
+    """A rank's dump; ValueError if it is none."""
+    try:
+        with path.open("rb") as file:
+            text = file.peek(1)[:1] == b"{"
+            dump = json.load(file) if text else PlainUnpickler(file).load()
+        ranks = {}
+        for name, group in (dump.get("pg_config") or {}).items():
+            ranks[name] = sys.intern(str(group["ranks"]))  # text keeps its hash
+        calls = [as_call(entry, ranks) for entry in dump.get("entries") or []]
+    except Exception as error:
+        raise ValueError(f"{path}: not a flight-recorder dump ({error})") from error
+    rank = int(re.search(r"(\d+)(\.\w+)?$", path.name)[1])
+    return Record(rank, calls, path.parent.name, str(path), path.stat().st_mtime)
+
+
+def as_call(entry: dict, ranks: dict[str, str]) -> Call:
+    """An entry of a dump, less what is not needed."""
+    library, _, said = entry["profiling_name"].rpartition(":")
+    name, _, way = said.partition(" ")
+    peer = re.search(r"(?:->|<-)(\d+)", way)
+    message = name in ("send", "recv") or entry.get("is_p2p")
+    side = "output" if name == "recv" else "input"
+    sizes = zip(entry[f"{side}_sizes"], entry[f"{side}_dtypes"], strict=False)
+    over = entry["state"] == "completed" or name == "coalesced"
+    over |= bool(entry.get("retired")) and not library.startswith("nccl")
+    group, about = entry["process_group"]
+    return Call(
+        (group, about.replace("undefined", ""), ranks.get(group, "")),
+        entry["p2p_seq_id" if message else "collective_seq_id"],
+        sys.intern(name),
+        sys.intern(", ".join([f"{dtype}{size}" for size, dtype in sizes])),
+        (int(peer[1]) if peer else -1) if message else None,
+        not over,
+        sys.intern(line_of(entry.get("frames") or [])),
+        (entry.get("time_created_ns") or 0) / 1e9,
+    )
+
+
+def line_of(frames: list[dict]) -> str:
+    """The innermost line outside of libraries; torch and py-spy begin with the innermost."""
+    own = [frame for frame in frames if is_own(frame["filename"])]
+    for frame in own or [frame for frame in frames if "/torch/" not in frame["filename"]]:
+        file = "/".join(frame["filename"].split("/")[-2:])
+        return f"{file}:{frame['line']} in {frame['name']}"
+    return ""
+
+
+@functools.cache
+def is_own(file: str) -> bool:
+    return not LIBRARY.search(file)
+
+
+def diagnose_dumps(folder: str) -> Finding:
+    """The verdict on all dumps in a folder and below."""
+    records: dict[int, Record] = {}
+    notes = []
+    gc.disable()  # millions of objects, and no circles
+    for path in sorted(Path(folder).rglob("*")):
+        if path.is_file() and re.search(r"\d(\.\w+)?$", path.name):
+            try:
+                new = read_dump(path)
+            except ValueError as error:
+                notes.append(str(error))
+                continue
+            old = records.setdefault(new.rank, new)
+            notes += [f"{old.file}, {path}: both of rank {new.rank}"] if old is not new else []
+            records[new.rank] = max(new, old, key=lambda one: one.written)
+    gc.enable()
+    if not records:
+        ask = ["on each node: ls ~/.cache/torch/*_rank_*, or what TORCH_FR_DUMP_TEMP_FILE says"]
+        ask += ["next run: TORCH_FR_BUFFER_SIZE=2000 TORCH_FR_DUMP_TEMP_FILE=/shared/rank_"]
+        return Finding("cannot tell", f"no dump in {folder}.", evidence=notes, type_next=ask)
+    finding = explain(records)
+    return finding._replace(evidence=[*finding.evidence, *notes])
+
+
+# NCCL's logs: a line per call, written when the host asks, so it tells who did not call, not whose
+# GPU is late; and a line per communicator, which says what rank of it a process is.
+
+CALLED = re.compile(
+    r"(\S+:\d+):\d+ \[\d+\] NCCL INFO ([A-Z]\w+): opCount .*"
+    r"(count \d+ datatype \d+ op \d+ root \d+) comm (0x\w+)"
+)
+BORN = re.compile(r"(\S+:\d+):\d+ .* comm (0x\w+) rank (\d+) nranks (\d+) (.*) - Init COMPLETE")
+
+
+def diagnose_nccl_logs(files: list[str]) -> Finding:
+    """The first call at which the ranks of a communicator differ."""
+    born: dict[tuple, str] = {}  # {(process, address there): communicator}
+    places: dict[str, dict] = defaultdict(dict)  # {communicator: {its rank: process}}
+    calls: dict[tuple, deque] = defaultdict(lambda: deque(maxlen=4000))
+    size = Counter()
+    for file, number, line in lines_of(files):
+        if found := BORN.search(line):
+            process, address, place, ranks, about = found.groups()
+            ids = re.search(r"commId (0x\w+)|parent (0x\w+) (.*color \S+)", about)
+            name = ids[1] or f"{born.get((process, ids[2]))} {ids[3]}" if ids else about
+            born[process, address] = name
+            places[name][int(place)] = process
+            size[name] = int(ranks)
+        elif (found := CALLED.search(line)) and found[2] not in ("Send", "Recv"):
+            process, name, tensors, address = found.groups()
+            own = calls[born.get((process, address), address), process]
+            seq = own[-1].seq + 1 if own else 1
+            own.append(Call((), seq, name, tensors, None, False, f"{file}:{number}"))
+    for name, process in places.items():
+        group = (f"{name}, which numbers its ranks itself", "", str(list(range(size[name]))))
+        own = {rank: calls[name, one] for rank, one in process.items()}
+        finding = explain(first_difference(group, process, own))
+        if finding.kind != "healthy":
+            written = max([os.stat(file).st_mtime for file in files if file != "-"], default=0)
+            fresh = time.time() - written < PATIENCE
+            what = "the logs still grow, so look again before you believe that " + finding.what
+            return finding._replace(kind="healthy", what=what) if fresh else finding
+    if places and calls:
+        return Finding("healthy", "all ranks of all communicators made the same calls.")
+    ask = "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,COLL NCCL_DEBUG_FILE=/tmp/nccl.%h.%p torchrun ..."
+    return Finding("cannot tell", "no calls, or no communicators, in there.", type_next=[ask])
+
+
+def first_difference(group: tuple, process: dict[int, str], calls: dict) -> dict[int, Record]:
+    """Each rank's calls up to the first at which they differ or one is behind: these are open."""
+    said = defaultdict(set)
+    for call in [call for own in calls.values() for call in own]:
+        said[call.seq].add(call[2:4])
+    end = min([seq for seq in said if len(said[seq]) > 1], default=max(said, default=0))
+    behind = any(not own or own[-1].seq < end for own in calls.values())
+    stands = behind or len(said[end]) > 1
+    records = {}
+    for rank, own in calls.items():
+        own = [c._replace(group=group, open=stands and c.seq == end) for c in own if c.seq <= end]
+        records[rank] = Record(rank, own, *process[rank].split(":"))
+    return records
+
+
+# Logs are streamed. Of each row the first line that fits is kept, of each rank what it waits in.
+
+HINT_WORDS = """
+rror xcept ailed FAILED imeout imed atchdog Xid ECC OOM oom illed SIG ignal emory exit File Cause
+Traceback Uncaught return AF_INET alloc space uota CANCEL DUE NET/ fault victed open ancdata reset
+onnection refused ready reduction nterrupt clients arrier ddress Duplicate Multiple interface bound
+ordinal match expects insufficient kernel initialized bus ssert illegal aligned OutOf ibv_ shm core
+odule NodeLost low RETRY endezvous store ocket remote roken unhandled nown resol nodename GPUs NCCL
+answer undefined writing param too srun family
+"""
+HINTS = HINT_WORDS.split()
+RANK = re.compile(r"\[(?:rank|default|Rank |RANK )(\d+)\]|^(\d+): |process (\d+) terminated")
+PLACE = re.compile(
+    r"\[pod/([\w.-]+)/|srun: error: ([\w.-]+): |^([\w.-]+):\d+:\d+ \[\d|([\w.-]+) kernel:"
+)
+TIME = re.compile(r"\d{4}-\d\d-\d\d[T _]\d\d:\d\d:\d\d")
+FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
+THROWN = re.compile(r"(?:^|[\s:|\]])(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Exit|Full|Empty)\b")
+WEAK = re.compile(r"\[W\d* |[Ww]arning|WARNING|[Rr]etry|errno: 97|NCCL INFO")  # it may go on
+WORK = re.compile(r"caught collective.*WorkNCCL\(SeqNum=(\d+), OpType=(\w+)(?:, (NumelIn=\d+))?")
+QUEUED = re.compile(r"\[PG (?:ID \d+ PG GUID )?(\S+).* Rank \d+\].*last enqueued .*work: (\d+),")
+LISTED = re.compile(r"\b(host|rank) {6}: (\S+)")  # torchrun's list of failures
+ABORTED = re.compile(r"Terminating (StepId|job step)|Job step aborted")
+SOURCE = re.compile(r"(^|\s{2,})raise ")  # in a traceback; its last line tells more
+FAILED = re.compile(r"failed \(exitcode|core dumped|non-zero exit|ChildFailed|Process(Exit|Rais)ed")
+
+
+def lines_of(files: list[str]) -> Iterator[tuple[str, int, str]]:
+    """(file, number, line) of text files, gzipped ones, and of standard input for "-"."""
+    for file in files:
+        opened = gzip.open if file.endswith(".gz") else open
+        with opened(0 if file == "-" else file, "rt", errors="replace") as stream:
+            read = functools.partial(stream.readline, 1 << 16)
+            for number, line in enumerate(iter(read, ""), 1):
+                yield file, number, line
+
+
+def first_of(pattern: re.Pattern, line: str) -> str:
+    found = pattern.search(line)
+    return next(filter(None, found.groups()), found[0]) if found else ""
+
+
+Hit = namedtuple("Hit", "when file number text rank host own_line")  # a line that fits a row
+
+
+class Log:
+    """What is kept of logs while they are read."""
+
+    def __init__(self) -> None:
+        self.hits: dict[int, Hit] = {}  # {row: its first line}
+        self.weak: dict[int, Hit] = {}  # {row: its last line, a warning}
+        self.own_line: dict[str, str] = {}  # of each rank's traceback
+        self.raising: set[str] = set()  # ranks in a traceback
+        self.work: dict[int, tuple] = {}  # what each rank's watchdog gave up on
+        self.queued: dict[int, tuple] = {}  # each rank's group then, and its last call there
+        self.listed = {"host": "", "rank": ""}  # in torchrun's list of failures, just now
+        self.hosts: dict[str, str] = {}  # of the ranks in that list
+        self.failed = False  # a launcher says so
+        self.aborted = False  # Slurm ends the job: what it kills from here on is no cause
+        self.length: dict[str, int] = {}  # of each file, in lines
+        self.said: dict[str, int] = {}  # the number of each file's last line that is a hit
+
+    def read(self, file: str, number: int, line: str) -> None:
+        """Keep what a line says."""
+        self.length[file] = number
+        if found := LISTED.search(line):
+            self.listed[found[1]] = found[2]
+            if found[1] == "rank":
+                self.hosts[found[2]] = self.listed["host"]
+        if not any(hint in line for hint in HINTS):
+            return
+        rank = first_of(RANK, line)
+        if found := FRAME.search(line):
+            if is_own(found[1]):
+                self.own_line[rank] = f"{found[1]}:{found[2]} in {found[3]}"
+        elif "Traceback (most recent" in line:
+            self.raising.add(rank)
+            self.own_line.pop(rank, None)
+        else:
+            self.note(file, number, line.strip(), rank)
+
+    def note(self, file: str, number: int, line: str, rank: str) -> None:
+        if rank and (found := WORK.search(line)):
+            self.work.setdefault(int(rank), found.groups(""))
+        if rank and (found := QUEUED.search(line)):
+            self.queued.setdefault(int(rank), found.groups())
+        self.failed |= bool(FAILED.search(line))
+        self.aborted |= bool(ABORTED.search(line))
+        row = row_of(line, rank in self.raising)
+        if row is None or (self.aborted and line.startswith("srun: error")):
+            return
+        own_line = self.own_line.get(rank, "") if rank in self.raising else ""
+        self.raising.discard(rank)
+        self.said[file] = number
+        if re.search(r"(exitcode|traceback) +: ", line):
+            rank = self.listed["rank"]
+        hit = Hit(first_of(TIME, line), file, number, line, rank, first_of(PLACE, line), own_line)
+        old = self.hits.get(row)
+        tells = old and rank == old.rank and own_line and not old.own_line
+        if WEAK.search(line):
+            self.weak[row] = hit
+        elif not old or tells or (rank and not old.rank) or "" < hit.when < old.when:
+            self.hits[row] = hit
+
+    def found(self) -> dict[int, Hit]:
+        """The lines that count, by their rows; none if the job went on for long after them."""
+        since = [self.length[file] - number for file, number in self.said.items()]
+        if min(since, default=0) > 2000:
+            return {}
+        late = {row: w for row, w in self.weak.items() if self.length[w.file] - w.number < 50}
+        causes = {row: hit for row, hit in late.items() if row < RAISED}
+        return self.hits or causes
+
+    def ends_oddly(self) -> list[str]:
+        """The warning, near the end, of a job that lost a rank, or is just over."""
+        peer = self.weak.get(NAMES.index("a peer died"))
+        late = peer and self.length[peer.file] - peer.number < 50
+        return [f"{peer.file}:{peer.number}: {peer.text[:150]}"] if late else []
+
+    def timeouts(self) -> Finding:
+        """Who did not come, as far as the watchdogs say which calls they gave up on."""
+        names = {name for name, _ in self.queued.values()}
+        only = names.pop() if len(names) == 1 else ""
+        records = {}
+        for rank, (seq, name, tensors) in self.work.items():
+            group = ("PG " + self.queued.get(rank, (only,))[0], "", "")
+            records[rank] = Record(rank, [Call(group, int(seq), name, tensors, None, True, "")])
+        for rank, (name, last) in self.queued.items():
+            group = ("PG " + name, "", "")
+            stuck = [r.calls[0].seq for r in records.values() if r.calls[0].group == group]
+            if rank not in records and int(last) < min(stuck, default=0):
+                call = Call(group, int(last), "its last call", "", None, False, "")
+                records[rank] = Record(rank, [call])
+        return explain(records)
+
+
+def row_of(line: str, raising: bool) -> int | None:
+    """The row that a line fits: by its words, or because it ends a traceback."""
+    for row, pattern in enumerate(PATTERNS):
+        if pattern.search(line):
+            return row
+    thrown = (raising or "Uncaught " in line) and THROWN.search(line)
+    if thrown and not FAILED.search(line) and not SOURCE.search(line):
+        return RAISED
+    return None
+
+
+def diagnose_logs(files: list[str]) -> Finding:
+    """What killed the job that wrote these."""
+    log = Log()
+    for file, number, line in lines_of(files):
+        log.read(file, number, line)
+    hits = log.found()
+    if not hits:
+        odd = log.ends_oddly()
+        kind = "cannot tell" if log.raising or log.failed or odd else "healthy"
+        what = "no words in there are known to end a job."
+        if odd:
+            what = "it ends with warnings only, as a job does that is over, or has lost a rank."
+        ask = ["if it stands still: this tool with --job"]
+        ask += ["if it died: all ranks' logs, by torchrun --log-dir D -r 3 -t 3; dmesg -T | tail"]
+        return Finding(kind, what, evidence=odd, type_next=ask)
+    row = min(hits)
+    name, _, meaning, remedy = ROWS[row]
+    first = hits[row]
+    rank = first.rank
+    host = first.host or log.hosts.get(rank, "")
+    local = re.search(r"local_rank: \d+", first.text)
+    who = [f"rank {rank}" if rank else local and local[0], host and f"on {host}"]
+    who += [first.own_line and f"at {first.own_line}"]
+    said = " ".join(filter(None, who))
+    evidence = [f"{h.file}:{h.number}: {h.text[:150]}" for _, h in sorted(hits.items())]
+    finding = Finding(name, f"{said or 'some rank'}: {meaning}", [said] if said else [])
+    if name == "hang in training" and log.timeouts().kind in (name, "calls differ"):
+        finding = log.timeouts()
+    return finding._replace(evidence=evidence, type_next=[remedy])
+
+
+# Stacks, by py-spy, three times. A job hangs if nothing changes: neither stacks nor, where somebody
+# is not in a collective, what its main thread has computed; and somebody is waited for.
+
+WAITING = re.compile(
+    r"distributed_c10d\.py (?!_|wrapper)(\w+)|(_engine_run_backward|wait_tensor|synchronize)$"
+)
+
+
+class Look(NamedTuple):
+    """A rank at one moment."""
+
+    rank: int
+    pid: int
+    alive: bool
+    stack: tuple[str, ...] = ()  # innermost first
+    line: str = ""  # the program's
+    call: str = ""  # the collective, or what waits for the GPU
+    peer: int | None = None  # of a send or recv
+    error: str = ""  # of py-spy
+    slept: str = ""  # how often the main thread has waited for something
+    computed: tuple[str, ...] = ()  # its ticks, and how often it was made to wait for a core
+
+    @property
+    def place(self) -> tuple:
+        """What a rank that waits does not change, though it may spin in the meantime."""
+        return self[:-1]
+
+
+def proc(pid: int, name: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def look_at(rank: int, pid: int, py_spy: str) -> Look:
+    """A process's main thread, now."""
+    stat = proc(pid, f"task/{pid}/stat").rpartition(")")[2].split()
+    if not stat or stat[0] in "ZX":
+        return Look(rank, pid, False)
+    slept, forced = re.findall(r"ctxt_switches:\s(\d+)", proc(pid, f"task/{pid}/status"))
+    command = [py_spy, "dump", "--json", "--nonblocking", "--locals", "--pid", str(pid)]
+    for _ in range(3):  # what runs may change while it is read
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        if ran.returncode == 0:
+            break
+    else:
+        return Look(rank, pid, True, error=ran.stderr.strip().partition("\n")[0] or "no stack")
+    threads = json.loads(ran.stdout)
+    frames = next((t for t in threads if t["os_thread_id"] == pid), threads[0])["frames"]
+    stack = tuple(f"{frame['filename']}:{frame['line']}" for frame in frames)
+    computed = (*stat[11:13], forced)
+    look = Look(rank, pid, True, stack, line_of(frames), slept=slept, computed=computed)
+    for frame in frames:
+        if found := WAITING.search(f"{frame['filename']} {frame['name']}"):
+            call = found[1] or found[2]
+            values = {one["name"]: one["repr"] or "" for one in frame.get("locals") or []}
+            to = values.get("dst" if call == "send" else "src", "")
+            peer = int(to) if call in ("send", "recv") and to.isdigit() else None
+            return look._replace(call=call, peer=peer)
+    return look
+
+
+def find_ranks(name: str) -> dict[int, int]:
+    """{rank: pid} of this node's ranks whose command has `name`; 0 for those that are missing."""
+    ranks = []
+    for path in Path("/proc").glob("[0-9]*"):
+        pid = int(path.name)
+        about = dict(re.findall(r"(\w+)=([^\0]*)\0", proc(pid, "environ")))
+        if "RANK" in about and name in proc(pid, "cmdline").replace("\0", " "):
+            ranks.append((pid, about))
+    # A pod's RANK is its node's, also in torchrun's environment; torchrun gives each a LOCAL_RANK.
+    of_torchrun = [one for one in ranks if "LOCAL_RANK" in one[1]]
+    found: dict[int, int] = {}
+    missing = set()
+    for pid, about in sorted(of_torchrun or ranks):
+        rank = int(about["RANK"])
+        first = rank - int(about.get("LOCAL_RANK", 0))
+        missing |= set(range(first, first + int(about.get("LOCAL_WORLD_SIZE", 1))))
+        if pid != os.getpid():
+            found.setdefault(rank, pid)  # its loader's workers came later
+    return dict.fromkeys(missing, 0) | found
+
+
+def diagnose_ranks(pids: dict[int, int], seconds: float) -> Finding:
+    """Three looks at the processes of some ranks."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    py_spy = shutil.which("py-spy", path=path)
+    if not py_spy or not pids:
+        what = "no such ranks on this node." if py_spy else "py-spy is missing."
+        ask = ["pip install py-spy; pgrep -af python, then --pids"]
+        return Finding("cannot tell", what, type_next=ask)
+    history = []
+    for pause in (0, seconds / 2, seconds / 2):
+        time.sleep(pause)
+        history.append([look_at(rank, pid, py_spy) for rank, pid in sorted(pids.items())])
+    return judge(history)
+
+
+def judge(history: list[list[Look]]) -> Finding:
+    """The verdict on looks at all ranks."""
+    now = history[-1]
+    errors = [f"pid {look.pid}: {look.error}" for look in now if look.error]
+    if errors or not any(look.alive for look in now):
+        ask = f"sudo {sys.executable} {' '.join(sys.argv)}; in a container --cap-add SYS_PTRACE"
+        return Finding("cannot tell", "no stack to read.", evidence=errors, type_next=[ask])
+    records = {}
+    busy = set()
+    places = {look.rank: place for place, look in enumerate(now)}
+    evidence = []
+    for look, *before in zip(*reversed(history), strict=True):
+        still = all(other.place == look.place for other in before)
+        asleep = all(other == look for other in before)
+        evidence.append(f"rank {look.rank}, pid {look.pid}: {look.call or '-'} at {look.line}")
+        if look.alive and not (still and (look.call or asleep)):
+            busy.add(look.rank)
+        said = "" if look.peer is not None else look.line
+        peer = None if look.peer is None else places.get(look.peer, -1)
+        call = Call(("", "", str([*places])), 0, look.call, said, peer, True, look.line)
+        calls = [call] if look.call and still else []
+        if look.alive:
+            file = f"pid {look.pid}, at {look.line}"
+            records[look.rank] = Record(look.rank, calls, HOST, file)
+    if busy:
+        what = f"{some(busy)} moved or computed, and the others may wait for that."
+        ask = ["look again in a minute: what is then at the same line is slow, or loops for ever"]
+        return Finding("healthy", what, evidence=evidence, type_next=ask)
+    return explain(records)._replace(evidence=evidence)
+
+
+# Step times. A healthy rank is later than the median of the others in half of the steps, as a coin
+# falls; so one that is more than LATE times the median in k of WINDOW steps is no accident.
+
+
+def read_steps(files: list[str]) -> dict[int, list[dict[str, float]]]:
+    """{rank: its steps}, each {"own": seconds, perhaps "step" and "data"}."""
+    steps: dict[int, list[dict[str, float]]] = defaultdict(list)
+    for place, file in enumerate(files):
+        lines = Path(file).read_text().splitlines()
+        number = re.search(r"(\d+)\D*$", Path(file).name)
+        named = not lines[0][:1].isdigit()
+        for row in csv.DictReader(lines, None if named else ["own"]):
+            values = {key: float(value) for key, value in row.items() if value}
+            rank = values.get("rank", number[1] if number else place)
+            steps[int(rank)].append(values)
+    return steps
+
+
+def late_in(own: dict[int, list[float]]) -> dict[int, list[int]]:
+    """In how many steps of each window each rank was late."""
+    found: dict[int, list[int]] = {rank: [] for rank in own}
+    for start in range(0, min(map(len, own.values())) - WINDOW + 1, WINDOW):
+        for rank in own:
+            late = 0
+            for step in range(start, start + WINDOW):
+                others = [own[other][step] for other in own if other != rank]
+                late += own[rank][step] > LATE * median(others)
+            found[rank].append(late)
+    return found
+
+
+def diagnose_steps(files: list[str]) -> Finding:
+    """The straggler, the slow loader or the communication that is not hidden."""
+    steps = read_steps(files)
+    own = {rank: [one["own"] for one in found] for rank, found in steps.items()}
+    if len(own) < 3 or min(map(len, own.values())) < WINDOW:
+        ask = f"3 ranks' own times of {WINDOW} steps: from an all-reduce's end to the next call"
+        return Finding("cannot tell", "too few ranks or steps.", type_next=[ask])
+    enough = WINDOW + 1  # so many late steps that chance would make an alarm in 1 of 100 windows
+    while len(own) * sum(math.comb(WINDOW, i) for i in range(enough - 1, WINDOW + 1)) <= (
+        FALSE_ALARM * 2**WINDOW
+    ):
+        enough -= 1
+    late = late_in(own)
+    slow = [rank for rank, windows in late.items() if median(windows) >= enough]
+    total = Counter()
+    for one in [one for found in steps.values() for one in found]:
+        total.update(one)
+    if slow:
+        what = f"{some(slow)} took {LATE} times the others' median or more, not by chance."
+        evidence = [f"rank {rank}: late in {late[rank]} of {WINDOW} steps each" for rank in slow]
+        evidence += [f"{enough} of {WINDOW} would be chance in one of 100 windows"]
+        ask = ["on its node nvidia-smi -q -d CLOCK,PERFORMANCE: heat, power cap? longer data?"]
+        return Finding("straggler", what, [some(slow)], ["all others, each step"], evidence, ask)
+    if total["data"] > 0.3 * total["own"]:
+        what = f"all ranks wait for their loaders: {total['data'] / total['own']:.0%} of own time."
+        ask = ["more workers, pin_memory, faster decoding or storage"]
+        return Finding("slow loader", what, type_next=ask)
+    if total["step"] - total["own"] > 0.3 * total["step"] > 0:
+        what = f"no rank is slow; {1 - total['own'] / total['step']:.0%} of a step is exchange."
+        ask = ["trace two steps by torch.profiler: does it overlap? NCCL_DEBUG=INFO: what network?"]
+        return Finding("exposed communication", what, type_next=ask)
+    return Finding("healthy", "no rank is late more often than by chance; loaders keep up.")
+
+
+def main() -> int:
+    """Answer from each kind of evidence that is given."""
+    as_it_is = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_it_is)
+    parser.add_argument("--job", metavar="NAME")
+    parser.add_argument("--pids", metavar="P", nargs="+", type=int)
+    parser.add_argument("--dumps", metavar="DIR")
+    for flag in ("--log", "--nccl-logs", "--steps"):
+        parser.add_argument(flag, metavar="FILE", nargs="+")
+    parser.add_argument("--seconds", type=float, default=6, help="how long to look at processes")
+    given = parser.parse_args()
+    answers = {
+        "job": lambda name: diagnose_ranks(find_ranks(name), given.seconds),
+        "pids": lambda pids: diagnose_ranks(dict(enumerate(pids)), given.seconds),
+        "dumps": diagnose_dumps,
+        "log": diagnose_logs,
+        "nccl_logs": diagnose_nccl_logs,
+        "steps": diagnose_steps,
+    }
+    findings = []
+    for name, answer in answers.items():
+        if getattr(given, name):
+            findings.append(answer(getattr(given, name)))
+    if not findings:
+        parser.error("what is there to look at? --help says what it takes")
+    print(*findings, sep="\n\n")
+    codes = [{"healthy": 0, "cannot tell": 2}.get(one.kind, 1) for one in findings]
+    return min(filter(None, codes), default=0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
