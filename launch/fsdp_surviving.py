@@ -1,0 +1,731 @@
+"""Train a GPT with FSDP2, and survive: the complete file to copy. It was never run on GPUs.
+
+    torchrun --standalone --nproc-per-node=2 --max-restarts=3 fsdp_surviving.py
+    torchrun ... fsdp_surviving.py --size 1b --data tokens.npy --batch 256 --recompute --compile
+    torchrun ... fsdp_surviving.py --weights Meta-Llama-3-8B --data tokens.npy --export mine
+
+The model is a Llama: RMSNorm, RoPE, SwiGLU, grouped queries. --data is a row of token numbers, as
+np.save writes it; it is mapped, not read, and shuffled anew in each epoch. Without it, tokens are
+the bytes of Python's own sources. After whatever end, type the same line again, on as many ranks as
+there are now. launch_ddp.sh and slurm.sbatch, next to this file, start it on several nodes.
+
+**The claim.** Killed at any point and started again, it takes the steps that are left, with the
+samples that are left, each once. On as many ranks, by the same torch, it ends with the same
+weights, bit for bit (on CPUs; GPUs add in any order). On more or fewer ranks only the order of
+additions differs: --batch counts the samples of a step on all ranks together.
+
+**It survives** what ddp_surviving.py does, in the same way: ranks that are killed, raise or hang;
+SIGTERM, Ctrl-C and SIGHUP (status 143, 130, 129), if a step, the save that is under way and one
+more fit into torchrun's --shutdown-timeout; the death of torchrun; a full disk. And
+- death in any phase of a save: all ranks write shards into a .tmp folder while training goes on;
+  a list of all checksums follows, and at last the folder's name;
+- a file that is cut off, missing, or has a bit flipped: its checkpoint is named, put aside as
+  step-N.damaged, and the one before it is used. If none is whole, nothing starts;
+- gradients that are not finite: all ranks stop before that step, and it is not saved.
+
+**It refuses** a GPU that is missing, bfloat16 that a GPU emulates, and input that does not fit: all
+ranks say why, and leave before any waits for another. It trains on CPUs where no node has a GPU, or
+where CUDA_VISIBLE_DEVICES is empty on all nodes.
+
+**Its limits**
+- A checkpoint made with another batch, number of steps, rate, data or shape is refused.
+- All nodes share --checkpoints. A rank's host needs 8 bytes per sample, and for saving its share of
+  12 bytes per weight. Load no stranger's checkpoint: DCP's .metadata is a pickle.
+- FSDP alone: no tensor, pipeline, context or expert parallelism, no experts, no float8. Logits are
+  whole, and each micro-batch adds up its gradients over the ranks. By arithmetic, 8b wants 8 GPUs
+  of 80 GB and --recompute.
+- Of Llamas the plain ones: no tied embeddings, no scaled RoPE (Llama 3, TinyLlama; not 3.1, 3.2).
+- No dropout, so no random state is saved; no evaluation, tokenizer, or border between documents.
+"""
+
+import fcntl
+import hashlib
+import json
+import logging
+import math
+import os
+import resource
+import shutil
+import signal
+import socket
+import sys
+import sysconfig
+import time
+import traceback
+import zlib
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
+from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+try:
+    from torch.utils.tensorboard import SummaryWriter
+except ImportError:
+    SummaryWriter = None
+
+CHECKSUMS = "checksums.json"  # {file: its sha256}; a folder without it is no checkpoint
+PROGRESS = "progress.json"  # the step, and what must not change
+LOCK_SECONDS = 60  # that orphans of a run before may take to leave
+SAVE_SECONDS = 3600  # that a rank waits for the others' shards to be written
+log = logging.getLogger("training")
+
+
+def read_flags() -> Namespace:
+    flags = ArgumentParser(formatter_class=ArgumentDefaultsHelpFormatter)
+    add = flags.add_argument
+    add("--size", choices=SIZES, default="tiny")
+    add("--weights", type=Path, help="folder of a Llama from Hugging Face: its size and weights")
+    add("--export", type=Path, help="folder to make of the last weights, for Hugging Face")
+    add("--data", type=Path, help="file of tokens, else the bytes of Python's sources")
+    add("--context", type=int, help="tokens of a sample, else as many as the model knows")
+    add("--checkpoints", type=Path, default="checkpoints", help="folder for them")
+    add("--save-every", type=int, default=100, help="steps between checkpoints")
+    add("--keep", type=int, default=3, help="how many checkpoints stay")
+    add("--keep-every", type=int, default=100, help="and of all each so many-th")
+    add("--steps", type=int, default=200)
+    add("--batch", type=int, default=24, help="samples of a step, on all ranks together")
+    add("--micro-batch", type=int, default=2, help="samples that a rank takes at a time")
+    add("--learning-rate", type=float, default=1e-3, help="falls to a tenth by a cosine")
+    add("--warmup", type=int, default=20, help="steps in which it rises")
+    add("--weight-decay", type=float, default=0.1, help="of matrices; of norms it is 0")
+    add("--clip", type=float, default=1.0, help="largest norm of the gradients")
+    add("--precision", choices=["float32", "bfloat16"], default="bfloat16")
+    add("--recompute", action="store_true", help="in backward what a block computed in forward")
+    add("--compile", nargs="?", const="inductor", help="blocks, by a backend of torch.compile")
+    add("--replicas", type=int, default=1, help="HSDP: groups of ranks that each hold all weights")
+    add("--offload", action="store_true", help="weights and Adam's moments to the host")
+    add("--peak", type=float, help="TFLOP/s of a GPU, for the MFU: 989 for an H100 in bfloat16")
+    add("--seed", type=int, default=0)
+    add("--log-every", type=int, default=10, help="steps between lines")
+    add("--timeout", type=float, default=600, help="seconds to wait for a rank")
+    args = flags.parse_args()
+    for name, value in vars(args).items():
+        if type(value) is int and value < 1 and name not in ("warmup", "seed"):
+            flags.error(f"--{name.replace('_', '-')} must be at least 1")
+    if args.keep < 2:
+        flags.error("--keep must be at least 2: the newest checkpoint may be the damaged one")
+    return args
+
+
+# The model. B sequences of T tokens, D wide, V different tokens; H heads of K features, in P pairs.
+# Modules and sizes have the names of Hugging Face's Llama, so that its files need no translation.
+
+NAMES = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
+NAMES += "vocab_size max_position_embeddings rope_theta rms_norm_eps"
+Shape = namedtuple("Shape", NAMES, defaults=(10_000.0, 1e-5))
+SIZES = {
+    "tiny": Shape(64, 176, 2, 4, 2, 256, 64),
+    "125m": Shape(768, 2048, 12, 12, 4, 32_000, 2048),
+    "1b": Shape(2048, 5632, 22, 32, 4, 32_000, 2048),  # TinyLlama
+    "8b": Shape(4096, 14_336, 32, 32, 8, 128_256, 8192, 500_000.0),  # Llama 3
+}
+
+
+def linears(**sizes: tuple[int, int]) -> nn.ModuleDict:
+    return nn.ModuleDict({name: nn.Linear(*size, bias=False) for name, size in sizes.items()})
+
+
+def rotate(x_BHTK: torch.Tensor, cos_TP: torch.Tensor, sin_TP: torch.Tensor) -> torch.Tensor:
+    """RoPE, in the precision of its tables: feature p turns with feature p + P."""
+    a, b = x_BHTK.to(cos_TP.dtype).chunk(2, -1)
+    return torch.cat([a * cos_TP - b * sin_TP, b * cos_TP + a * sin_TP], -1).to(x_BHTK.dtype)
+
+
+class Block(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        D = shape.hidden_size
+        wide = shape.intermediate_size
+        self.K = D // shape.num_attention_heads
+        few = self.K * shape.num_key_value_heads
+        self.self_attn = linears(q_proj=(D, D), k_proj=(D, few), v_proj=(D, few), o_proj=(D, D))
+        self.mlp = linears(gate_proj=(D, wide), up_proj=(D, wide), down_proj=(wide, D))
+        self.input_layernorm = nn.RMSNorm(D, shape.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(D, shape.rms_norm_eps)
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self.run(*inputs)  # what is compiled and recomputed; FSDP2's hooks are outside of it
+
+    def run(self, x_BTD: torch.Tensor, *tables_TP: torch.Tensor) -> torch.Tensor:
+        x_BTD = x_BTD + self.attention(self.input_layernorm(x_BTD), *tables_TP)
+        y_BTD = self.post_attention_layernorm(x_BTD)
+        gate = F.silu(self.mlp["gate_proj"](y_BTD))
+        return x_BTD + self.mlp["down_proj"](gate * self.mlp["up_proj"](y_BTD))
+
+    def attention(self, x_BTD: torch.Tensor, *tables_TP: torch.Tensor) -> torch.Tensor:
+        heads = []
+        for name in ("q_proj", "k_proj", "v_proj"):
+            heads.append(self.self_attn[name](x_BTD).unflatten(-1, (-1, self.K)).transpose(1, 2))
+        q_BHTK, k_BHTK, v_BHTK = heads  # k and v have fewer heads, each for several of q's
+        q_BHTK, k_BHTK = rotate(q_BHTK, *tables_TP), rotate(k_BHTK, *tables_TP)
+        how = {"is_causal": True, "enable_gqa": True}
+        y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, **how)
+        return self.self_attn["o_proj"](y_BHTK.transpose(1, 2).flatten(2))
+
+
+class GPT(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        V = shape.vocab_size
+        D = shape.hidden_size
+        self.shape = shape
+        self.model = nn.ModuleDict({"embed_tokens": nn.Embedding(V, D)})
+        self.model["layers"] = nn.ModuleList(Block(shape) for _ in range(shape.num_hidden_layers))
+        self.model["norm"] = nn.RMSNorm(D, shape.rms_norm_eps)
+        self.lm_head = nn.Linear(D, V, bias=False)
+
+    def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        x_BTD = self.model["embed_tokens"](tokens_BT)
+        for block in self.model["layers"]:
+            x_BTD = block(x_BTD, self.cos, self.sin)
+        return self.lm_head(self.model["norm"](x_BTD))
+
+    @torch.no_grad()
+    def begin(self, T: int, seed: int, device: torch.device) -> None:
+        """Fill what `to_empty` left as garbage: all weights, and buffers that no state dict holds.
+
+        Each weight has a generator of its own, and a rank takes its rows of the whole: so all begin
+        alike, however many they are. (DTensor's own drawing repeats itself on CPUs.)
+        """
+        K = self.shape.hidden_size // self.shape.num_attention_heads
+        turns_P = self.shape.rope_theta ** -(torch.arange(0, K, 2, device=device) / K)
+        angles_TP = torch.arange(T, device=device)[:, None] * turns_P
+        self.register_buffer("cos", angles_TP.cos(), persistent=False)
+        self.register_buffer("sin", angles_TP.sin(), persistent=False)
+        for name, weight in self.named_parameters():
+            whole = torch.ones(weight.shape, device=device)
+            if weight.ndim > 1:
+                dice = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+                whole.normal_(0, 0.02, generator=dice)
+            where = (weight.device_mesh, weight.placements)
+            shard = distribute_tensor(whole, *where, src_data_rank=None)  # nothing is sent
+            weight.to_local().copy_(shard.to_local())
+
+
+def build_model(args: Namespace, shape: Shape, device: torch.device) -> GPT:
+    with torch.device("meta"):  # nothing is allocated before it is sharded
+        model = GPT(shape)
+    sizes = {"replicas": args.replicas, "shards": dist.get_world_size() // args.replicas}
+    if args.replicas == 1:
+        sizes.pop("replicas")
+    how = {"mesh": init_device_mesh(device.type, (*sizes.values(),), mesh_dim_names=(*sizes,))}
+    # What is gathered and computed, and what is added up; masters, gradients and moments stay
+    # float32. Blocks' inputs are not cast: they are bfloat16, and RoPE's tables stay float32.
+    dtypes = (torch.bfloat16, torch.float32) if args.precision == "bfloat16" else ()
+    how["mp_policy"] = MixedPrecisionPolicy(*dtypes, cast_forward_inputs=False)
+    if args.offload:
+        how["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    for block in model.model["layers"]:
+        if args.compile:
+            block.run = torch.compile(block.run, backend=args.compile)
+        if args.recompute:
+            again = {"use_reentrant": False, "preserve_rng_state": False}
+            block.run = partial(checkpoint, block.run, **again)
+        fully_shard(block, **how)
+    fully_shard(model, **how)
+    model.to_empty(device="cpu" if args.offload else device)
+    model.begin(args.context, args.seed, device)
+    return model
+
+
+def shape_of(args: Namespace, world_size: int) -> Shape:
+    """The model's. Raises ValueError if --weights has what it has not, or a flag does not fit."""
+    shape = SIZES[args.size]
+    if (args.weights or args.export) and not find_spec("safetensors"):
+        raise ValueError("--weights and --export need safetensors: pip install safetensors")
+    if args.weights:
+        config = json.loads((args.weights / "config.json").read_text())
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        config = {"rope_theta": 10_000.0, "rope_type": rope.get("type"), **rope, **config}
+        has = {"model_type": "llama", "hidden_act": "silu", "rope_type": "default"}
+        has |= {"tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False}
+        has["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
+        for name, value in has.items():
+            if (asked := config.get(name) or value) != value:
+                raise ValueError(f"{args.weights}: {name} is {asked}; here it is {value} alone")
+        shape = Shape(**{name: config[name] for name in Shape._fields})
+    args.context = args.context or shape.max_position_embeddings
+    if args.context > shape.max_position_embeddings:
+        raise ValueError(f"--context: the model knows {shape.max_position_embeddings} positions")
+    if args.export and args.export.exists():
+        raise ValueError(f"--export {args.export} is there already")
+    if world_size % args.replicas:
+        raise ValueError(f"{world_size} ranks do not make --replicas {args.replicas}")
+    return shape
+
+
+def export(model: GPT, folder: Path, group: dist.ProcessGroup) -> None:
+    """Write config.json and all weights in bfloat16, for Hugging Face. All ranks call it."""
+    how = {"save_distributed": True, "enable_consolidation": True}
+    writer = dcp.HuggingFaceStorageWriter(f"{folder}.tmp", **how)
+    state = {name: weight.detach().bfloat16() for name, weight in model.named_parameters()}
+    dcp.save(state, storage_writer=writer, process_group=group)
+    if dist.get_rank() == 0:
+        shutil.rmtree(f"{folder}.tmp/sharded")
+        config = model.shape._asdict() | {"model_type": "llama", "tie_word_embeddings": False}
+        config |= {"architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16"}
+        Path(f"{folder}.tmp/config.json").write_text(json.dumps(config))
+        os.rename(f"{folder}.tmp", folder)
+        log.info("the weights are in %s", folder)
+
+
+class Tokens:
+    """Samples of T + 1 tokens of a file, numbered over all epochs: a number is all they need."""
+
+    def __init__(self, args: Namespace, shape: Shape) -> None:
+        self.args = args
+        self.T = args.context
+        self.V = shape.vocab_size
+        if args.data:
+            self.all = np.load(args.data, mmap_mode="r")
+        else:
+            sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+            self.all = np.frombuffer(b"".join(path.read_bytes() for path in sources), np.uint8)
+        if self.all.ndim != 1 or self.all.dtype.kind not in "ui" or len(self.all) <= self.T:
+            told = f"{args.data} has {self.all.dtype} of shape {self.all.shape}"
+            raise ValueError(f"{told}: it must be one row of more than {self.T} integers")
+        self.count = (len(self.all) - 1) // self.T
+        self.mark = f"{len(self.all)} {hashlib.sha256(self.known(0, 10**6)).hexdigest()}"
+        self.epoch = -1
+
+    def known(self, start: int, stop: int) -> np.ndarray:
+        found = np.ascontiguousarray(self.all[start:stop])
+        if found.min() < 0 or found.max() >= self.V:
+            told = f"{self.args.data} has tokens from {found.min()} to {found.max()}"
+            raise ValueError(f"{told}, and the model knows 0 to {self.V - 1}")
+        return found
+
+    def sample(self, number: int) -> torch.Tensor:
+        epoch, index = divmod(number, self.count)
+        if epoch != self.epoch:
+            dice = torch.Generator().manual_seed(zlib.crc32(f"{self.args.seed} {epoch}".encode()))
+            self.order = torch.randperm(self.count, generator=dice)
+            self.epoch = epoch
+        start = self.T * int(self.order[index])
+        return torch.from_numpy(self.known(start, start + self.T + 1).astype(np.int64))
+
+
+# Checkpoints: each rank writes its shards, rank 0 the rest
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Newest first. Neither step-N.RUN.tmp nor step-N.damaged is one."""
+    return sorted((path for path in folder.glob("step-*") if not path.suffix), reverse=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    for leftover in folder.glob("step-*.tmp"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def sync(path: Path, text: str | None = None) -> None:
+    """Have this file, or the names in this folder, on the disk; write the text first, if any."""
+    if text is not None:
+        path.write_text(text)
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def checksum(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class Publisher(dcp.FileSystemWriter):
+    """Writes step-N.RUN.tmp, and names it step-N when all of it is on the disk.
+
+    RUN differs from run to run: an orphan of the one before may still be writing.
+    """
+
+    def __init__(self, final: Path, run: str, progress: dict, args: Namespace) -> None:
+        how = {"per_thread_copy_ahead": 0}  # all is on the host: its thread shall use no GPU
+        super().__init__(final.with_suffix(f".{run}.tmp"), **how)
+        self.final, self.progress, self.args = final, progress, args
+
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future:
+        """On every rank: its file, flushed, and the checksum next to it."""
+        written = super().write_data(plan, planner)
+        for name in {result.storage_data.relative_path for result in written.value()}:
+            sync(self.path / f"{name}.sum", checksum(self.path / name))
+        return written
+
+    def finish(self, metadata: dcp.Metadata, results: list) -> None:
+        """On rank 0, when all ranks have written."""
+        super().finish(metadata, results)
+        sync(self.path / PROGRESS, json.dumps(self.progress))
+        sums = {name: checksum(self.path / name) for name in (PROGRESS, ".metadata")}
+        for name in {info.relative_path for info in metadata.storage_data.values()}:
+            sums[name] = (self.path / f"{name}.sum").read_text()
+        sync(self.path / CHECKSUMS, json.dumps(sums))
+        sync(self.path)
+        self.path.rename(self.final)  # at this moment it begins to exist
+        sync(self.final.parent)
+        log.info("step %d is saved", self.progress["step"])
+        for old in checkpoints_in(self.final.parent)[self.args.keep :]:
+            if int(old.name.removeprefix("step-")) % (self.args.save_every * self.args.keep_every):
+                old.rename(old.with_suffix(".tmp"))  # half of one must not look like one
+        remove_leftovers(self.final.parent)
+
+
+def damage_in(path: Path) -> str:
+    """What is wrong with this rank's share of a checkpoint's files; empty if nothing is."""
+    try:
+        sums = json.loads((path / CHECKSUMS).read_bytes())
+        names = sorted({PROGRESS, ".metadata", *sums})
+        for name in names[dist.get_rank() :: dist.get_world_size()]:
+            if checksum(path / name) != sums.get(name):
+                return f"{name} does not have the checksum it had"
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        return str(error)
+    return ""
+
+
+def newest_whole(folder: Path) -> Path | None:
+    """The newest checkpoint that is as it was written: rank 0 lists them, all ranks read."""
+    told = [(checkpoints_in(folder), [*folder.glob("step-*.damaged")])]
+    dist.broadcast_object_list(told, src=0)  # rank 0 decides for all
+    listed, damaged = told[0]
+    for path in listed:
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, damage_in(path) if path.is_dir() else None)
+        if None in found:
+            raise ValueError(f"rank {found.index(None)} does not see {path}: share the folder")
+        if not any(found):
+            return path
+        if dist.get_rank() == 0:
+            log.error("%s is damaged: %s. The one before is used.", path, max(found))
+            shutil.rmtree(path.with_suffix(".damaged"), ignore_errors=True)
+            path.rename(path.with_suffix(".damaged"))
+    if listed or damaged:
+        raise ValueError(f"no checkpoint in {folder} is whole. Remove the folder to start anew.")
+    return None
+
+
+def lock(folder: Path) -> None:
+    """Keep other runs out until this process ends, however it ends."""
+    descriptor = os.open(folder / "lock", os.O_CREAT | os.O_RDWR)
+    for _ in range(10 * LOCK_SECONDS):
+        with suppress(BlockingIOError, PermissionError):
+            return fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(0.1)
+    raise ValueError(f"another run trains into {folder}. End it, or choose other --checkpoints.")
+
+
+class Stop:
+    """Whether any rank was told to stop. All ranks learn of it at the end of the same step."""
+
+    def __init__(self) -> None:
+        self.number = 0  # the signal that came
+        self.parent = os.getppid()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self.hear)
+
+    def hear(self, number: int, frame: object) -> None:
+        self.number = number
+
+    def ask(self) -> None:
+        """At the start of a step: the answer travels while the step computes."""
+        if os.getppid() != self.parent:  # torchrun has died
+            self.number = signal.SIGTERM
+        self.flag = torch.tensor(self.number)  # on the CPU, through gloo: no GPU waits for it
+        self.work = dist.all_reduce(self.flag, dist.ReduceOp.MAX, async_op=True)
+
+    def answer(self) -> int:
+        """The largest number of a signal that came to any rank before it asked, or 0."""
+        self.work.wait()
+        return int(self.flag)
+
+
+class Trainer:
+    """All that a checkpoint holds, and the step that changes it."""
+
+    def __init__(self, args: Namespace, device: torch.device, shape: Shape, tokens: Tokens):
+        self.args, self.device, self.tokens = args, device, tokens
+        self.rank = dist.get_rank()
+        self.ranks = dist.get_world_size()
+        same = "steps batch context learning_rate warmup weight_decay clip precision seed"
+        self.settings = {name: getattr(args, name) for name in same.split()}
+        self.settings |= {"shape": shape._asdict(), "data": tokens.mark}
+        told = [None] * self.ranks
+        dist.all_gather_object(told, (self.settings, f"{time.time_ns():x}"))
+        if any(settings != self.settings for settings, _ in told):
+            raise ValueError("some ranks were given other flags or other --data")
+        self.run = told[0][1]  # this run's name
+        self.model = build_model(args, shape, device)
+        matrices = [weight for weight in self.model.parameters() if weight.ndim > 1]
+        norms = [weight for weight in self.model.parameters() if weight.ndim == 1]
+        groups = [{"params": matrices}, {"params": norms, "weight_decay": 0.0}]
+        how = {"betas": (0.9, 0.95), "weight_decay": args.weight_decay, "fused": True}
+        self.optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, **how)
+        # MFU: 6 per weight of a product, 12 L D T of attention over all keys, none recomputed.
+        products = sum(weight.numel() for weight in matrices) - shape.vocab_size * shape.hidden_size
+        attention = 12 * shape.num_hidden_layers * shape.hidden_size * args.context
+        self.flops = (6 * products + attention) * args.context  # of a sample
+        self.step = 0
+        self.reader = ThreadPoolExecutor(1)
+        self.ready = None  # the next step's samples, as they are read
+        # Saving has a group of its own, since it goes on while the training's is in use.
+        self.background = dist.new_group(backend="gloo", timeout=timedelta(seconds=SAVE_SECONDS))
+        pinned = device.type == "cuda"
+        self.stager = DefaultStager(StagingOptions(pinned, False, False, pinned))
+        self.saving = None  # what is being written, and
+        self.saved = -1  # of which step; or the step that was written last
+
+    def read(self, step: int) -> torch.Tensor:
+        """This rank's samples of a step, in as many micro-batches as every rank has.
+
+        If there are too few for that, -100 fills up, which cross_entropy ignores.
+        """
+        batch = self.args.batch
+        size = self.args.micro_batch
+        starts = range(self.rank * size, self.rank * size + batch, size * self.ranks)
+        found_NBT = torch.full((len(starts), size, self.args.context + 1), -100)
+        for rows_BT, start in zip(found_NBT, starts, strict=True):
+            for row, place in enumerate(range(start, batch)[:size]):
+                rows_BT[row] = self.tokens.sample(step * batch + place)
+        return found_NBT
+
+    def train_step(self) -> torch.Tensor:
+        """Take the next step; return this rank's share of its loss."""
+        now = self.ready or self.reader.submit(self.read, self.step)
+        self.ready = self.reader.submit(self.read, self.step + 1)
+        total = 0
+        for rows_BT in now.result():
+            rows_BT = rows_BT.to(self.device)
+            logits_NV = self.model(rows_BT[:, :-1].clamp(min=0)).flatten(0, 1).float()
+            loss = F.cross_entropy(logits_NV, rows_BT[:, 1:].flatten(), reduction="sum")
+            loss = loss / (self.args.batch * self.args.context)  # whatever the number of ranks
+            (loss * self.ranks).backward()  # FSDP2 takes the mean over them
+            total += loss.detach()
+        self.update()
+        self.step += 1
+        return total
+
+    def update(self) -> None:
+        """Change the weights, unless the gradients' norm is not finite: then all ranks raise."""
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.args.clip)
+        self.norm = norm.full_tensor().item()  # over all ranks; the host waits for the GPU here
+        if not math.isfinite(self.norm):
+            self.finish_saving()
+            told = f"step {self.step + 1}: the gradients' norm is {self.norm:g}"
+            rule = "Nothing of this step was taken or saved; the checkpoints before it are good"
+            raise FloatingPointError(f"{told}. {rule}. Look at its data and the learning rate.")
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def rate(self) -> float:
+        args = self.args
+        if self.step < args.warmup:
+            return args.learning_rate * (self.step + 1) / args.warmup
+        share = (self.step - args.warmup) / max(1, args.steps - args.warmup)
+        return args.learning_rate * (0.55 + 0.45 * math.cos(math.pi * share))
+
+    def state(self) -> dict[str, dict]:
+        """This rank's shards, by names that do not depend on the number of ranks."""
+        weights, moments = get_state_dict(self.model, self.optimizer)
+        return {"model_state_dict": weights, "optim_state_dict": moments}
+
+    def save(self) -> None:
+        """Copy the state and begin to write it, as soon as the one before is written."""
+        self.finish_saving()
+        if self.saved == self.step:  # SIGTERM came right after it
+            return
+        progress = {"step": self.step, "samples": self.step * self.args.batch, "ranks": self.ranks}
+        progress["settings"] = self.settings
+        path = self.args.checkpoints / f"step-{self.step:09}"
+        how = {"process_group": self.background, "async_stager": self.stager}
+        how["storage_writer"] = Publisher(path, self.run, progress, self.args)
+        self.saving = dcp.async_save(self.state(), **how)
+        self.saved = self.step
+
+    def finish_saving(self, must: bool = False) -> None:
+        """Where there was no room for it, go on without, unless it `must` be."""
+        try:
+            if self.saving:
+                self.saving.result()
+        except CheckpointException as error:  # on all ranks, whichever failed
+            log.error("step %d could not be saved: %s", self.saved, error)
+            self.saved = -1
+            if self.rank == 0:
+                remove_leftovers(self.args.checkpoints)  # the room is needed
+            if must:
+                raise
+        finally:
+            self.saving = None
+
+    def resume(self) -> None:
+        """Go on from the newest whole checkpoint, whatever number of ranks wrote it."""
+        folder = self.args.checkpoints
+        if path := newest_whole(folder):
+            progress = json.loads((path / PROGRESS).read_text())
+            for name, was in progress["settings"].items():
+                if (now := self.settings[name]) != was:
+                    told = f"{folder} was written with {name} {was}, this run has {now}"
+                    raise ValueError(f"{told}: take the same, or other --checkpoints")
+            state = self.state()  # what is loaded goes into its tensors
+            dcp.load(state, checkpoint_id=path, process_group=self.background)
+            set_state_dict(self.model, self.optimizer, **state)
+            self.step = self.saved = progress["step"]
+            told = f"written by {progress['ranks']} ranks"
+            log.info("goes on after step %d of %d, %s", self.step, self.args.steps, told)
+        else:
+            if self.args.weights:
+                reader = dcp.HuggingFaceStorageReader(str(self.args.weights))
+                how = {"storage_reader": reader, "process_group": self.background}
+                dcp.load(self.model.state_dict(), **how)
+            log.info("no checkpoint in %s: begins with step 1", folder)
+        self.told = (time.perf_counter(), self.step)
+        self.writer = None
+        if SummaryWriter and self.rank == 0:  # what was written beyond this step is taken back
+            self.writer = SummaryWriter(folder / "tensorboard", purge_step=self.step)
+
+    def report(self, loss: torch.Tensor) -> None:
+        """A line of the log, and TensorBoard's scalars: of all ranks, since the last line."""
+        memory = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6)  # Linux: kB
+        if self.device.type == "cuda":
+            memory = torch.tensor(torch.cuda.max_memory_allocated() / 1e9)
+        dist.all_reduce(memory, dist.ReduceOp.MAX)
+        dist.all_reduce(loss)
+        since, step = self.told
+        self.told = (time.perf_counter(), self.step)
+        speed = (self.step - step) * self.args.batch / (self.told[0] - since)
+        each = speed * self.flops / self.ranks / 1e12
+        said = {"loss": loss.item(), "norm": self.norm, "tokens/s": speed * self.args.context}
+        said |= {"TFLOP/s per rank": each, "GB": memory.item()}
+        if self.args.peak:
+            said["MFU"] = each / self.args.peak
+        told = ", ".join(f"{name} {value:.4g}" for name, value in said.items())
+        log.info("step %d of %d, %s", self.step, self.args.steps, told)
+        for name, value in said.items():
+            if self.writer:
+                self.writer.add_scalar(name, value, self.step)
+
+
+# Ranks that meet: as in ddp_surviving.py, which says why
+
+
+def own_device(precision: str) -> torch.device:
+    """This rank's GPU, or the CPU. Raises ValueError if there are GPUs and it can have none."""
+    gpus = torch.cuda.device_count()
+    ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    no_gpus = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")  # it is the user who wants none
+    if no_gpus or not (gpus or os.path.exists("/dev/nvidia0")):
+        return torch.device("cpu")
+    if gpus < ranks:
+        told = f"{socket.gethostname()} has {ranks} ranks, and torch sees {gpus} GPUs"
+        raise ValueError(f"{told}: as many ranks as GPUs, or CUDA_VISIBLE_DEVICES= for the CPU")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    if precision == "bfloat16" and not torch.cuda.is_bf16_supported(False):
+        told = f"{torch.cuda.get_device_name(device)} on {socket.gethostname()} emulates bfloat16"
+        raise ValueError(f"{told}, slowly (GPUs have it from Ampere on): take --precision float32")
+    return device
+
+
+def join(args: Namespace) -> tuple[torch.device, Shape, Tokens]:
+    """Do what init_process_group does, unless a rank has a reason against it: then all raise."""
+    how = {"timeout": timedelta(seconds=args.timeout)}
+    store, rank, world_size = next(dist.rendezvous("env://", **how))
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":  # forget the addresses of ranks that died
+        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    elif shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        rule = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each"
+        raise ValueError(f"--max-restarts on several nodes: {rule}")
+    device = torch.device("cpu")
+    inputs = ()
+    try:
+        device = own_device(args.precision)
+        shape = shape_of(args, world_size)
+        inputs = (shape, Tokens(args, shape))
+    except (ValueError, RuntimeError, OSError, KeyError) as error:
+        store.set("why not", f"rank {rank} on {socket.gethostname()}: {error}")
+    store.add(device.type, 1)  # before any collective, which would wait for a rank that gave up
+    if store.add("ranks that looked", 1) == world_size:
+        store.set("all have looked", "")
+    store.wait(["all have looked"])
+    if store.check(["why not"]):
+        raise ValueError(store.get("why not").decode())
+    if store.add(device.type, 0) < world_size:
+        told = f"{store.add('cuda', 0)} of {world_size} ranks have a GPU, the other nodes have none"
+        raise ValueError(f"{told}: CUDA_VISIBLE_DEVICES= on every node if it is to be the CPU")
+    how |= {"store": store, "rank": rank, "world_size": world_size}
+    gpu = device if device.type == "cuda" else None
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", device_id=gpu, **how)
+    return device, *inputs
+
+
+def run(trainer: Trainer, stop: Stop) -> None:
+    """Train to the end, or until a signal comes."""
+    args = trainer.args
+    while trainer.step < args.steps:
+        stop.ask()
+        loss = trainer.train_step()
+        number = stop.answer()
+        step = trainer.step
+        last = step == args.steps
+        if step % args.log_every == 0 or last:
+            trainer.report(loss)
+        if number or last or step % args.save_every == 0:
+            trainer.save()
+        if number or last:
+            trainer.finish_saving(must=last)
+        if number and not last:
+            dist.barrier()  # torchrun ends all ranks when the first has left
+            log.warning("leaves after step %d: %s", step, signal.Signals(number).name)
+            dist.destroy_process_group()
+            sys.exit(128 + number)  # not 0, which would mean that training is over
+
+
+@record  # an exception reaches torchrun's report, with the rank that had it first
+def main() -> None:
+    args = read_flags()
+    stop = Stop()
+    device, *inputs = join(args)
+    rank = dist.get_rank()
+    level = logging.INFO if rank == 0 else logging.WARNING
+    logging.basicConfig(format=f"[rank {rank}] %(message)s", level=level, stream=sys.stdout)
+    if rank == 0:
+        args.checkpoints.mkdir(parents=True, exist_ok=True)
+        lock(args.checkpoints)
+        remove_leftovers(args.checkpoints)
+        shutil.rmtree(f"{args.export}.tmp", ignore_errors=True)
+    log.info("%d ranks on %s", dist.get_world_size(), "GPUs" if device.type == "cuda" else "CPUs")
+    trainer = Trainer(args, device, *inputs)
+    trainer.resume()
+    run(trainer, stop)
+    if args.export:
+        export(trainer.model, args.export, trainer.background)
+    trainer.stager.close()
+    dist.barrier()  # gloo's threads are done with the last gradients: else an exit may abort
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (Exception, CheckpointException):
+        traceback.print_exc()
+        os._exit(1)  # at once: a tidy end would wait for ranks that are gone
