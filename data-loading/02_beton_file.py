@@ -1,18 +1,17 @@
-"""FFCV's .beton file, byte by byte, and the buffers of its batches
-================================================================
+"""FFCV's .beton file and its buffers: where an image's bytes lie
+==============================================================
 
-**Question.** What lies in a .beton file, where does FFCV put the batches it makes of it, and are
-they the batches that a DataLoader would make?
+**Question.** Where do the bytes of an image lie: in the .beton file, and in memory once FFCV has
+made a batch of it?
 
-**Predict**, and write it down before you run:
+**Predict**, and write it down before you run.
 
 1. 130 images of 160 x 240 pixels are stored raw, three bytes per pixel, in pages of 2 MiB, none
-   across two pages. How many pages do they need, and how many bytes has the whole file?
-2. A loader hands you 17 batches per epoch. In how many buffers do they lie?
-3. You keep all 17 batches, 8 samples each, in a list. How many different samples are in the list
-   when the epoch has ended?
-4. FFCV reads an epoch of this rank's images, and so does a DataLoader with the same seed. In how
-   many pixels do their batches differ?
+   across two pages. How many pages do they need?
+2. FFCV writes its batches into five buffers, in turn. You keep all 17 batches of an epoch, 8
+   samples each, in a list. How many different samples are in it when the epoch has ended?
+3. FFCV reads an epoch of this rank's images, and so does a DataLoader with the same seed. In how
+   many bytes do their batches differ?
 
 **Run.**
 
@@ -78,7 +77,7 @@ PAGE = 2**21  # bytes: 2 MiB
 SEED = 0
 
 # %% [markdown]
-# ## 1. The layout of a .beton file
+# ## 1. In the file: pages
 #
 # A folder of a million JPEGs means a million files to open, in an order that changes each epoch.
 # FFCV writes them into one file instead, in **pages** of a fixed size, so that a sample is found by
@@ -93,9 +92,10 @@ SEED = 0
 #
 # The **header** counts fields and samples and says where the allocation table begins. A **row**
 # holds what is small (a label, an image's size) itself, and for what is large the position in the
-# pages; rows are aligned as a C compiler would align them. The **allocation table** repeats, for
-# each sample, where it starts and how many bytes it has. All numbers are little-endian, so NumPy
-# reads the whole file with five dtypes and no code of FFCV's.
+# pages. The four numbers of an image are packed without gaps, 13 bytes in all; the columns of a row
+# begin at multiples of 8, so a row has 32 bytes here. The **allocation table** repeats, for each
+# sample, where it starts and how many bytes it has. All numbers are little-endian, so NumPy reads
+# the whole file with five dtypes and no code of FFCV's.
 
 # %%
 HEADER = np.dtype(
@@ -127,12 +127,71 @@ def pixels_of(data: np.ndarray, row: np.void) -> np.ndarray:
 
 
 # %% [markdown]
-# ## 2. Writing a file, opening a loader
+# ## 2. In memory: buffers that are used again
 #
-# FFCV writes the file from anything with a length and items, one **field** per member of an item.
-# To read it, each field gets a **pipeline**: a decoder, then operations. A `Loader` turns the
-# pipelines into Python source, one function per stage, which numba compiles when the first batch is
-# made; that is the wait before the first epoch. The images here are crops of two photographs.
+# To read the file, each field gets a **pipeline**: a decoder, then operations. The first batch is
+# slow, since numba compiles a function for each operation then. All of them write into memory that
+# was allocated before: `batches_ahead` batches (3 by default) wait in a queue, one is being made,
+# and one is yours. So batches lie in five buffers:
+#
+#     batch       0   1   2   3   4   5   6   7  ...
+#     buffer      0   1   2   3   4   0   1   2  ...      batch 5 overwrites batch 0
+#
+# That saves an allocation per batch, and it is a trap: keep a batch and you keep its memory, not
+# its values. If you need it later, clone it. A copy to a GPU is a clone as well, but one with
+# `non_blocking=True` only when it is done: until then FFCV may write over what is being copied.
+
+
+# %%
+def open_beton(path: Path, batch_size: int, order: str = "RANDOM", **options: object) -> "Loader":
+    """Return FFCV's loader of whole images, labels and indices, with one thread per rank."""
+    gc.collect()  # an old loader, freed while numba compiles, prints "Exception ignored: KeyError"
+    pipelines = {
+        "image": [decoders.SimpleRGBImageDecoder(), ToTensor()],
+        "label": [decoders.IntDecoder(), ToTensor()],
+        "index": [decoders.IntDecoder(), ToTensor()],
+    }
+    options = {"seed": SEED, "num_workers": 1, "drop_last": False} | options
+    return Loader(str(path), batch_size, order=OrderOption[order], pipelines=pipelines, **options)
+
+
+def keep_an_epoch(loader: "Loader") -> tuple[set[int], list[torch.Tensor]]:
+    """Return the addresses of an epoch's batches, and the indices as they were handed out."""
+    addresses = set()
+    kept = []
+    for image_BHWC, _, index in loader:
+        addresses.add(image_BHWC.data_ptr())
+        kept.append(index)
+    return addresses, kept
+
+
+# %% [markdown]
+# ## 3. The same bytes as a DataLoader's
+#
+# Are the right bytes in these buffers, in the right order? `distributed=True` lets torch's
+# `DistributedSampler` choose each rank's samples, shuffled anew for each epoch; FFCV counts the
+# epochs by itself. Raw pixels are the dataset's own, and nothing here is augmented at random. So
+# FFCV's batches should be those of a `DataLoader` with the same sampler, to the bit. With JPEGs,
+# which FFCV may encode again, or with random crops, they would agree in distribution only.
+
+
+# %%
+def batches_of_both(path: Path, epoch: int) -> Iterator[tuple]:
+    """Yield FFCV's batch and the DataLoader's of this rank's share of an epoch, in pairs."""
+    loader = open_beton(path, batch_size=8, distributed=True)
+    loader.next_epoch = epoch  # which FFCV counts up by itself
+    sampler = DistributedSampler(Images(N, SEED), seed=SEED)
+    sampler.set_epoch(epoch)
+    yield from zip(loader, DataLoader(sampler.dataset, 8, sampler=sampler), strict=True)
+
+
+# %% [markdown]
+# ## 4. How it is measured
+#
+# Rank 0 writes the file into a temporary folder, and all ranks read it. The images are crops of two
+# photographs. FFCV writes anything that has a length and items, one field per member of an item. It
+# does so by processes that exchange memory under a name in /dev/shm, where a kill would leave it;
+# `Nameless` takes its place, which they inherit by a fork.
 
 
 # %%
@@ -164,84 +223,6 @@ class Images:
         return np.ascontiguousarray(crop_HWC), label, int(index)
 
 
-def write_beton(path: Path) -> None:
-    """Write N images as raw pixels, with label and index, by FFCV's own writer."""
-    multiprocessing.set_start_method("fork", force=True)  # FFCV's writers inherit what they need
-    ffcv_writer.shared_memory = SimpleNamespace(SharedMemory=Nameless)
-    fields = {"image": RGBImageField("raw"), "label": IntField(), "index": IntField()}
-    writer = DatasetWriter(str(path), fields, page_size=PAGE, num_workers=1)
-    writer.from_indexed_dataset(Images(N, SEED), chunksize=16)
-    for process in multiprocessing.active_children():
-        process.join()
-
-
-def open_beton(path: Path, batch_size: int, order: str = "RANDOM", **options: object) -> "Loader":
-    """Return FFCV's loader of whole images, labels and indices, with one thread per rank."""
-    gc.collect()  # an old loader, freed while numba compiles, prints "Exception ignored: KeyError"
-    pipelines = {
-        "image": [decoders.SimpleRGBImageDecoder(), ToTensor()],
-        "label": [decoders.IntDecoder(), ToTensor()],
-        "index": [decoders.IntDecoder(), ToTensor()],
-    }
-    options = {"seed": SEED, "num_workers": 1, "drop_last": False} | options
-    return Loader(str(path), batch_size, order=OrderOption[order], pipelines=pipelines, **options)
-
-
-# %% [markdown]
-# ## 3. Batches are written over
-#
-# The compiled functions fill buffers that were allocated before: `batches_ahead` batches (3 by
-# default) wait in a queue, one is being made, and one is yours. So batches live in five buffers:
-#
-#     batch       0   1   2   3   4   5   6   7  ...
-#     buffer      0   1   2   3   4   0   1   2  ...      batch 5 overwrites batch 0
-#
-# That saves an allocation per batch, and it is a trap: keep a batch and you keep its memory, not
-# its values. If you need it later, clone it, or copy it to a GPU, which is a clone.
-
-
-# %%
-def keep_an_epoch(loader: "Loader") -> tuple[set[int], list[torch.Tensor]]:
-    """Return the addresses of an epoch's batches, and the indices as they were handed out."""
-    addresses = set()
-    kept = []
-    for image_BHWC, _, index in loader:
-        addresses.add(image_BHWC.data_ptr())
-        kept.append(index)
-    return addresses, kept
-
-
-# %% [markdown]
-# ## 4. The same batches as a DataLoader's
-#
-# `distributed=True` lets torch's `DistributedSampler` choose each rank's samples, shuffled anew for
-# each epoch; FFCV counts the epochs by itself. Raw pixels are the dataset's own, and nothing here
-# is augmented at random. So FFCV's batches should be those of a `DataLoader` with the same sampler,
-# to the bit, and whatever is trained on them is the same, too. With FFCV's JPEGs, which it may
-# encode again, or with its random crops, batches would agree in distribution only.
-
-
-# %%
-def batches_of_both(path: Path, epoch: int) -> Iterator[tuple]:
-    """Yield FFCV's batch and the DataLoader's of this rank's share of an epoch, in pairs."""
-    loader = open_beton(path, batch_size=8, distributed=True)
-    loader.next_epoch = epoch  # which FFCV counts up by itself
-    sampler = DistributedSampler(Images(N, SEED), seed=SEED)
-    sampler.set_epoch(epoch)
-    yield from zip(loader, DataLoader(sampler.dataset, 8, sampler=sampler), strict=True)
-
-
-# %% [markdown]
-# ## 5. How it is measured
-#
-# Rank 0 writes the file into a temporary folder, and all ranks read it. The length of the file is
-# predicted from the layout. Every pixel that NumPy finds is compared with the image that was handed
-# to the writer. Buffers are told apart by their address in memory. The batches of both loaders are
-# compared for equality, without tolerance, and in epoch 1: epoch 0 would not tell whether the
-# orders of later epochs agree.
-
-
-# %%
 class Nameless(shared_memory.SharedMemory):
     """Shared memory that forked processes inherit, and that no kill leaves behind by its name."""
 
@@ -253,6 +234,32 @@ class Nameless(shared_memory.SharedMemory):
         """Nothing: its name went when it came."""
 
 
+def write_beton(path: Path) -> None:
+    """Write N images as raw pixels, with label and index, by FFCV's own writer."""
+    multiprocessing.set_start_method("fork", force=True)  # FFCV's writers inherit what they need
+    ffcv_writer.shared_memory = SimpleNamespace(SharedMemory=Nameless)
+    fields = {"image": RGBImageField("raw"), "label": IntField(), "index": IntField()}
+    writer = DatasetWriter(str(path), fields, page_size=PAGE, num_workers=1)
+    writer.from_indexed_dataset(Images(N, SEED), chunksize=16)
+    for process in multiprocessing.active_children():
+        process.join()
+
+
+def from_rank_0(value: object) -> object:
+    """Return rank 0's `value` on every rank."""
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+
+# %% [markdown]
+# The length of the file is predicted from the layout, and every byte of a pixel that NumPy finds is
+# compared with the image that was handed to the writer. Buffers are told apart by their address in
+# memory. Batches of both loaders are compared in epoch 1: epoch 0 would not tell whether the orders
+# of later epochs agree.
+
+
+# %%
 def check_file(path: Path) -> None:
     """Claim the file's length, and that NumPy reads every pixel and label out of it."""
     header, fields, rows, _ = parse(path)
@@ -263,7 +270,7 @@ def check_file(path: Path) -> None:
     pages = math.ceil(N / images_per_page)
     claim("pages of samples", pages, header["table"] / PAGE - 1, question=1)
     length = PAGE + pages * PAGE + N * ENTRY.itemsize  # header, fields and rows fit one page
-    claim("bytes of the file", length, path.stat().st_size, question=1)
+    claim("bytes of the file", length, path.stat().st_size)
 
     data = np.memmap(path, np.uint8, "r")
     images = Images(N, SEED)
@@ -271,60 +278,57 @@ def check_file(path: Path) -> None:
     for row in rows:
         pixels, label, _ = images[row["index"]]
         wrong += int((pixels_of(data, row) != pixels).sum()) + int(label != row["label"])
-    claim("pixels and labels that NumPy reads wrong", 0, wrong)
-
-
-def from_rank_0(value: object) -> object:
-    """Return rank 0's `value` on every rank."""
-    values = [value]
-    dist.broadcast_object_list(values)
-    return values[0]
+    claim("bytes and labels that NumPy reads wrong", 0, wrong)
 
 
 def check_buffers(path: Path) -> None:
+    """Claim in how many buffers an epoch's batches lie, and what is left of them at its end."""
     loader = open_beton(path, batch_size=8)
     addresses, kept = keep_an_epoch(loader)
-    claim(
-        "buffers that an epoch's batches lie in",
-        loader.batches_ahead + 2,
-        len(addresses),
-        question=2,
-    )
+    claim("buffers of an epoch's batches", 5, len(addresses))
     left = len(set(torch.cat(kept).flatten().tolist()))
-    in_buffers = 8 * (loader.batches_ahead + 2)
-    claim("different samples in the batches that were kept", in_buffers, left, question=3)
+    claim("different samples in the batches that were kept", 5 * 8, left, question=2)
 
 
 def check_batches(path: Path) -> None:
-    """Claim that the batches of both loaders hold the same pixels."""
-    different = 0
+    """Claim that the batches of both loaders are the same."""
+    pixels = 0
+    others = 0
     for ours, theirs in batches_of_both(path, epoch=1):
-        different += int((ours[0] != theirs[0]).sum())
-    claim("pixels that differ in epoch 1", 0, different, question=4)
+        pixels += int((ours[0] != theirs[0]).sum())
+        for our_numbers, their_numbers in zip(ours[1:], theirs[1:], strict=True):
+            others += int((our_numbers.flatten() != their_numbers).sum())
+    claim("bytes of images that differ in epoch 1", 0, pixels, question=3)
+    claim("labels and indices that differ in epoch 1", 0, others)
 
 
 # %% [markdown]
 # ## What you should have seen
 #
-# 1. An image has 115,200 bytes, so 18 fit a page and 130 images need 8 pages. With the page before
-#    them (header, fields, rows) and 24 bytes per sample in the allocation table, the file has
-#    18,877,488 bytes. Padding costs 1% here; an image slightly larger than half a page would cost
-#    almost half the file, so pages are chosen many times larger than samples (FFCV's default is
-#    8 MiB). NumPy reads every pixel: the format needs no library.
-# 2. Five: three wait in the queue, one is being made, one is yours.
-# 3. 40 of 130: what five buffers of 8 hold when the epoch ends. The list has 17 tensors, but each
-#    shares its memory with three or four others, and shows what was written there last.
-# 4. In none: same samples, same order, same bits. So a model trained on them is the same, too, to
-#    the last bit of its loss on a CPU. A loader changes when a batch comes, and must not change
-#    what is in it.
+# 1. Eight. An image has 115,200 bytes, so 18 fit a page, and 130 images need 8 pages; the last one
+#    holds 4. With the page before them (header, fields, rows) and 24 bytes per sample in the
+#    allocation table, the file has 18,877,488 bytes. A full page wastes 1%; with an image slightly
+#    larger than half a page it would waste almost half, so pages are chosen many times larger than
+#    samples (FFCV's default is 8 MiB). Of this short file a fifth is not images, mostly the first
+#    page and the last. NumPy reads every byte: the format needs no library.
+# 2. 40 of 130: what five buffers of 8 hold when the epoch ends. The list has 17 tensors, but each
+#    shares its memory with two or three others, and shows what was written there last.
+# 3. In none: same samples, same order, same bits, labels and indices too. A loader changes when a
+#    batch comes, and must not change what is in it.
 #
-# **Try.** Cloned indices are all 130 different ones, so claim 3 fails: the trap is gone. Without
-# `set_epoch` the DataLoader repeats its first order in every epoch, so pixels differ in epoch 1. A
-# model would learn all the same, and its loss curve would tell you nothing.
+# **Try.** Cloned indices are all 130 different ones, so the claim of question 2 fails: the trap is
+# gone. Without `set_epoch` the DataLoader repeats its first order in every epoch, so both rows of
+# epoch 1 fail, bytes and labels or indices. A model would learn all the same, and its loss curve
+# would tell you nothing.
 #
-# On GPUs, FFCV's `ToDevice` copies a batch on a stream of its own while the one before is used. At
-# a thousand ranks the file lies on a network file system, and what counts is how many pages are
-# open at once: data-loading/03_orders_pages_memory.py.
+# **When.** Raw pixels, if the file fits the memory of a node: reading is then a copy. JPEGs in the
+# .beton, if it does not: they are several times smaller, and each costs a decoding per epoch. A
+# plain DataLoader, if decoding in worker processes keeps up with the GPUs, or if the set changes
+# often: a .beton is written as a whole (data-loading/08 compares them).
+#
+# **On GPUs** FFCV pins the buffers, and its `ToDevice` copies a batch on a stream of its own while
+# the one before is used. At a thousand ranks the file lies on a network file system, and what
+# counts is how many pages are open at once: data-loading/03_orders_pages_memory.py.
 
 
 # %%
@@ -407,7 +411,8 @@ def setup() -> torch.device:
     gpus = torch.cuda.device_count()
     local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cpu")
-    how = f"gloo ({local_ranks} ranks and {gpus} GPUs here)"
+    some = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+    how = f"gloo ({local_ranks} ranks and {some} here)"
     if gpus >= local_ranks:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
@@ -418,7 +423,7 @@ def setup() -> torch.device:
     store.set(f"device of {RANK}", device.type)
     devices = store.multi_get([f"device of {rank}" for rank in range(WORLD_SIZE)])
     if len(set(devices)) > 1:
-        counted = f"{devices.count(b'cuda')} GPUs for {WORLD_SIZE} ranks"
+        counted = f"GPUs for {devices.count(b'cuda')} of {WORLD_SIZE} ranks"
         refuse(f"needs a GPU per rank, or none, got {counted}; hide all by CUDA_VISIBLE_DEVICES=")
     group = {"rank": RANK, "world_size": WORLD_SIZE, "store": store, "timeout": patience}
     own_gpu = device if device.type == "cuda" else None

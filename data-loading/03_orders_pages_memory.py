@@ -1,21 +1,21 @@
-"""Traversal orders, pages and memory: what a shuffle costs a loader
-=================================================================
+"""Traversal orders and pages: what a shuffle costs a loader
+=========================================================
 
-**Question.** How many pages of a file does each traversal order keep in memory, or read from disk
-again if memory is too small, and do the ranks of one machine share them?
+**Question.** A file is read in pages, and each page holds many samples. How much of the file must
+memory hold for the order in which the samples are taken, and what does it cost if it cannot?
 
-**Predict**, and write it down before you run:
+**Predict**, and write it down before you run. A file has 576 samples in 8 pages of 72. A page is
+*open* from its first sample in an epoch to its last.
 
-1. A file has 8 pages. A loader takes one sample after the other. How many pages are open at once,
-   from a page's first sample to its last, in file order, in FFCV's quasi-random order, and in a
-   random order?
-2. No page of the file is in memory. Now all n ranks map it and read all of it. How many times does
-   the disk deliver the file? How many copies of it does `top` (RES, or RSS) seem to show?
-3. A loader with `os_cache=False` keeps pages in memory of its own, each from three batches before
-   its first sample to its last. It reads the file in quasi-random order, one sample per batch. How
-   many of the 8 pages does it hold at most?
-4. Memory has room for 4 of the 8 pages, and for each of 130 samples its page is read whole. How
-   many pages does the disk deliver in quasi-random order, and how many in random order?
+1. The order is random. How many of the 8 pages are open at once, at most?
+2. The same order, but memory has room for 4 of the 8 pages. A sample whose page is not there has
+   the whole page read; the page that was not used for longest goes. How many page reads does an
+   epoch cost?
+3. FFCV's quasi-random order takes samples from two pages at a time. FFCV keeps these pages in
+   memory of its own, and reads a page three samples before its first one is due. How many pages
+   does it hold at most?
+4. n ranks share a random epoch as `DistributedSampler` deals it, and each keeps all pages that it
+   has read. How many page reads does the epoch cost all ranks together?
 
 **Run.**
 
@@ -23,35 +23,31 @@ again if memory is too small, and do the ranks of one machine share them?
     python 03_orders_pages_memory.py                                     # the same
 
 Not run on several GPUs. One node. FFCV needs the Debian packages of packages.txt, then `pip install
--e '.[ffcv]'`. Question 4 needs root and memory cgroups.
+-e '.[ffcv]'`.
 
-**Try.** In `shard` begin each share one sample later: which claims fail? In `check_shares` leave
-out `indices=mine`: training would go on as before, so what tells you?
+**Try.** Set `ROOM` to 2: which claim fails, although two pages are open at once? In `check_orders`
+open the QUASI_RANDOM loader with batches of 4: which claims fail now?
 
-**Before.** data-loading/02_beton_file.py: pages, and what a loader's buffers are.
+**Before.** data-loading/02_beton_file.py: what lies in a page, and what a loader's buffers are.
 
-**Next.** data-loading/09_one_file_two_nodes.py: the same file, read by two nodes.
+**Next.** data-loading/17_page_cache.py: the pages that all ranks of a machine share.
 """
 
 import argparse
 import contextlib
 import ctypes
+import functools
 import gc
 import json
 import logging
 import math
-import mmap
 import multiprocessing
 import os
-import re
-import resource
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from multiprocessing import shared_memory
 from pathlib import Path
@@ -76,226 +72,142 @@ if "RANK" in os.environ or WORLD_SIZE > 1:  # a launcher needs none of it
         from ffcv.fields import IntField, RGBImageField, decoders
         from ffcv.loader import Loader, OrderOption
         from ffcv.transforms import ToTensor
-        from ffcv.traversal_order import QuasiRandom, Random, Sequential
         from ffcv.writer import DatasetWriter
 
-N = 130  # images, HEIGHT x WIDTH pixels of three bytes
-HEIGHT = 160
-WIDTH = 240
-PAGE = 2**21  # bytes: 2 MiB, which 18 images share
-ROOM = 4  # pages that memory has room for in section 4
+PAGE = 2**21  # bytes: 2 MiB, FFCV's smallest
+PAGES = 8
+PER_PAGE = 72  # samples
+N = PAGES * PER_PAGE  # images, HEIGHT x WIDTH pixels of three bytes
+HEIGHT = 80
+WIDTH = 120
+ROOM = 4  # pages that memory has room for
 SEED = 0
-A_DISK = "a temporary folder on a disk: set TMPDIR"
-SMALL = "pages from disk, if memory holds half of them"
 
 # %% [markdown]
-# ## 1. Sequential, quasi-random and random order
+# ## 1. The order decides how many pages are open
 #
-# Stochastic gradient descent wants samples in random order; a disk wants them in file order. A page
-# is **open** from its first sample to its last, and while it is open it should be in memory. FFCV
-# offers three orders. Each row below is a page, time runs to the right, and x is one sample:
+# Stochastic gradient descent wants samples in random order. A disk, a file server or an object
+# store wants to deliver large pieces, one after the other; here such a piece is a page. A page is
+# **open** from its first sample in an epoch to its last. While it is open it should be in memory,
+# since it will be needed again. FFCV offers three orders. In the picture four pages have four
+# samples each, time runs to the right, and x is one sample:
 #
-#               SEQUENTIAL               QUASI_RANDOM             RANDOM
-#     page 1    xxxx                     x xx         x           x      x    x   x
-#     page 2        xxxx                       xx x xx              x x    x        x
-#     page 3            xxxx              x  x    x                x    x      x   x
-#     page 4                xxxx                 x  x   xx x         x    x     x    x
-#     open      1 page at a time         a few                    all, nearly from the start
+#               SEQUENTIAL              QUASI_RANDOM            RANDOM
+#     page 1    xxxx                     xx x x                   x    xx    x
+#     page 2        xxxx                         x xx x         x    x    x x
+#     page 3            xxxx            x  x x  x                  x  x    x  x
+#     page 4                xxxx               x  x  x x         x  x    x     x
+#     open      1 at a time             at most 2               all 4 for most of the time
 #
-# QUASI_RANDOM shuffles the pages, opens some of them, and draws at random from these; when one is
-# used up, the next is opened. (FFCV opens twice as many pages as a batch has samples; the paper
-# says as many.) RANDOM costs nothing while the file fits into memory.
+# SEQUENTIAL needs one page in memory, and is no shuffle. RANDOM needs them all: the first sample of
+# each page comes soon, and the last one late. QUASI_RANDOM is the compromise: it shuffles the
+# pages, opens a few, and draws at random from these; when one is used up it opens the next. FFCV
+# opens twice as many pages as a batch has samples, so two for batches of one.
 
 
 # %%
-def open_at_once(batches: Iterable[Iterable[int]], ahead: int = 0) -> int:
-    """Return the most pages open at once, if batch i takes samples from the pages batches[i].
-
-    A page is opened `ahead` batches before its first sample, and closed after its last.
-    """
-    opened = {}
-    closed = {}
-    last = -1
-    for last, pages in enumerate(batches):
-        for page in pages:
-            opened.setdefault(page, max(0, last - ahead))
-            closed[page] = last
+def open_at_once(pages: np.ndarray) -> int:
+    """Return the most pages open at once, if step t takes a sample from page `pages[t]`."""
+    first = {}
+    last = {}
+    for step, page in enumerate(pages):
+        first.setdefault(page, step)
+        last[page] = step
     counts = []
-    for now in range(last + 1):
-        counts.append(sum(opened[page] <= now <= closed[page] for page in opened))
+    for now in range(len(pages)):
+        counts.append(sum(first[page] <= now <= last[page] for page in first))
     return max(counts)
 
 
 # %% [markdown]
-# ## 2. One page cache for all ranks
+# ## 2. Memory that is too small reads pages again
 #
-# With `os_cache=True`, the default, FFCV **maps** the file into its address space. The kernel reads
-# a page from disk when somebody touches it, which is a **major fault**, and keeps it in its **page
-# cache**, once per machine:
+# If fewer pages fit into memory than are open, pages are dropped and read again. Something always
+# decides which: the kernel's page cache, the client of a network file system, a cache in the
+# loader. Most drop what was **least recently used** (LRU). In random order that is no help, because
+# any page may come next. If room for r of p pages is full, the next sample's page is there with
+# probability r/p, so an epoch of N samples costs about
 #
-#     rank 0 ── map ──┐
-#     rank 1 ── map ──┼──> the page cache: one copy of each page ──> disk
-#     rank 2 ── map ──┘
+#     page reads in random order  =  N (1 - r/p)          in quasi-random order  =  p
 #
-# Three calls show what happens. `posix_fadvise` drops a file from the page cache, if nobody has
-# it mapped; `mincore` says which of its bytes are there; and /proc/self/io says how many bytes the
-# disk has delivered for this process. (The kernel's own pages have 4 KiB. Around a fault it reads
-# more than one of them: 128 KiB, unless /sys/block/*/queue/read_ahead_kb says otherwise.)
+# This does not happen to a loader that reads each sample alone: each byte is then used once per
+# epoch in any order. But few things read so. The unit is a page of 8 MiB in FFCV's own cache, 1 MiB
+# in NFS, a range of some MiB on S3, and a sample is a small part of it.
 
 
 # %%
-libc = ctypes.CDLL(None, use_errno=True)
-
-
-def drop(path: Path) -> None:
-    """Write a file to its disk, and drop it from the page cache."""
+def page_reads(path: Path, pages: np.ndarray, room: int) -> float:
+    """Read these pages of a file in turn, `room` of them kept; return how many were read."""
+    before = psutil.Process().io_counters().read_chars  # from the disk or from the page cache
     with open(path, "rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
+        @functools.lru_cache(maxsize=room)
+        def data_of(page: int) -> bytes:
+            return os.pread(file.fileno(), PAGE, page * PAGE)
 
-def bytes_in_page_cache(path: Path) -> int:
-    length = path.stat().st_size
-    data = np.memmap(path, np.uint8, "r")  # mapped, and not touched
-    present = np.zeros(math.ceil(length / mmap.PAGESIZE), np.uint8)  # a byte for each 4 KiB
-    pointer = ctypes.c_void_p
-    whole = [pointer(data.ctypes.data), ctypes.c_size_t(length), pointer(present.ctypes.data)]
-    if libc.mincore(*whole) != 0:
-        raise OSError(f"mincore: {os.strerror(ctypes.get_errno())}")
-    return mmap.PAGESIZE * int((present & 1).sum())
-
-
-def bytes_from_disk() -> int:
-    return psutil.Process().io_counters().read_bytes
+        for page in pages.tolist():
+            data_of(page)
+    return (psutil.Process().io_counters().read_chars - before) / PAGE
 
 
 # %% [markdown]
-# Tools mislead here. **RSS**, a process's resident set, counts each shared page in full, in every
-# process; **PSS** divides it by the number of processes that share it, so that sums are true.
+# ## 3. FFCV's own pages
+#
+# With `os_cache=False` FFCV reads whole pages into memory of its own. It knows the order of the
+# whole epoch, so it needs no LRU: it reads each page once, three batches before its first sample,
+# and frees it after its last. What the order decides now is how many pages must be *held*:
+#
+#     page 3    xxxxxxxxxx                 x: open, from its first sample to its last
+#     page 1    xxxxxx                     r: read ahead
+#     page 4       rrrxxxxxxxxxx
+#     page 2           rrrxxxxxxxxxx
+#     held      22233323332222221111
+#
+# The array of pages is allocated when an epoch begins, with as many pages as will ever be held.
 
 
 # %%
-def mapped_bytes(path: Path, measure: str) -> int:
-    """Return the bytes of `path` in this process's memory, by "Rss" or "Pss" (Linux, smaps)."""
-    mappings = re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
-    kib = 0
-    for mapping in mappings:
-        if str(path) in mapping.partition("\n")[0]:
-            kib += int(re.search(rf"^{measure}: +(\d+) kB", mapping, re.M)[1])
-    return 1024 * kib
+def epoch_in_own_memory(loader: "Loader") -> tuple[float, float]:
+    """Read an epoch with `os_cache=False`; return how many pages are held at most, and read."""
+    before = psutil.Process().io_counters().read_chars
+    epoch = iter(loader)
+    held = epoch.memory_context.memory.nbytes / PAGE
+    for _ in epoch:
+        pass
+    return held, (psutil.Process().io_counters().read_chars - before) / PAGE
 
 
 # %% [markdown]
-# ## 3. Quasi-random order on several ranks
+# ## 4. Ranks that share an epoch
 #
-# FFCV refuses QUASI_RANDOM together with `distributed=True`. What is missing is easily given: let
-# each rank open the file as if it were alone, with a share of neighboring samples as `indices`:
+# `DistributedSampler` deals out a random order, so each rank has samples on every page: each reads
+# the whole file to use an n-th of it. Give each rank neighbors instead:
 #
-#     samples   0 ........ 32 | 33 ........ 65 | 66 ........ 98 | 99 .. 129, 0, 1
-#               rank 0          rank 1           rank 2           rank 3
+#     pages     |   1   |   2   |   3   |   4   |   5   |   6   |   7   |   8   |
+#     ranks     |    rank 0     |    rank 1     |    rank 2     |    rank 3     |
 #
-# All ranks must take equally many steps, or the last all-reduce of an epoch hangs. Where n does not
-# divide N, the last rank begins again at sample 0. There is a price: a share stays the same in
-# every epoch, and only the order within it changes.
-#
-# For files larger than memory there is `os_cache=False`: a rank then reads whole pages into memory
-# of its own, three batches ahead, and frees each after its last sample. Each is read once, and the
-# order decides how many must be held.
+# Within its share a rank may take any order that keeps few pages open. FFCV refuses QUASI_RANDOM
+# with `distributed=True`; a loader with `indices=neighbors(RANK, WORLD_SIZE)`, which knows nothing
+# of other ranks, does the same. The price is that a share stays the same in every epoch.
 
 
 # %%
-def shard(rank: int, ranks: int, samples: int) -> np.ndarray:
-    """Return equally many neighboring samples for each rank; the last ones begin again at 0."""
-    each = math.ceil(samples / ranks)
-    return np.arange(rank * each, (rank + 1) * each) % samples
+def neighbors(rank: int, ranks: int) -> np.ndarray:
+    """Return this rank's share: as many neighboring samples as every other rank has."""
+    each = N // ranks  # else ranks would take unequally many steps, and the last all-reduce hang
+    return np.arange(rank * each, (rank + 1) * each)
 
 
 # %% [markdown]
-# ## 4. Memory that is smaller than the file
+# ## 5. How it is measured
 #
-# If the page cache is too small, the kernel forgets what was not used for longest, and a page may
-# be read again. How much that costs depends on the **unit** of a read. If each sample were read
-# alone, random order would cost nothing: each byte is still used once per epoch. But few things
-# read so. The unit is a page of FFCV's own cache, 1 MiB of NFS, a range on S3;
-# a sample is a small part of it, and in random order the rest is forgotten before it is used.
+# FFCV writes the file and says in which order it takes the samples. Each rank shuffles by a seed of
+# its own, so a row of sections 1 and 2 holds for n orders, and shows the one that is furthest off.
+# Pages are counted by the bytes that the kernel has handed to this process. Reads in random order
+# vary by 4% from epoch to epoch, and are some more than the formula says, as memory is empty first.
 #
-# How often a page is read, the **least recently used** being forgotten, is simple to count:
-
-
-# %%
-def pages_read(order: Iterable[int], room: int) -> int:
-    """Return how often a page is read, if `room` pages fit and the least recently used goes."""
-    held = []  # the page that was used last stands at the end
-    reads = 0
-    for page in order:
-        if page in held:
-            held.remove(page)
-        else:
-            reads += 1
-        held = [*held, page][-room:]
-    return reads
-
-
-# %% [markdown]
-# To see it on a file of 16 MiB, memory must be made small. A **control group** (cgroup) does that;
-# containers and Slurm jobs live in one. All that its processes allocate counts against its limit,
-# and so does each page of a file that they are the first to read. Rank 0 moves into a group of its
-# own, reads, and moves back.
-
-
-# %%
-@contextlib.contextmanager
-def limited_memory(limit: int) -> Iterator[None]:
-    """Charge what this process reads or allocates to a memory cgroup of `limit` bytes.
-
-    Raises OSError where none can be made.
-    """
-    home, parent, name = own_group()
-    if not (home / "cgroup.procs").exists():
-        raise OSError(f"{home} is no memory cgroup")
-    group = parent / f"lesson-{os.getpid()}"
-    group.mkdir()
-    remove = 'read _; for _ in 1 2 3 4 5 6 7 8 9; do rmdir "$0" 2>&- && break; sleep 0.1; done'
-    sweep = {"stdin": subprocess.PIPE, "start_new_session": True}  # it outlives us, and Ctrl-C
-    sweeper = subprocess.Popen(["sh", "-c", remove, str(group)], **sweep)
-    try:
-        (group / name).write_text(str(limit))
-        (group / "cgroup.procs").write_text(str(os.getpid()))
-        yield
-    finally:
-        (home / "cgroup.procs").write_text(str(os.getpid()))
-        sweeper.communicate()  # the end of its input: it removes the group
-
-
-def own_group() -> tuple[Path, Path, str]:
-    """Return this process's memory cgroup, where another can be made, and the limit's file."""
-    groups = {}
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, place = line.split(":", 2)
-        groups |= dict.fromkeys(controllers.split(","), place)
-    if "memory" in groups:  # version 1
-        home = Path(f"/sys/fs/cgroup/memory{groups['memory']}")
-        return home, home, "memory.limit_in_bytes"
-    home = Path(f"/sys/fs/cgroup{groups['']}")  # version 2: no processes in inner groups
-    return home, home if groups[""] == "/" else home.parent, "memory.max"
-
-
-def read_whole_pages(path: Path, pages: Iterable[int]) -> float:
-    """Read these pages one after the other; return how many the disk delivered."""
-    buffer = mmap.mmap(-1, PAGE)  # new memory, so that it is charged
-    with open(path, "rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # nothing ahead
-        before = bytes_from_disk()
-        for page in pages:
-            os.preadv(file.fileno(), [buffer], PAGE * int(page))
-        return (bytes_from_disk() - before) / PAGE
-
-
-# %% [markdown]
-# ## 5. The file and its loader
-#
-# As in data-loading/02_beton_file.py: crops of two photographs, raw pixels, and one thread per
-# rank, since the ranks share the cores.
+# The images are crops of two photographs. `Nameless` keeps FFCV's writer from leaving a file in
+# /dev/shm when it is killed.
 
 
 # %%
@@ -361,27 +273,6 @@ def open_beton(path: Path, batch_size: int, order: str = "RANDOM", **options: ob
     return Loader(str(path), batch_size, order=OrderOption[order], pipelines=pipelines, **options)
 
 
-# %% [markdown]
-# ## 6. How it is measured
-#
-# The page of a sample stands in the file's allocation table, which FFCV's reader holds. Orders are
-# taken from FFCV itself, and pages are counted as if batches had one sample. The own cache is the
-# array that FFCV has allocated. What a rank was delivered is counted, not what was planned: each
-# sample carries its index.
-#
-# Before a count of what the disk delivers, an epoch is read and the file is dropped, so that
-# compiling reads nothing more. That needs a file system on a disk: one in memory drops nothing.
-
-
-# %%
-def pages_of_samples(loader: "Loader") -> np.ndarray:
-    """Return the page in which each sample lies."""
-    table = loader.reader.alloc_table
-    pages = np.zeros(N, int)
-    pages[table["sample_id"]] = table["ptr"] // PAGE
-    return pages
-
-
 def from_rank_0(value: object) -> object:
     """Return rank 0's `value` on every rank."""
     values = [value]
@@ -396,194 +287,94 @@ def gather_objects(value: object) -> list:
     return values
 
 
-def check_orders(loader: "Loader", page_of: np.ndarray) -> None:
-    pages = len(set(page_of))
-    expected = {Sequential: ("=", 1), QuasiRandom: ("=", 2), Random: (">=", pages - 1)}
-    for order, (sign, predicted) in expected.items():
-        samples = samples_in(order, loader)
-        measured = open_at_once([page] for page in page_of[samples])
-        text = f"{order.__name__}: pages open at once, of {pages}"
-        claim(text, predicted, measured, sign, question=1)
-
-
-def samples_in(order: type, loader: "Loader") -> np.ndarray:
-    """Return FFCV's order of the samples in epoch 0, as if batches had one sample."""
-    batch_size = loader.batch_size
-    loader.batch_size = 1
-    samples = order(loader).sample_order(0)
-    loader.batch_size = batch_size
-    return samples
-
-
 # %% [markdown]
-# All ranks read the whole file through their maps: first with nothing in memory, then once more.
+# The page of each sample stands in the file's allocation table. Page 0 of the file is its header.
 
 
 # %%
-def read_all(loader: "Loader") -> dict[str, int]:
-    """Read an epoch; return what all ranks together got from the disk, and their major faults."""
-    before = [bytes_from_disk(), resource.getrusage(resource.RUSAGE_SELF).ru_majflt]
-    for _ in loader:
-        pass
-    after = [bytes_from_disk(), resource.getrusage(resource.RUSAGE_SELF).ru_majflt]
-    mine = np.subtract(after, before)
-    disk, faults = np.sum(gather_objects(mine), axis=0)  # and so all ranks have read everything
-    return {"from disk": int(disk), "major faults": int(faults)}
+def pages_in_order(loader: "Loader") -> np.ndarray:
+    """Return the page of each sample, in the order in which the loader's next epoch takes them."""
+    table = loader.reader.alloc_table
+    page_of = np.zeros(N, int)
+    page_of[table["sample_id"]] = table["ptr"] // PAGE
+    return page_of[loader.next_traversal_order()]
 
 
-def empty_page_cache(loader: "Loader", path: Path) -> None:
-    """Let every rank unmap the file, and rank 0 drop it from memory."""
-    loader.memory_manager.context.mmap = None  # FFCV maps it again when it reads
-    gc.collect()
-    dist.barrier()
-    if RANK == 0:
-        drop(path)
-    dist.barrier()
+def check_orders(path: Path) -> None:
+    """Claim how many pages each order opens at once, and has read if memory is too small."""
+    sequential = pages_in_order(open_beton(path, 1, "SEQUENTIAL", seed=RANK))
+    quasi_random = pages_in_order(open_beton(path, 1, "QUASI_RANDOM", seed=RANK))
+    random = pages_in_order(open_beton(path, 1, "RANDOM", seed=RANK))
+    claim("SEQUENTIAL: pages open at once", 1, open_at_once(sequential))
+    claim("QUASI_RANDOM: pages open at once", 2, open_at_once(quasi_random))
+    claim("RANDOM: pages open at once", PAGES, open_at_once(random), question=1)
+
+    reads = page_reads(path, quasi_random, ROOM)
+    claim("QUASI_RANDOM: page reads, too little room", PAGES, reads, atol=0.01)
+    reads = page_reads(path, random, PAGES)
+    claim("RANDOM: page reads, room for all", PAGES, reads, atol=0.01)
+    reads = page_reads(path, random, ROOM)
+    expected = N * (1 - ROOM / PAGES)
+    text = "RANDOM: page reads, too little room"
+    claim(text, expected, reads, atol=0.15 * expected, question=2)
 
 
-def check_page_cache(loader: "Loader", path: Path) -> bool:
-    """Claim how often the disk delivers the file; return whether it can be dropped from memory."""
-    read_all(loader)  # which compiles
-    empty_page_cache(loader, path)
-    left = bytes_in_page_cache(path)
-    on_disk = from_rank_0(left < path.stat().st_size)
-    if on_disk:
-        claim("bytes of the file in memory after it was dropped", 0, left)
-        first = read_all(loader)
-        print0(f"{'':13}first epoch, all ranks: {first['major faults']} major faults")
-        times = first["from disk"] / max(1, bytes_in_page_cache(path))
-        claim("times that the disk delivers what is in memory", 1, times, atol=0.02, question=2)
-    else:
-        for text in ("times that the disk delivers what is in memory", SMALL):
-            blocked(text, needs=A_DISK)
-    again = read_all(loader)
-    claim("major faults of all ranks in a second epoch", 0, again["major faults"], varies=True)
-    read = N * HEIGHT * WIDTH * 3  # bytes, and a little more around them
-    for measure, copies in (("Rss", WORLD_SIZE), ("Pss", 1)):
-        held = sum(gather_objects(mapped_bytes(path, measure))) / read
-        text = f"copies of the file in memory, by {measure.upper()}"
-        claim(text, copies, held, atol=0.15 * copies, question=2)
-    empty_page_cache(loader, path)
-    return on_disk
+def check_own_memory(path: Path) -> None:
+    """Claim how many pages FFCV's own cache holds, and reads."""
+    loader = open_beton(path, 1, "QUASI_RANDOM", os_cache=False)
+    epoch_in_own_memory(loader)  # which compiles
+    held, read = epoch_in_own_memory(loader)
+    claim("QUASI_RANDOM, own memory: pages held", 3, held, question=3)
+    claim("QUASI_RANDOM, own memory: pages read", PAGES, read, atol=0.01)
 
 
-# %% [markdown]
-# Then rank 0 reads whole pages in memory that holds half of them. The limit has room for one page
-# more, into which it reads, and half a MiB for what else the kernel charges to the group. The
-# kernel forgets not quite the least recently used; that is what the slack is for.
+def check_ranks(path: Path) -> None:
+    """Claim how many pages all ranks together read for one epoch, with room for all pages."""
+    dealt = pages_in_order(open_beton(path, 1, "RANDOM", distributed=True))
+    reads = sum(gather_objects(page_reads(path, dealt, PAGES)))
+    claim("random shares: page reads of all ranks", WORLD_SIZE * PAGES, reads, atol=0.1, question=4)
 
-
-# %%
-def count_reads(path: Path, page_of: np.ndarray, orders: dict[str, np.ndarray]) -> dict | str:
-    """Return the pages that the disk delivers for each order, or why memory has no limit."""
-    counted = {}
-    try:
-        for name, samples in orders.items():
-            drop(path)
-            with limited_memory((ROOM + 1) * PAGE + 2**19):
-                counted[name] = read_whole_pages(path, page_of[samples])
-    except OSError as error:
-        return str(error)
-    drop(path)
-    counted["without a limit"] = read_whole_pages(path, page_of[orders["Random"]])
-    return counted
-
-
-def check_small_memory(loader: "Loader", path: Path, page_of: np.ndarray) -> None:
-    """Claim how many pages the disk delivers if memory holds half of the file, or all of it."""
-    orders = {order.__name__: samples_in(order, loader) for order in (QuasiRandom, Random)}
-    counted = from_rank_0(count_reads(path, page_of, orders) if RANK == 0 else None)
-    if isinstance(counted, str):
-        print0(f"{'':13}no limit: {counted}")
-        blocked(SMALL, needs="root and a memory cgroup")
-        return
-    for name, samples in orders.items():
-        expected = pages_read(page_of[samples], ROOM) if name == "Random" else 8
-        text = f"{name}: pages from disk, room for {ROOM} of 8"
-        claim(text, expected, counted[name], atol=0.2 * expected, question=4)
-    claim("Random: pages from disk, room for all", 8, counted["without a limit"], atol=0.1)
-
-
-# %% [markdown]
-# The last checks are of FFCV's own cache, and of the shares of all ranks.
-
-
-# %%
-def check_refusal(path: Path) -> None:
-    """FFCV itself: no quasi-random order over ranks."""
-    refusal = "none"
-    try:
-        open_beton(path, 4, "QUASI_RANDOM", distributed=True)
-    except NotImplementedError as error:
-        refusal = str(error)
-    print0(f"{'':13}with distributed=True FFCV says: {refusal}")
-    claim("QUASI_RANDOM with distributed=True is refused", 1, "Not implemented" in refusal)
-
-
-def check_own_cache(path: Path, page_of: np.ndarray) -> None:
-    """Read the whole file with a cache of one's own; claim how many pages that holds."""
-    epoch = iter(open_beton(path, 1, "QUASI_RANDOM", os_cache=False))
-    held = epoch.memory_context.memory.nbytes / PAGE
-    expected = open_at_once(([page] for page in page_of[epoch.order]), ahead=3)
-    claim("pages in a cache of one's own, of 8", expected, held, question=3)
-    for _ in epoch:
-        pass  # to the end, where its threads stop
-
-
-def check_shares(path: Path, page_of: np.ndarray) -> None:
-    """Read one share per rank in quasi-random order; claim who got what, and what was read."""
-    mine = shard(RANK, WORLD_SIZE, N)
-    loader = open_beton(path, 4, "QUASI_RANDOM", indices=mine, os_cache=False)
-    delivered = np.concatenate([index.numpy().flatten() for *_, index in loader])
-    before = psutil.Process().io_counters().read_chars  # of this process, from disk or memory
-    for _ in loader:
-        pass
-    asked = psutil.Process().io_counters().read_chars - before
-    expected = len(set(page_of[mine]))
-    claim("pages that a rank reads in an epoch", expected, asked / PAGE, atol=0.01)
-    times = np.bincount(np.concatenate(gather_objects(delivered)), minlength=N)
-    claim("samples that an epoch leaves out", 0, int((times == 0).sum()))
-    claim("samples that come twice", -N % WORLD_SIZE, int((times - 1).sum()))
-
-
-def check_shards() -> None:
-    """Claim that `shard` covers 1 to 39 samples on 1 to 8 ranks, each as often as it should."""
-    wrong = 0
-    for samples in range(1, 40):
-        for ranks in range(1, 9):
-            shares = [shard(rank, ranks, samples) for rank in range(ranks)]
-            times = np.bincount(np.concatenate(shares), minlength=samples)
-            twice = int((times - 1).sum())
-            wrong += len(times) != samples or times.min() == 0 or twice != -samples % ranks
-    claim("cases, of 312, in which shares miss or add some", 0, wrong, kind="theory")
+    mine = neighbors(RANK, WORLD_SIZE)
+    own = pages_in_order(open_beton(path, 1, "QUASI_RANDOM", indices=mine))
+    reads = sum(gather_objects(page_reads(path, own, PAGES)))
+    borders = [rank * (N // WORLD_SIZE) for rank in range(1, WORLD_SIZE)]
+    within_a_page = sum(border % PER_PAGE != 0 for border in borders)  # two ranks read that page
+    claim("neighbors: page reads of all ranks", PAGES + within_a_page, reads, atol=0.1)
+    taken = np.unique(np.concatenate(gather_objects(mine)))
+    claim("neighbors: samples left out", N % WORLD_SIZE, N - len(taken))
 
 
 # %% [markdown]
 # ## What you should have seen
 #
-# 1. One, two, and (nearly) all 8. Random order opens every page at the beginning and closes it at
-#    the end; quasi-random order keeps twice the batch size open, here 2. With batches of 256 and
-#    pages of 8 MiB that is 4 GiB at worst: small pages or small batches keep it in bounds.
-# 2. Once, whatever n is: what one rank has touched the others find in the page cache, and in the
-#    second epoch nobody waits for the disk. In memory there is one copy, as PSS shows. RSS shows n:
-#    added up over the 8 ranks of a node it frightens people into copying data that is shared.
-# 3. Three: the two that quasi-random order has open, and the next, which is read three batches
-#    ahead. That is 6 MiB, however large the file. But nothing is shared: every rank of a machine
-#    holds its own pages, and where two shares meet in a page both read it.
-# 4. Eight, each once, and some 60, since about every second page is no longer there when a sample
-#    of it comes. An ImageNet of JPEGs has about 80 samples in a page of 8 MiB: on a machine whose
-#    memory holds half of it, random order would read 40 times the file. In a container the page
-#    cache counts against the limit, so a job that is fast on a free machine may read everything
-#    again and again under Kubernetes or Slurm. With `os_cache=False` each page is read once in any
-#    order, and random order has to *hold* them all instead.
+# 1. All 8. With 72 samples in a page, each page has one among the first few dozens, and one among
+#    the last. Sequential order has one page open, quasi-random order two.
+# 2. About 288: 576 x 4/8. Every second sample finds its page gone, and each page is read some 36
+#    times for its 72 samples. In quasi-random order the same memory reads each of the 8 pages once.
+# 3. Three: the two that are open, and the next one, which is read ahead. That is 6 MiB, however
+#    large the file is. (In rare epochs it is four, if two pages end within three samples.)
+# 4. 8 n, so 32 for four ranks: every page is read by every rank. Shares of neighbors cost 8, plus
+#    one for each border between ranks that lies inside a page (two of them on three ranks).
 #
-# **Try.** Shares that begin one sample late leave out sample 0 (and `check_shards` says in how many
-# cases). Without `indices=mine` every rank reads the whole file: the pages that it reads and the
-# samples that come twice give it away; a loss curve would not.
+# **Try.** With ROOM = 2 the reads in quasi-random order are more than 8. When a page is used up and
+# the next is opened, the page used least recently is often the one that is still open, and it has
+# to be read again. LRU does not know which page is done; FFCV's own schedule does. With batches of
+# 4 FFCV opens 2 x 4 pages, so all: its pages open and its reads fail, and the reads are nearly as
+# many as in random order. So count pages, not only samples: batches of 256 open up to 512 pages, of
+# 8 MiB each by default, which is 4 GiB per rank. Small pages or small batches avoid that.
 #
-# On a thousand ranks with data on Lustre or S3, the choice is the same but dearer: pages of many
-# MiB in quasi-random order, one share per *node*, so that its ranks share a page cache. Nodes do
-# not: n of them draw a file from its server n times, in every epoch unless it fits their memory.
+# **When.** As long as the file fits into the memory of a node, RANDOM costs nothing, and the page
+# cache holds it for all ranks (the next lesson). If it does not fit, QUASI_RANDOM with
+# `os_cache=False`, and neighbors for each rank. What lies together in the file then stays together
+# in the order, so write the file in random order once: sorted by class, it would be no shuffle.
+#
+# **Where it bites.** An ImageNet of JPEGs has about 80 samples in a page of 8 MiB. On a machine
+# whose memory holds half of it, random order would read 40 times the file. In a container the page
+# cache counts against the container's limit, so a job that is fast on a free machine may read
+# everything again and again under Kubernetes or Slurm. (Neither was measured here.)
+#
+# **On GPUs** nothing differs: pages lie in the memory of the host. With a thousand ranks the server
+# that holds the file feels the reads of all of them: data-loading/09_one_file_two_nodes.py.
 
 
 # %%
@@ -593,9 +384,8 @@ def main() -> None:
     if int(os.environ.get("LOCAL_WORLD_SIZE", WORLD_SIZE)) != WORLD_SIZE:
         refuse(f"needs one node, whose ranks share a file, got {WORLD_SIZE} ranks on several")
     setup()
-    check_shards()
     if Loader is None:
-        for text in ("orders", "the page cache", "a rank's own cache"):
+        for text in ("orders", "FFCV's own pages", "ranks that share an epoch"):
             blocked(text, needs="FFCV: make .venv/all")
         finish()
     errors = os.environ.get("TORCHELASTIC_ERROR_FILE")  # in the launcher's folder
@@ -605,14 +395,9 @@ def main() -> None:
         if RANK == 0:
             write_beton(path)
         dist.barrier()
-        loader = open_beton(path, batch_size=8)
-        page_of = pages_of_samples(loader)
-        check_orders(loader, page_of)
-        if check_page_cache(loader, path):
-            check_small_memory(loader, path, page_of)
-        check_refusal(path)
-        check_own_cache(path, page_of)
-        check_shares(path, page_of)
+        check_orders(path)
+        check_own_memory(path)
+        check_ranks(path)
         dist.barrier()  # the folder goes when all have read it
     finish()
 
@@ -672,7 +457,8 @@ def setup() -> torch.device:
     gpus = torch.cuda.device_count()
     local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cpu")
-    how = f"gloo ({local_ranks} ranks and {gpus} GPUs here)"
+    some = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+    how = f"gloo ({local_ranks} ranks and {some} here)"
     if gpus >= local_ranks:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
@@ -683,7 +469,7 @@ def setup() -> torch.device:
     store.set(f"device of {RANK}", device.type)
     devices = store.multi_get([f"device of {rank}" for rank in range(WORLD_SIZE)])
     if len(set(devices)) > 1:
-        counted = f"{devices.count(b'cuda')} GPUs for {WORLD_SIZE} ranks"
+        counted = f"GPUs for {devices.count(b'cuda')} of {WORLD_SIZE} ranks"
         refuse(f"needs a GPU per rank, or none, got {counted}; hide all by CUDA_VISIBLE_DEVICES=")
     group = {"rank": RANK, "world_size": WORLD_SIZE, "store": store, "timeout": patience}
     own_gpu = device if device.type == "cuda" else None

@@ -7,31 +7,29 @@ run, on any number of ranks and after any restart. Where must its random numbers
 **Predict**, and write it down before you run. An epoch has 64 samples; rank r of n has samples r,
 r + n, r + 2n and so on.
 
-1. Each rank draws its samples' crops from one Generator, which is seeded by its rank. The run goes
-   on with one rank more. How many of the 64 samples get the crop that they would have had?
+1. Each rank draws its samples' crops from one Generator, which is seeded by its rank. The same
+   epoch is run on n ranks and on n + 1. How many of the 64 samples get the same crop in both?
 2. Each crop is drawn from a Generator of its own instead, seeded by `seed + epoch + sample`. Of the
    64 crops of epoch 1, how many has epoch 0 drawn already?
-3. To make a Generator for each sample takes time. What percentage is it of the time that it takes
+3. Now the seed is the tuple of the three numbers. A `Dataset` has the epoch as an attribute, and
+   the trainer sets `dataset.epoch = 1` before the second epoch. Its DataLoader has
+   `persistent_workers=True`. Of the 64 crops of epoch 1, how many has epoch 0 drawn already?
+4. To make a Generator for each sample takes time. What percentage is it of the time that it takes
    to decode the sample, a JPEG of 100 kB?
-4. Each of n ranks calls `np.random.seed(0)` in Python, then a function compiled by numba that draws
-   64 crops by `np.random`. How many different sequences of crops do the n ranks draw?
-5. How many if compiled code itself calls `np.random.seed(0)` first, on every rank?
 
 **Run.**
 
     torchrun --standalone --nproc-per-node=4 05_random_numbers.py    # one rank per GPU, else gloo
     python 05_random_numbers.py                                      # the same, started for you
 
-Not run on several GPUs. numba and Pillow come with `pip install -e '.[data]'`; without them all
-that concerns compiled code and JPEGs is BLOCKED.
+Not run on several GPUs, where nothing differs: the numbers are drawn on CPUs. Question 4 needs
+Pillow, from `pip install -e '.[data]'`.
 
-**Try.** In `draw_crop` take `epoch` out of the tuple: which claim fails? In `draw_mixed` write `i`
-for `samples_B[i]`: which claims fail, and which does not?
+**Try.** In `draw_crop` take `epoch` out of the tuple: which claims fail?
 
-**Before.** data-loading/04_jit_augmentation.py: compiled loops that make crops.
+**Before.** data-loading/15_seeds_of_workers.py: a worker has a copy of every random state.
 
-**Next.** data-loading/12_own_ffcv_operation.py, if you use FFCV: there these numbers reach compiled
-code that FFCV calls. Else data-loading/06_tokens.py.
+**Next.** data-loading/16_random_states_of_numba.py: compiled code has random states of its own.
 """
 
 import argparse
@@ -47,13 +45,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 # A *rank* is one of WORLD_SIZE processes that run this same file. `claim(text, predicted,
 # measured)` prints one row of the ledger and must be called by every rank. It, `setup`, `print0`,
@@ -62,10 +60,9 @@ RANK = int(os.environ.get("RANK", "0"))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
 try:
-    import numba
     from PIL import Image
-except ImportError:  # they come with the extra [data]
-    numba = None
+except ImportError:  # it comes with the extra [data]
+    Image = None
 
 N = 64  # samples in an epoch
 SEED = 0
@@ -73,7 +70,6 @@ HEIGHT = 160  # of a picture, in pixels
 WIDTH = 240
 S = 128  # height and width of a crop
 CUT = 32  # height and width of a square in it that is blackened
-# Letters at the end of a name are the axes of an array: N or B crops, six numbers for each.
 
 # %% [markdown]
 # ## 1. A crop is a function of three numbers
@@ -145,93 +141,66 @@ def crops_by_sum(epoch: int) -> set[bytes]:
 
 
 # %% [markdown]
-# ## 3. A warning: the state that you do not see
+# ## 3. How the epoch reaches a worker
 #
-# Where numbers come from is easy to see as long as the state is an object in your hands. But
-# `np.random.random()` takes its number from a state that is hidden in NumPy. And a function that
-# numba has compiled calls the same names, but not NumPy's code: numba has written these functions
-# anew, in machine code, with states that Python never sees.
+# The trainer knows the epoch; a worker of a DataLoader makes the crops. The worker was forked with
+# a copy of the dataset. What the trainer writes into its own dataset later, the copy does not see:
 #
-#     set_seed(0) in Python   ──> NumPy's state ──>   draw_crops in Python     one per process
-#     set_seed(0) compiled    ──> numba's state ──>   draw_crops compiled      one per thread
+#     trainer:  dataset.epoch = 1                 worker: its copy has epoch 0, and draws from it
+#     trainer:  sends (epoch 1, sample 5)   ──>   worker: draws from (seed, 1, 5)
 #
-# numba fills its states with random bytes from the operating system. Only `np.random.seed` sets
-# one, called in compiled code, on the same thread. So if the script seeds in Python, no run can be
-# repeated. If compiled code seeds by the same number on all ranks, all ranks draw the same crops,
-# of different samples, and no error shows. If one thread seeds and another draws, it is as if
-# nobody had seeded.
-#
-# FFCV's own augmentations draw in this way: their compiled loops call `np.random` on the thread
-# that they run on, which is one that FFCV starts anew for each epoch, and with several workers
-# numba's threads as well. The loader's `seed` orders the samples and reaches no augmentation.
+# Without `persistent_workers=True` it happens to work, since each epoch forks new workers. A way
+# that always works is to send the epoch with the sample's number. The sampler lives in the trainer,
+# so it can: whatever it yields is what `__getitem__` gets.
 
 
 # %%
-def set_seed(seed: int) -> None:
-    np.random.seed(seed)
+class EpochInTheDataset(Dataset):
+    """What many loaders do: `dataset.epoch = 1` before the next epoch."""
+
+    epoch = 0
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, sample: int) -> bytes:
+        return draw_crop(SEED, self.epoch, sample).tobytes()  # stands for the crop itself
 
 
-def draw_crops(count: int) -> np.ndarray:
-    """Return six numbers per crop, drawn by `np.random`: in Python or compiled, as it stands."""
-    draws_N6 = np.empty((count, 6), np.int64)
-    for i in range(count):
-        for k in range(6):
-            draws_N6[i, k] = LEAST[k] + int(np.random.random() * CHOICES[k])
-    return draws_N6
+class EpochWithTheSample(Dataset):
+    """The cure, first half: the epoch comes with each index."""
+
+    def __getitem__(self, index: tuple[int, int]) -> bytes:
+        epoch, sample = index
+        return draw_crop(SEED, epoch, sample).tobytes()
+
+
+class PairsSampler(Sampler):
+    """The cure, second half: yield (epoch, sample) for each of another sampler's samples."""
+
+    epoch = 0
+
+    def __init__(self, samples: Iterable[int]) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        for sample in self.samples:
+            yield self.epoch, sample
 
 
 # %% [markdown]
-# The remedy is section 1: draw in Python, and hand compiled code an array of numbers. Code that
-# draws nothing has no state to set.
-
-# %% [markdown]
-# ## 4. An aside: the same function without a Generator
+# In a training script `samples` is a `DistributedSampler`, whose `set_epoch` is called next to it.
 #
-# To make a Generator is Python's work, for each sample. That is little next to decoding a JPEG, and
-# much next to copying the pixels of a crop that was decoded beforehand. A loader that does only the
-# latter computes the numbers in its compiled loop, as a function of four words: seed, epoch,
-# sample, and the number's place k among the six. The function must **scramble**: a change of one
-# word by 1 has to change about half of the bits. This one adds word after word, and scrambles after
-# each as the generator splitmix64 does (Steele, Lea and Flood, 2014), by multiplying modulo 2^64
-# and folding the upper bits onto the lower ones.
-
-# %%
-STEP = np.uint64(0x9E3779B97F4A7C15)
-FACTOR_1 = np.uint64(0xBF58476D1CE4E5B9)
-FACTOR_2 = np.uint64(0x94D049BB133111EB)
-
-
-def draw_mixed(seed: int, epoch: int, samples_B: np.ndarray) -> np.ndarray:
-    """Return six numbers per crop; to be compiled, since its sums have to wrap around at 2^64."""
-    draws_B6 = np.empty((len(samples_B), 6), np.int64)
-    for i in range(len(samples_B)):
-        for k in range(6):
-            z = np.uint64(0)
-            for word in (seed, epoch, samples_B[i], k):
-                z = z + np.uint64(word) + STEP
-                z = (z ^ (z >> np.uint64(30))) * FACTOR_1
-                z = (z ^ (z >> np.uint64(27))) * FACTOR_2
-                z = z ^ (z >> np.uint64(31))
-            draws_B6[i, k] = LEAST[k] + int((z >> np.uint64(11)) * 2.0**-53 * CHOICES[k])
-    return draws_B6
-
+# **When to use which.**
+#
+#     the numbers come from            use it
+#     one Generator per rank           if neither ranks nor order ever change: a simulation
+#     a global state of each worker    if you never need a crop again (data-loading/15)
+#     a Generator per sample           always, unless a loader only copies pixels
+#     a mix of the four words          in the compiled loop of a loader that does (data-loading/16)
 
 # %% [markdown]
-# Such a function is called a **counter-based** generator: it has no state, so any thread computes
-# the numbers of any sample, in any order. `np.random.Philox`, PyTorch's generator on CUDA and
-# `jax.random.fold_in` are stronger ones.
-#
-# **When to use which.** *Stable* means: the same crop on any number of ranks and threads, and again
-# after a restart.
-#
-#     the numbers come from            stable?   use it
-#     np.random, compiled              no        never
-#     one Generator per rank           no        if the order never changes: a simulation
-#     a Generator per sample           yes       always, unless the loader only copies pixels
-#     a mix of the four words          yes       in the compiled loop of a loader that does
-
-# %% [markdown]
-# ## 5. How it is measured
+# ## 4. How it is measured
 #
 # Ranks draw the crops of their own samples, and what they have drawn is compared. Of 4.6 billion
 # possible crops two are the same here for about one seed in a million, and never with this seed.
@@ -279,64 +248,43 @@ def check_functions() -> None:
 
 
 # %% [markdown]
-# What compiled code draws is a sequence of 64 crops, compared as bytes. `numba.njit` compiles.
+# For question 3 each rank reads two epochs through two workers. `told` is what the trainer tells
+# the epoch: the dataset, or the sampler.
 
 
 # %%
-def different(draws_N6: np.ndarray) -> int:
-    """Return how many different sequences of crops the ranks have."""
-    return len({*gather_objects(draws_N6.tobytes())})
+def read_two_epochs(
+    dataset: Dataset, sampler: Iterable, told: Dataset | Sampler, persistent: bool
+) -> list[set[bytes]]:
+    """Return the crops of two epochs that a DataLoader with two workers delivers."""
+    workers = {"num_workers": 2, "multiprocessing_context": "fork"}
+    loader = DataLoader(
+        dataset, 8, sampler=sampler, collate_fn=list, persistent_workers=persistent, **workers
+    )
+    crops = [set(), set()]
+    for epoch in range(2):
+        told.epoch = epoch
+        for batch in loader:
+            crops[epoch].update(batch)
+    return crops
 
 
-def check_states() -> None:
-    """Claim how many sequences are drawn by `np.random`, seeded here or there."""
-    set_seed(SEED)
-    claim("sequences on n ranks, not compiled", 1, different(draw_crops(N)))
-    if numba is None:
-        blocked("sequences drawn by compiled code", needs="numba: pip install -e '.[data]'")
-        return
-    draw = numba.njit(draw_crops)
-    compiled_seed = numba.njit(set_seed)
-    tries = []
-    for _ in range(2):
-        set_seed(SEED)
-        tries.append(draw(N))
-    claim("sequences in 2 tries, seeded in Python", 2, len({each.tobytes() for each in tries}))
-    claim("sequences on n ranks, seeded in Python", WORLD_SIZE, different(tries[0]), question=4)
-    compiled_seed(SEED)
-    claim("sequences on n ranks, seeded in compiled code", 1, different(draw(N)), question=5)
-    threads = []
-    for _ in range(2):
-        compiled_seed(SEED)  # on this thread
-        with ThreadPoolExecutor(1) as another:
-            threads.append(another.submit(draw, N).result().tobytes())
-    claim("sequences of 2 threads, seeded in a third", 2, len({*threads}))
-
-
-def check_mixed() -> None:
-    """Claim that mixed numbers are new in each epoch, and the same on ranks and threads."""
-    mixed = numba.njit(draw_mixed)
-    samples_N = np.arange(N)
-    found = drawn_before(lambda epoch: as_set(mixed(SEED, epoch, samples_N)))
-    claim("crops of epoch 1 drawn before, mixed", 0, found)
-    own = mixed(SEED, 1, np.arange(RANK, N, WORLD_SIZE))
-    all_crops = as_set(np.concatenate(gather_objects(own)))
-    claim("different crops of n ranks in an epoch, mixed", N, len(all_crops))
-    with ThreadPoolExecutor(2) as threads:
-        later = threads.submit(mixed, SEED, 1, samples_N[N // 2 :])
-        earlier = threads.submit(mixed, SEED, 1, samples_N[: N // 2])
-    both = np.concatenate([earlier.result(), later.result()])
-    wrong = (both != mixed(SEED, 1, samples_N)).any(1).sum()
-    claim("crops of 2 threads unlike one thread's, mixed", 0, wrong)
-
-
-def as_set(draws_B6: np.ndarray) -> set[bytes]:
-    return {draw_6.tobytes() for draw_6 in draws_B6}
+def check_workers() -> None:
+    """Claim how many crops come again, by where the epoch is told."""
+    text = "crops drawn before"
+    dataset = EpochInTheDataset()
+    first, second = read_two_epochs(dataset, range(N), dataset, persistent=True)
+    claim(f"{text}, epoch in the dataset", N, len(first & second), question=3)
+    dataset = EpochInTheDataset()
+    first, second = read_two_epochs(dataset, range(N), dataset, persistent=False)
+    claim(f"{text}, the same, workers forked anew", 0, len(first & second))
+    sampler = PairsSampler(range(N))
+    first, second = read_two_epochs(EpochWithTheSample(), sampler, sampler, persistent=True)
+    claim(f"{text}, epoch with the sample", 0, len(first & second))
 
 
 # %% [markdown]
-# What the numbers cost is timed on rank 0, next to what else a loader does to a sample. The first
-# round compiles and is left out.
+# What a Generator costs is timed on rank 0, next to decoding. The first round is left out.
 
 
 # %%
@@ -344,39 +292,31 @@ def measure_costs(rounds: int = 11) -> dict[str, float]:
     """On rank 0: the median time of a core that each thing takes, in us per sample."""
     from sklearn.datasets import load_sample_image
 
-    photograph_HWC = load_sample_image("china.jpg")[:375, :500]
+    photograph_HWC = np.ascontiguousarray(load_sample_image("china.jpg")[:375, :500])
     jpeg = io.BytesIO()
-    Image.fromarray(np.ascontiguousarray(photograph_HWC)).save(jpeg, "JPEG", quality=97)
-    mixed = numba.njit(draw_mixed)
-    samples_N = np.arange(N)
-    crops_NSSC = np.empty((N, S, S, 3), np.uint8)
+    Image.fromarray(photograph_HWC).save(jpeg, "JPEG", quality=97)
     things = {
-        "decoding a JPEG": lambda: [Image.open(jpeg).convert("RGB") for _ in range(N)],
-        "copying a crop": lambda: np.copyto(crops_NSSC, photograph_HWC[:S, :S]),
-        "a Generator": lambda: [draw_crop(SEED, 0, sample) for sample in range(N)],
-        "the mix": lambda: mixed(SEED, 0, samples_N),
+        "decoding a JPEG": lambda sample: Image.open(jpeg).convert("RGB"),
+        "a Generator": lambda sample: draw_crop(SEED, 0, sample),
     }
     cost = {}
     for name, thing in things.items():
         seconds = []
         for _ in range(rounds):
             start = time.process_time()  # other load on the machine hardly changes it
-            thing()
+            for sample in range(N):
+                thing(sample)
             seconds.append(time.process_time() - start)
         cost[name] = statistics.median(seconds[1:]) / N * 1e6
     return cost
 
 
 def check_costs(cost: dict[str, float]) -> None:
-    """Claim what a Generator costs next to a JPEG and to a crop, and the mix next to it."""
+    """Claim what a Generator costs next to decoding a JPEG."""
     print0(f"{'':13}us: " + ", ".join(f"{name} {us:,.4g}" for name, us in cost.items()))
-    generator = cost["a Generator"]
-    percent = 100 * generator / cost["decoding a JPEG"]
-    claim("percent: a Generator / decoding a JPEG", 2, percent, "<=", question=3, timed=True)
-    ratio = generator / cost["copying a crop"]
-    claim("time: a Generator / copying a crop", 2, ratio, ">=", timed=True)
-    ratio = generator / cost["the mix"]
-    claim("time: a Generator / the mix", 50, ratio, ">=", timed=True)
+    percent = 100 * cost["a Generator"] / cost["decoding a JPEG"]
+    text = "percent: a Generator / decoding a JPEG"
+    claim(text, 1, percent, atol=0.6, question=4, timed=True)
 
 
 # %% [markdown]
@@ -387,25 +327,17 @@ def check_costs(cost: dict[str, float]) -> None:
 # 2. 63. Sample k draws in epoch 1 what sample k + 1 drew in epoch 0. Over the epochs the same few
 #    crops wander over the data, and a run with seed 1 shares nearly all of them with a run with
 #    seed 0. From the tuple none comes again.
-# 3. About one percent. So for a loader that decodes, a Generator per sample is the whole answer. It
-#    takes several times as long as to copy a crop of 49,152 bytes, though, and more than a hundred
-#    times as long as the mix. That matters to a loader of raw pixels, and to no other.
-# 4. n. Seeded in Python, numba's state stays as the operating system has filled it. A second try on
-#    the same rank draws anew as well.
-# 5. One. The i-th crop is the same on every rank, and no log shows it. The samples differ, so this
-#    costs variety, not correctness.
+# 3. All 64: the workers that persist have epoch 0 for ever. No error shows, and every epoch trains
+#    on the crops of the first. Forked anew or told with each sample, none comes again.
+# 4. About one percent. So for a loader that decodes, a Generator per sample is the whole answer.
 #
-# **Try.** Without `epoch` in the tuple all 64 crops of epoch 1 have been drawn before. Within an
-# epoch the crops still differ, and they stay with another number of ranks, so one claim fails. With
-# `i`, the place in the array, each rank draws the same crops for its samples, and the second thread
-# draws those of the first: on several ranks two claims fail, on one rank one. Between epochs the
-# crops still change.
+# **Try.** Without `epoch` in the tuple all 64 crops of epoch 1 have been drawn before, wherever the
+# epoch is told. Three claims fail: "three numbers" of question 2, and the two of question 3 that
+# expect 0. Crops still differ within an epoch, and stay with another number of ranks.
 #
-# **Where it bites.** The dataset must learn the epoch: tell it, as `set_epoch` tells a
-# `DistributedSampler`. Workers with `persistent_workers=True` keep the copy of the dataset that
-# they have, so send them the epoch with the index. A trainer that resumes at epoch 7 passes 7, and
-# gets the crops that it would have had. numba also takes a Generator as an argument, but there is
-# then one per call and not per sample, and two threads must not draw from one at once.
+# **Where it bites.** A trainer that resumes at epoch 7 passes 7, and gets the crops that it would
+# have had. A trainer that counts epochs from 0 again after a restart draws epoch 0's once more,
+# whatever the function: the epoch belongs into the checkpoint.
 #
 # **On GPUs** the numbers are drawn on the cores as before. What augments on the GPU usually draws
 # from PyTorch's generator there, one state per device that moves on: the first way to miss it. Draw
@@ -419,11 +351,10 @@ def main() -> None:
     launch()
     setup()
     check_functions()
-    check_states()
-    if numba is None:
-        blocked("mixed numbers, and what they cost", needs="numba: pip install -e '.[data]'")
+    check_workers()
+    if Image is None:
+        blocked("percent: a Generator / decoding a JPEG", needs="Pillow: pip install -e '.[data]'")
         finish()
-    check_mixed()
     check_costs(gather_objects(measure_costs() if RANK == 0 else None)[0])
     finish()
 
@@ -483,7 +414,8 @@ def setup() -> torch.device:
     gpus = torch.cuda.device_count()
     local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cpu")
-    how = f"gloo ({local_ranks} ranks and {gpus} GPUs here)"
+    some = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+    how = f"gloo ({local_ranks} ranks and {some} here)"
     if gpus >= local_ranks:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
@@ -494,7 +426,7 @@ def setup() -> torch.device:
     store.set(f"device of {RANK}", device.type)
     devices = store.multi_get([f"device of {rank}" for rank in range(WORLD_SIZE)])
     if len(set(devices)) > 1:
-        counted = f"{devices.count(b'cuda')} GPUs for {WORLD_SIZE} ranks"
+        counted = f"GPUs for {devices.count(b'cuda')} of {WORLD_SIZE} ranks"
         refuse(f"needs a GPU per rank, or none, got {counted}; hide all by CUDA_VISIBLE_DEVICES=")
     group = {"rank": RANK, "world_size": WORLD_SIZE, "store": store, "timeout": patience}
     own_gpu = device if device.type == "cuda" else None

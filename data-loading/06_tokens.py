@@ -1,40 +1,36 @@
-"""Tokens: shards, one global order, and restarts on any number of ranks
-=====================================================================
+"""One global order of tokens: restarts on any number of ranks
+===========================================================
 
-**Question.** The tokens that a language model trains on lie in files, and n ranks read them. How
-does each rank know which tokens are its own, so that the run is the same one on any number of ranks
-and after any restart?
+**Question.** n ranks train a language model on the windows of one long array of tokens. How does
+each rank know which windows are its own, so that every step holds the same ones on any number of
+ranks and after any restart?
 
 **Predict**, and write it down before you run. An epoch has 499 windows of 128 tokens, and a step
 takes 24 windows, all ranks together.
 
-1. PyTorch's `DistributedSampler` deals the 499 windows of an epoch to 4 ranks. How many come twice,
-   and on which rank? How many are left out with `drop_last=True`?
+1. PyTorch's `DistributedSampler` deals the 499 windows of an epoch to 4 ranks. How many come twice?
 2. Seven steps run on 4 ranks, 6 windows per rank and step. Each rank saves how many windows of its
    own share it has taken, and 2 ranks go on from there. How many windows come twice?
 3. Now one number is saved for the whole run: the windows that all ranks together have taken. Two
-   ranks go on, with 48 windows per step. How many windows come too often, and how many too rarely?
+   ranks go on, with 48 windows per step. How many windows come too often or too rarely?
 
 **Run.**
 
     torchrun --standalone --nproc-per-node=4 06_tokens.py    # NCCL on 4 GPUs, else gloo
     python 06_tokens.py                                      # the same, started for you
 
-`--data PATH` takes your own text. The trained tokenizer needs `pip install -e '.[data]'`; without
-it, bytes serve. One node. Not run on several GPUs.
+Not run on several GPUs, where nothing differs: the order is arithmetic on the host.
 
 **Try.** In `order` seed with `[SEED, epoch, RANK]`: which claims fail, and would a loss curve have
 told you? In `Loader.step` count only the windows of this rank, `self.consumed += len(positions)`:
 which claims fail now?
 
 **Before.** parallelism/01_data_parallelism_ddp.py: how ranks share a batch.
-data-loading/03_orders_pages_memory.py: one page cache for all ranks of a machine.
 
-**Next.** data-loading/07_packing.py: how documents share a row, and which tokens count.
+**Next.** data-loading/18_token_shards.py: the files behind the windows, mapped into memory.
 """
 
 import argparse
-import contextlib
 import ctypes
 import functools
 import json
@@ -43,21 +39,15 @@ import math
 import os
 import signal
 import sys
-import sysconfig
 import tempfile
 import time
 from collections import Counter
 from datetime import timedelta
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
-
-Tokenizer = None
-with contextlib.suppress(ImportError):  # the extra [data]
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 # A *rank* is one of WORLD_SIZE processes that run this same file. `claim(text, predicted,
 # measured)` prints one row of the ledger and must be called by every rank. It, `setup`, `print0`,
@@ -68,18 +58,20 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 T = 128  # tokens in a window
 WINDOWS = 499  # of an epoch; a prime, so that no number of ranks divides it
 BATCH = 24  # windows per step, all ranks together
-SHARDS = 3
-VOCABULARY = 1024
-END = 0  # the token after each document
 SEED = 0
+TOKENS = np.arange(WINDOWS * T + 1)  # here a token says where it stands
 
 # %% [markdown]
 # ## 1. One global order, and ranks that cut it
 #
 # A language model trains on **windows**: rows of T tokens, cut from one long array of tokens, and
-# numbered. Think of the whole run as one endless line of **positions**. Which window stands at a
-# position depends on the seed and on the position, and on nothing else. Epoch 0 is one permutation
-# of all windows, epoch 1 is another one, and they follow each other without a gap. Step b takes the
+# numbered. A window takes along one token more, because the target of a token is the one after it.
+# On disk the array is a file of 16- or 32-bit integers, mapped into memory:
+# `np.memmap(path, np.uint16, "r")`. Here it is `TOKENS`, in which each token is its own place.
+#
+# Think of the whole run as one endless line of **positions**. Which window stands at a position
+# depends on the seed and on the position, and on nothing else. Epoch 0 is one permutation of all
+# windows, epoch 1 is another one, and they follow each other without a gap. Step b takes the
 # positions from 24 b to 24 b + 23. Of these, rank r of n takes every n-th, from the r-th on:
 #
 #     position      0   1   2   3   4   5  ...  23 |  24  25  26  27  28  29  ...
@@ -106,13 +98,15 @@ def window_at(position: int) -> int:
     return int(order(epoch)[place])
 
 
+def rows_of(windows: list[int]) -> np.ndarray:
+    """Return the tokens of these windows, (B, T + 1): inputs, and one place on, their targets."""
+    return np.stack([TOKENS[window * T : (window + 1) * T + 1] for window in windows])
+
+
 class Loader:
     """Delivers the rows of one rank, step after step; `consumed` is all there is to save."""
 
-    def __init__(
-        self, shards: "Shards", rank: int, ranks: int, consumed: int = 0, batch: int = BATCH
-    ) -> None:
-        self.shards = shards  # window number -> its tokens; section 3 makes it
+    def __init__(self, rank: int, ranks: int, consumed: int = 0, batch: int = BATCH) -> None:
         self.rank = rank
         self.ranks = ranks
         self.consumed = consumed  # windows that all ranks together have taken
@@ -122,7 +116,7 @@ class Loader:
         """Return this rank's rows of the next step, (B, T + 1)."""
         positions = range(self.consumed + self.rank, self.consumed + self.batch, self.ranks)
         self.consumed += self.batch
-        return np.stack([self.shards[window_at(position)] for position in positions])
+        return rows_of([window_at(position) for position in positions])
 
 
 # %% [markdown]
@@ -141,9 +135,8 @@ class Loader:
 class OwnShare:
     """The mistake: a rank's share of the epoch, and a count of its own."""
 
-    def __init__(self, shards: "Shards", rank: int, ranks: int, taken: int = 0) -> None:
-        self.shards = shards
-        self.share = order(0)[rank::ranks]
+    def __init__(self, rank: int, ranks: int, taken: int = 0) -> None:
+        self.share = order(0)[rank::ranks].tolist()
         self.rows = BATCH // ranks
         self.taken = taken  # windows of its share that this rank has taken
 
@@ -151,7 +144,7 @@ class OwnShare:
         """Return this rank's rows of the next step, (B, T + 1)."""
         windows = self.share[self.taken : self.taken + self.rows]
         self.taken += len(windows)
-        return np.stack([self.shards[window] for window in windows])
+        return rows_of(windows)
 
 
 # %% [markdown]
@@ -162,137 +155,57 @@ class OwnShare:
 # last step of each epoch if that is not full.
 
 # %% [markdown]
-# ## 3. Shards: text as one long array of integers
+# ## 3. How it is measured
 #
-# A **tokenizer** turns text into integers. A **document** is, in this lesson, what stands between
-# two blank lines. Token 0 ends each document, and all other tokens are larger.
-#
-#     documents     import os     def f():     ...
-#     tokens        412 97 0      88 341 12 0  ...         one array, of 16-bit integers
-#     shards        |      tokens_0.npy      |      tokens_1.npy      |      tokens_2.npy      |
-#     windows       |  0  |  1  |  2  | ...                                              | 498 |
-#
-# The array is cut into files, the **shards**, and each shard into windows. A window takes along one
-# token more, because the target of a token is the one after it. A vocabulary of up to 65,536 tokens
-# fits into 16 bits, so a token costs two bytes on disk; larger vocabularies need four.
-#
-# `mmap_mode` maps a file into memory instead of reading it. The kernel reads a page from disk when
-# a window on it is first touched, so any window may come next, at the cost of a page or two.
+# A row's first token says which window it is, and the rest of it must follow: so rows are counted
+# by windows, over all ranks. The oracle knows of no ranks: a run is one permutation, then the next.
 
 
 # %%
-def write_shards(folder: Path, tokens: np.ndarray) -> None:
-    """Write SHARDS files of whole windows; each ends with the target of its last token."""
-    for number, windows in enumerate(np.array_split(np.arange(WINDOWS), SHARDS)):
-        start = windows[0] * T
-        stop = (windows[-1] + 1) * T + 1
-        np.save(folder / f"tokens_{number}.npy", tokens[start:stop])
+def windows_of(rows: np.ndarray) -> list[int]:
+    """Return which windows these rows are; -1 for a row that is none."""
+    starts = rows[:, 0]
+    whole = (rows == starts[:, None] + np.arange(T + 1)).all(1) & (starts % T == 0)
+    return np.where(whole, starts // T, -1).tolist()
 
 
-class Shards:
-    """The windows of all shards in a folder, mapped into memory."""
+def times_taken(windows: list[int]) -> np.ndarray:
+    """Return how often each window was taken, all ranks together; -1 is none."""
+    own = np.array(windows, int)
+    return sum(gather_objects(np.bincount(own[own >= 0], minlength=WINDOWS)))
 
-    def __init__(self, folder: Path) -> None:
-        paths = sorted(folder.glob("tokens_*.npy"))
-        self.maps = [np.load(path, mmap_mode="r") for path in paths]
-        windows = [(len(tokens) - 1) // T for tokens in self.maps]
-        self.first = np.cumsum([0, *windows])  # the number of each shard's first window
 
-    def __getitem__(self, window: int) -> np.ndarray:
-        """Return T + 1 tokens: all but the last are inputs, all but the first are targets."""
-        shard = np.searchsorted(self.first, window, side="right") - 1
-        start = (window - self.first[shard]) * T
-        return np.array(self.maps[shard][start : start + T + 1])
+def from_rank_0(value: object) -> object:
+    """Return rank 0's `value` on every rank."""
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+
+def gather_objects(value: object) -> list:
+    """Return every rank's `value`, in order, on every rank."""
+    values = [None] * WORLD_SIZE
+    dist.all_gather_object(values, value)
+    return values
 
 
 # %% [markdown]
-# ## 4. How it is measured
-#
-# **The text** is the standard library's own sources. Its tokenizer is **byte-pair encoding** (BPE;
-# Sennrich et al., 2016): it begins with the 256 bytes, and again and again makes a new token of the
-# two that most often stand next to each other, so in the end a token holds several bytes. Where the
-# library `tokenizers` is missing, the bytes themselves are the tokens.
+# **The global order** is compared over 25 steps; an epoch ends in the 21st.
 
 
 # %%
-def learn_bpe(documents: list[str]) -> "Tokenizer":
-    """Byte-pair encoding, learned from these documents, by the library `tokenizers`."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()  # all 256 bytes, so that no text is unknown
-    rules = {"vocab_size": VOCABULARY - 1, "initial_alphabet": alphabet, "show_progress": False}
-    tokenizer.train_from_iterator(documents, trainers.BpeTrainer(**rules))
-    return tokenizer
-
-
-def as_one_array(documents: list[str]) -> np.ndarray:
-    """Return the tokens of all documents, END after each."""
-    tokenizer = learn_bpe(documents) if Tokenizer else None
-    tokens = []
-    for document in documents:
-        numbers = tokenizer.encode(document).ids if tokenizer else document.encode()
-        tokens += [number + 1 for number in numbers]
-        tokens.append(END)
-    return np.array(tokens, np.uint16)
-
-
-def prepare(path: str | None) -> tuple[np.ndarray, float]:
-    """Tokenize; return tokens for the shards, and how many bytes of text a token holds."""
-    text = read_text(path)[:300_000].decode(errors="replace")
-    documents = [document for document in text.split("\n\n") if document.strip()]
-    tokens = as_one_array(documents)
-    needed = tokens[: WINDOWS * T + 1]
-    if len(needed) <= WINDOWS * T:
-        got = f"got {len(tokens):,} in {len(documents):,} paragraphs"
-        refuse(f"needs {WINDOWS * T + 1:,} tokens, {got}; take a longer text, or leave out --data")
-    text_bytes = sum(len(document.encode()) for document in documents)
-    return needed, text_bytes / (len(tokens) - len(documents))
-
-
-def read_text(path: str | None) -> bytes:
-    """Return up to 2 MB of the file at `path`, or of the standard library's sources."""
-    if path:
-        return Path(path).read_bytes()[:2_000_000]
-    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-d]*.py"))
-    return b"".join(source.read_bytes() for source in sources)[:2_000_000]
-
-
-# %% [markdown]
-# Rank 0 tokenizes before the ranks meet. The shards need their names only until every rank has
-# mapped them: then they are removed, and the maps stay. The header of a `.npy` file has 128 bytes.
-# **The oracle** reads the shards without a map, in file order, and knows of no ranks: a run is the
-# rows of this array in the order of one permutation, then of the next.
-
-
-# %%
-def check_shards(prepared: tuple | None) -> tuple[Shards, np.ndarray]:
-    """Write and map the shards; return them, and all windows as read without a map."""
-    tokens, bytes_per_token = from_rank_0(prepared)
-    with tempfile.TemporaryDirectory(prefix="tokens-") as own_folder:
-        folder = Path(from_rank_0(own_folder))
-        if RANK == 0:
-            write_shards(folder, tokens)
-        dist.barrier()
-        shards = Shards(folder)
-        windows = read_windows(folder)
-        size = sum(path.stat().st_size for path in folder.iterdir())
-        dist.barrier()  # all have mapped them, and rank 0 removes the folder
-    text = "BPE: bytes of text per token, at least"
-    if Tokenizer is None:
-        blocked(text, needs="tokenizers: pip install -e '.[data]'")
-    else:
-        claim(text, 2, bytes_per_token, ">=")
-    claim("bytes of the shards on disk", SHARDS * (128 + 2) + 2 * WINDOWS * T, size)
-    return shards, windows
-
-
-def read_windows(folder: Path) -> np.ndarray:
-    """Read the shards as a whole and cut them: (WINDOWS, T + 1)."""
-    rows = []
-    for path in sorted(folder.iterdir()):
-        tokens = np.load(path)
-        rows += [tokens[start : start + T + 1] for start in range(0, len(tokens) - 1, T)]
-    return np.stack(rows)
+def check_order() -> None:
+    """Claim that n ranks together take what one process takes, in its order."""
+    loader = Loader(RANK, WORLD_SIZE)
+    mine = [windows_of(loader.step()) for _ in range(25)]
+    taken = np.empty((25, BATCH), int)
+    for rank, windows in enumerate(gather_objects(mine)):
+        taken[:, rank::WORLD_SIZE] = windows
+    epochs = [np.random.default_rng([SEED, epoch]).permutation(WINDOWS) for epoch in (0, 1)]
+    expected = np.concatenate(epochs)[: 25 * BATCH].reshape(25, BATCH)
+    claim("windows unlike those of one process, of 600", 0, (taken != expected).sum())
+    same = (order(0) == order(1)).sum()
+    claim("places with the same window next epoch, at most", 10, same, "<=")
 
 
 # %% [markdown]
@@ -316,11 +229,11 @@ def check_sampler() -> None:
             seen.add(window)
     rest = WINDOWS % WORLD_SIZE
     claim("padding: windows that come twice", WORLD_SIZE - rest, len(repeating), question=1)
-    claim("padding: the first rank that repeats one", rest, min(repeating, default=-1), question=1)
+    claim("padding: the first rank that repeats one", rest, min(repeating, default=-1))
 
     sampler = deal(drop_last=True)
     dealt = set().union(*gather_objects(list(sampler)))
-    claim("drop_last: windows left out", rest, WINDOWS - len(dealt), question=1)
+    claim("drop_last: windows left out", rest, WINDOWS - len(dealt))
 
     rows = BATCH // WORLD_SIZE
     loader = DataLoader(range(WINDOWS), rows, sampler=sampler, drop_last=True)
@@ -329,94 +242,61 @@ def check_sampler() -> None:
     claim("drop_last, DataLoader too: left out", left_out, WINDOWS - delivered)
 
 
-def from_rank_0(value: object) -> object:
-    """Return rank 0's `value` on every rank."""
-    values = [value]
-    dist.broadcast_object_list(values)
-    return values[0]
-
-
-def gather_objects(value: object) -> list:
-    """Return every rank's `value`, in order, on every rank."""
-    values = [None] * WORLD_SIZE
-    dist.all_gather_object(values, value)
-    return values
-
-
-# %% [markdown]
-# **The global order** is compared token by token over 25 steps; an epoch ends in the 21st.
-
-
-# %%
-def check_order(shards: Shards, windows: np.ndarray) -> None:
-    """Claim that n ranks together take what one process takes, in its order."""
-    loader = Loader(shards, RANK, WORLD_SIZE)
-    mine = np.stack([loader.step() for _ in range(25)])
-    taken = np.empty((25, BATCH, T + 1), np.uint16)
-    for rank, rows in enumerate(gather_objects(mine)):
-        taken[:, rank::WORLD_SIZE] = rows
-    expected = windows[run_in_one_process()[: 25 * BATCH]].reshape(taken.shape)
-    unlike = (taken != expected).any(axis=2).sum()
-    claim("windows unlike those of one process, of 600", 0, unlike)
-    same = (order(0) == order(1)).sum()
-    claim("places with the same window next epoch, at most", 10, same, "<=")
-
-
-def run_in_one_process() -> np.ndarray:
-    """The windows at the positions of two epochs: one permutation after the other."""
-    epochs = [np.random.default_rng([SEED, epoch]).permutation(WINDOWS) for epoch in (0, 1)]
-    return np.concatenate(epochs)
-
-
 # %% [markdown]
 # **The restart.** Both loaders stop after seven steps on n ranks, and half as many go on. The
-# shares are then taken to the end of the epoch, and once more from half as many ranks to n. The
-# global order goes on with steps of 48, and ends on n ranks again after 24 epochs, which are 499
-# whole steps of 24. A window is known by its tokens.
+# shares are then taken to the end of the epoch, and once more from half as many ranks to n.
 
 
 # %%
-def check_restart(shards: Shards, windows: np.ndarray) -> None:
-    """Stop on n ranks and go on with fewer; claim what comes twice or never."""
+def check_own_counts() -> None:
+    """Stop on some ranks and go on with others; claim what comes twice or never, by own counts."""
     fewer = max(1, WORLD_SIZE // 2)
-    once = Counter(row.tobytes() for row in windows)
-    again = own_counts_saved(shards, WORLD_SIZE, fewer) - once
+    again = times_taken(own_counts_saved(WORLD_SIZE, fewer)) - 1
     expected = 7 * (BATCH // WORLD_SIZE) * (WORLD_SIZE - fewer)
-    claim("own counts saved: windows that come twice", expected, again.total(), question=2)
-    never = once - own_counts_saved(shards, fewer, WORLD_SIZE)
+    claim("own counts saved: windows that come twice", expected, (again > 0).sum(), question=2)
+    never = times_taken(own_counts_saved(fewer, WORLD_SIZE)) == 0
     each = 7 * (BATCH // fewer)
     expected = min(each * WORLD_SIZE, WINDOWS) - each * fewer
-    claim("own counts, more ranks: windows that never come", expected, never.total())
-
-    taken = Counter()
-    consumed = 0
-    legs = [(WORLD_SIZE, 24, 7 * 24), (fewer, 48, 103 * 48 - 24), (WORLD_SIZE, 24, 24 * WINDOWS)]
-    for ranks, batch, until in legs:
-        loader = Loader(shards, RANK, ranks, consumed, batch)
-        while RANK in range(ranks) and loader.consumed < until:
-            taken.update(row.tobytes() for row in loader.step())
-        consumed = from_rank_0(loader.consumed)  # all that a checkpoint holds
-    taken = sum(gather_objects(taken), Counter())
-    due = Counter({row: 24 * times for row, times in once.items()})
-    claim("one number saved: windows too often", 0, (taken - due).total(), question=3)
-    claim("one number saved: windows too rarely", 0, (due - taken).total(), question=3)
+    claim("own counts, more ranks: windows that never come", expected, never.sum())
 
 
-def own_counts_saved(shards: Shards, before: int, after: int) -> Counter:
-    """Return how often each window came in an epoch: seven steps on some ranks, then on others."""
-    taken = Counter()
+def own_counts_saved(before: int, after: int) -> list[int]:
+    """Return this rank's windows of an epoch: seven steps on some ranks, then on others."""
+    windows = []
     each = 0
     if RANK in range(before):
-        loader = OwnShare(shards, RANK, before)
+        loader = OwnShare(RANK, before)
         for _ in range(7):
-            taken.update(row.tobytes() for row in loader.step())
+            windows += windows_of(loader.step())
         each = loader.taken
     each = from_rank_0(each)  # every other rank has saved the same number
     if RANK in range(after):
-        loader = OwnShare(shards, RANK, after, each)
+        loader = OwnShare(RANK, after, each)
         while loader.taken < len(loader.share):
-            taken.update(row.tobytes() for row in loader.step())
-    return sum(gather_objects(taken), Counter())
+            windows += windows_of(loader.step())
+    return windows
+
+
+# %% [markdown]
+# The global order goes on with fewer ranks and steps of 48, and then on n ranks again to the end of
+# epoch 23, since 24 epochs are 499 whole steps of 24: each window should have come 24 times.
+
+
+# %%
+def check_restart() -> None:
+    """Claim what comes too often or too rarely in 24 epochs with two restarts, by one number."""
+    fewer = max(1, WORLD_SIZE // 2)
+    windows = []
+    consumed = 0
+    for ranks, batch, steps in ((WORLD_SIZE, 24, 7), (fewer, 48, 100), (WORLD_SIZE, 24, 292)):
+        loader = Loader(RANK, ranks, consumed, batch)
+        if RANK in range(ranks):
+            for _ in range(steps):
+                windows += windows_of(loader.step())
+        consumed = from_rank_0(loader.consumed)  # all that a checkpoint holds
+    times = times_taken(windows)
+    claim("one number saved: windows too often", 0, (times > 24).sum(), question=3)
+    claim("one number saved: windows too rarely", 0, (times < 24).sum(), question=3)
 
 
 # %% [markdown]
@@ -424,42 +304,41 @@ def own_counts_saved(shards: Shards, before: int, after: int) -> Counter:
 #
 # With 4 ranks:
 #
-# 1. One comes twice, on rank 3, since 499 = 4 x 124 + 3: in the last round ranks 0 to 2 take the
-#    last three windows, and rank 3 gets the first of the order once more. In general n - (N mod n)
-#    windows come twice, on the ranks from N mod n on, unless n divides N. With `drop_last=True` the
-#    N mod n = 3 are left out, which ranks 0 to 2 would have taken. If the `DataLoader` drops its
-#    last batch too, an epoch loses N mod 24 = 19 windows.
+# 1. One, on rank 3, since 499 = 4 x 124 + 3: in the last round ranks 0 to 2 take the last three
+#    windows, and rank 3 gets the first of the order once more. In general n - (N mod n) windows
+#    come twice, on the ranks from N mod n on, unless n divides N. With `drop_last=True` the N mod n
+#    = 3 are left out. If the `DataLoader` drops its last batch too, an epoch loses N mod 24 = 19.
 # 2. 7 x 6 x (4 - 2) = 84. Four ranks have taken 168 windows, and the two go on at the 85th. The
 #    other way round, from two ranks to four, 168 never come: each of two has taken 84, so the four
 #    go on behind the 336th.
-# 3. None and none, whatever the number of ranks and the size of a step: position 168 comes next,
-#    and which window stands there was settled by the seed.
+# 3. None, whatever the number of ranks and the size of a step: position 168 comes next, and which
+#    window stands there was settled by the seed.
 #
-# **Try.** With RANK in the seed every rank has an order of its own. Step 0 already differs from
-# that of one process, some windows come too often and others too rarely, and the 84 of question 2
-# are no longer 84. The loss still goes down, and its curve tells you nothing. If each rank counts
-# only its own windows, then on 4 ranks a step begins 6 positions after the last one instead of 24,
-# and most positions are taken four times: too often. With one rank both changes do nothing, which
-# is why a test on one rank finds neither.
+# **Try.** With RANK in the seed every rank has an order of its own. The rows of the order, of both
+# own counts and of both too often and too rarely fail; those of the sampler, which has its own
+# seed, do not. The loss still goes down, and its curve tells you nothing. If each rank counts only
+# its own windows, then on 4 ranks a step begins 6 positions after the last one instead of 24, and
+# positions are taken two or four times: the row of the order fails, and both of the restart, where
+# the run ends before epoch 9 instead of after epoch 23. With one rank both changes do nothing, so a
+# test on one rank finds neither.
 #
-# **On GPUs** nothing changes: the order is arithmetic on the host. A row of a mapped file is copied
-# once, into pinned memory, and goes to the GPU with `non_blocking=True`.
+# **On GPUs** a row of a mapped file is copied once, into pinned memory, and goes to the GPU with
+# `non_blocking=True`. What a step *computes* may still differ between numbers of ranks: sums of
+# gradients are added in another order, and dropout draws from another generator. Its rows do not.
 #
 # **When.** Always, if a run may be stopped: one integer costs nothing. Counts per rank suffice only
 # if the number of ranks and the batch never change.
 #
-# **Where it bites.** The one number means something only with the same seed, T, shards and shuffle.
+# **Where it bites.** The one number means something only with the same seed, T, files and shuffle.
 # NumPy and PyTorch may change what a seed gives from one version to the next, so save a checksum of
-# the order along with it.
-#
-# Save what was *trained* on, too. A loader with workers delivers some batches ahead, and its own
-# `consumed` runs ahead with it: a checkpoint that takes it loses these windows. Count positions in
-# the training loop. Ranks that share a model by tensor or pipeline parallelism are one rank here:
-# they take the same rows. And where the ranks do not divide a step, as 5 do not divide 24, the
-# ranks have unequal numbers of rows, so gradients must be weighed by tokens: the next lesson.
+# the order along with it. Save what was *trained* on, too: a loader with workers delivers some
+# batches ahead, and a checkpoint that takes its own `consumed` loses these windows. Ranks that
+# share a model by tensor or pipeline parallelism are one rank here: they take the same rows. And
+# where the ranks do not divide a step, as 5 do not divide 24, ranks have unequal numbers of rows,
+# so gradients must be weighed by tokens: data-loading/13.
 #
 # **At scale.** 15 trillion tokens in windows of 8,192 are 1.8 billion windows, and 15 GB of order
-# on each rank. So one permutes the shards and then the windows of a few open ones, as FFCV's
+# on each rank. So one permutes the files and then the windows of a few open ones, as FFCV's
 # quasi-random order does, or computes the window from the place by a cipher on 0 to N-1 (a Feistel
 # network), which needs no table.
 #
@@ -472,21 +351,15 @@ def own_counts_saved(shards: Shards, before: int, after: int) -> Counter:
 
 # %%
 def main() -> None:
-    data = {"metavar": "PATH", "help": "text to tokenize (Python's own sources)"}
-    options = command_line({"--data": data})
+    command_line()
     launch(range(1, BATCH + 1))
-    if options.data and not Path(options.data).is_file():
-        refuse(f"--data takes a file of text, got {options.data}; leave it out for Python's own")
     if WORLD_SIZE > BATCH:
         refuse(f"a step has {BATCH} rows, got {WORLD_SIZE} ranks; start at most {BATCH}")
-    if int(os.environ.get("LOCAL_WORLD_SIZE", WORLD_SIZE)) != WORLD_SIZE:
-        refuse(f"needs one node, whose ranks share files, got {WORLD_SIZE} ranks on several")
-    prepared = prepare(options.data) if RANK == 0 else None
     setup()
-    shards, windows = check_shards(prepared)
+    check_order()
     check_sampler()
-    check_order(shards, windows)
-    check_restart(shards, windows)
+    check_own_counts()
+    check_restart()
     finish()
 
 
@@ -545,7 +418,8 @@ def setup() -> torch.device:
     gpus = torch.cuda.device_count()
     local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cpu")
-    how = f"gloo ({local_ranks} ranks and {gpus} GPUs here)"
+    some = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+    how = f"gloo ({local_ranks} ranks and {some} here)"
     if gpus >= local_ranks:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
@@ -556,7 +430,7 @@ def setup() -> torch.device:
     store.set(f"device of {RANK}", device.type)
     devices = store.multi_get([f"device of {rank}" for rank in range(WORLD_SIZE)])
     if len(set(devices)) > 1:
-        counted = f"{devices.count(b'cuda')} GPUs for {WORLD_SIZE} ranks"
+        counted = f"GPUs for {devices.count(b'cuda')} of {WORLD_SIZE} ranks"
         refuse(f"needs a GPU per rank, or none, got {counted}; hide all by CUDA_VISIBLE_DEVICES=")
     group = {"rank": RANK, "world_size": WORLD_SIZE, "store": store, "timeout": patience}
     own_gpu = device if device.type == "cuda" else None

@@ -1,10 +1,10 @@
 """What numba compiles, and how often: signatures, ranks, the cache on disk
 ========================================================================
 
-**Question.** numba compiles a function when it is called. Which calls make it compile, and what do
-n ranks of one machine do n times, where once would be enough?
+**Question.** numba compiles a function when it is called. Which calls make it compile, and how does
+a machine with n ranks compile once instead of n times?
 
-**Predict**, and write it down before you run. There are n ranks on a machine of c cores.
+**Predict**, and write it down before you run. There are n ranks.
 
 1. A function is called with 64 images of 160 x 240 pixels, with 2 images of 200 x 300, with a
    mirrored view of the 64 (`images[:, :, ::-1]`), and with a read-only copy of them. How many times
@@ -12,8 +12,8 @@ n ranks of one machine do n times, where once would be enough?
 2. All n ranks call it for the first time. How many times is it compiled, all ranks together?
 3. The function is declared with `cache=True`, and rank 0 calls it before the others do. How many
    times now?
-4. With `parallel=True` numba divides a loop among threads. torchrun has set OMP_NUM_THREADS to 1 in
-   each rank. On how many threads does the loop run, all ranks together?
+4. A cached function returns `gain() * 10`, and `gain` stands in another file, where it returns 2.
+   You change that 2 to 3, and start a new process. What does the function return?
 
 **Run.**
 
@@ -28,7 +28,7 @@ all claims are BLOCKED.
 
 **Before.** data-loading/04_jit_augmentation.py: what such a function is good for.
 
-**Next.** data-loading/05_random_numbers.py: random numbers, of which compiled code has its own.
+**Next.** data-loading/05_random_numbers.py: random crops that can be repeated.
 """
 
 import argparse
@@ -82,7 +82,7 @@ LIGHT = 96  # brightness, in 64ths
 #
 # What belongs to an array's type? Not its size. Its number of dimensions does, the type of its
 # elements, whether they lie in C's order without gaps (numba writes C; A, any, if not), and whether
-# they may be written. Below are a function to compile, and four kinds of images to call it with.
+# they may be written. Below is a function to compile, and the four kinds of question 1.
 
 
 # %%
@@ -115,6 +115,22 @@ def four_kinds(images_NHWC: np.ndarray) -> list[np.ndarray]:
     read_only = images_NHWC.copy()
     read_only.flags.writeable = False
     return [images_NHWC, larger, mirrored, read_only]
+
+
+# %% [markdown]
+# If you know the types before, you can name the signature. Then the function is compiled where it
+# is declared, and no call compiles anything: numba converts each argument if that is safe, and
+# raises a TypeError if not. An array in C's order is also one in any order, and one that may be
+# written may also be read. So the signature below takes all four kinds. (The price: code for any
+# order computes each element's place from strides, which may be slower.)
+
+
+# %%
+def declared_once() -> Callable:
+    """Return the function, compiled for images in any order that it only reads."""
+    images = numba.types.Array(numba.uint8, 4, "A", readonly=True)
+    signature = numba.void(images, numba.int64, numba.uint8[:, :, :, ::1])
+    return numba.njit(signature)(brighten)
 
 
 # %% [markdown]
@@ -161,6 +177,8 @@ def call_on_rank_0_first(function: Callable, images_NHWC: np.ndarray) -> None:
 
 
 # %% [markdown]
+# ## 4. What the cache does not look at
+#
 # How does the cache know that a file is still right? Its key is the signature, the bytecode of the
 # function and the kind of CPU; and if the function's own source file has changed, nothing in the
 # cache counts. That leaves a hole. What the function calls becomes part of its machine code, and
@@ -209,48 +227,12 @@ def change_files(folder: Path) -> list[int]:
 
 
 # %% [markdown]
-# ## 4. Threads: every rank starts as many as there are cores
-#
-# Machine code is not all that numba makes once per process. Compiled with `parallel=True`, a loop
-# over `prange` is divided among threads, which the process starts when it first needs them. How
-# many? As many as there are cores that this process may run on. No rank knows of the others, so n
-# ranks start n times as many:
-#
-#     rank 0   ▒▒▒▒▒▒▒▒  8 threads ┐
-#     rank 1   ▒▒▒▒▒▒▒▒  8 threads ├─ on 8 cores: each waits for a core most of the time, and a
-#     ...                          │  loop is done when the last of its threads is
-#     rank 7   ▒▒▒▒▒▒▒▒  8 threads ┘
-#
-# torchrun knows this danger from PyTorch's own threads, which is why it sets OMP_NUM_THREADS to 1.
-# numba reads NUMBA_NUM_THREADS. Or one tells it in the code, as `keep_to_a_share` does. The threads
-# that work on a loop can be counted: each notes its number.
-
-
-# %%
-def note_threads(worked: np.ndarray) -> None:
-    """Write 1 at the number of each thread that does a part of this loop."""
-    for _ in numba.prange(1000 * len(worked)):
-        worked[numba.get_thread_id()] = 1
-
-
-def threads_at_work(function: Callable) -> int:
-    """Return how many threads divide a loop; `function` is `note_threads`, compiled."""
-    worked = np.zeros(numba.config.NUMBA_NUM_THREADS, np.int64)
-    function(worked)
-    return worked.sum()
-
-
-def keep_to_a_share() -> None:
-    """Let numba use this rank's share of the cores."""
-    numba.set_num_threads(max(1, numba.config.NUMBA_NUM_THREADS // WORLD_SIZE))
-
-
-# %% [markdown]
 # ## 5. How it is measured
 #
-# Every rank compiles, and compares what it gets with NumPy's. The folder for the cache is rank 0's,
+# Every rank compiles, and numba's own counters say how often. The folder for the cache is rank 0's,
 # and temporary. It lies in the launcher's own folder, if there is one, which is removed even after
-# Ctrl-C.
+# Ctrl-C. The first call's time is that of compiling and that of a later call, so what share of it
+# is compiling follows from both.
 
 
 # %%
@@ -283,13 +265,8 @@ def seconds_of(function: Callable, images_NHWC: np.ndarray) -> float:
     return time.perf_counter() - start
 
 
-# %% [markdown]
-# The first call's time is that of compiling and that of a later call, so what share of it is
-# compiling follows from both.
-
-
-# %%
-def check_signatures(images_NHWC: np.ndarray) -> None:
+def check_processes(images_NHWC: np.ndarray) -> None:
+    """Claim how often n ranks compile for one kind of images, and what that costs."""
     function = declared()
     first = seconds_of(function, images_NHWC)
     later = min(seconds_of(function, images_NHWC) for _ in range(3))
@@ -299,26 +276,48 @@ def check_signatures(images_NHWC: np.ndarray) -> None:
     print0(f"{'':13}the first call took {first:.2f} s, a later one {later:.4f} s")
     on_all_ranks = sum(gather_objects(compilations(function)))
     claim("compilations on all ranks, no cache", WORLD_SIZE, on_all_ranks, question=2)
-    wrong = 0
-    if RANK == 0:
-        for images in four_kinds(images_NHWC):
-            expected = np.minimum(images.astype(np.uint16) * LIGHT // 64, 255)
-            wrong += (brightened(function, images) != expected).sum()
-        for signature in function.signatures:
-            print0(f"{'':13}compiled for {signature[0]}")
-    claim("bytes that differ from NumPy's", 0, from_rank_0(wrong))
-    kinds = from_rank_0(len(function.signatures))
-    claim("compilations for 4 kinds of images", 3, kinds, question=1)
 
 
 # %% [markdown]
-# What loading saves is measured by rank 0 alone, while the others wait. Then it runs the two files
-# of section 3, three times, each time in a new process.
+# The four kinds are tried on rank 0 alone, by the function as it is usually declared, and by the
+# one whose signature was named.
+
+
+# %%
+def call_with_four_kinds(function: Callable, images_NHWC: np.ndarray) -> tuple[int, int]:
+    """Return how often this compiles, and how many bytes are not what NumPy computes."""
+    wrong = 0
+    for images in four_kinds(images_NHWC):
+        expected = np.minimum(images.astype(np.uint16) * LIGHT // 64, 255)
+        wrong += (brightened(function, images) != expected).sum()
+    for signature in function.signatures:
+        print0(f"{'':13}compiled for {signature[0]}")
+    return compilations(function), int(wrong)
+
+
+def check_kinds(images_NHWC: np.ndarray) -> None:
+    """Claim how often four kinds of images make a function compile."""
+    usual = None
+    named = None
+    if RANK == 0:
+        usual = call_with_four_kinds(declared(), images_NHWC)
+        named = call_with_four_kinds(declared_once(), images_NHWC)
+    usual, usual_wrong = from_rank_0(usual)
+    named, named_wrong = from_rank_0(named)
+    claim("compilations for 4 kinds of images", 3, usual, question=1)
+    claim("compilations for 4 kinds, signature named", 1, named)
+    claim("bytes that differ from NumPy's", 0, usual_wrong + named_wrong)
+
+
+# %% [markdown]
+# What loading saves is measured by rank 0 alone, while the others wait.
 
 
 # %%
 def check_cache(images_NHWC: np.ndarray, folder: Path) -> None:
-    numba.config.CACHE_DIR = str(folder)  # as NUMBA_CACHE_DIR, which is read by `import numba`
+    """Claim how often n ranks compile with a cache on disk, and what loading from it saves."""
+    os.environ["NUMBA_CACHE_DIR"] = str(folder)  # your launcher would set it before python starts
+    numba.config.reload_config()
     function = declared(cache=True)
     call_on_rank_0_first(function, images_NHWC)
     on_all_ranks = sum(gather_objects(compilations(function)))
@@ -326,36 +325,20 @@ def check_cache(images_NHWC: np.ndarray, folder: Path) -> None:
     loaded = sum(gather_objects(loads(function)))
     claim("ranks that loaded it from the cache", WORLD_SIZE - 1, loaded)
     ratio = None
-    printed = None
     if RANK == 0:
         compiling = seconds_of(declared(), images_NHWC[:1])
         ratio = seconds_of(declared(cache=True), images_NHWC[:1]) / compiling
-        printed = change_files(folder)
     at_most = "seconds of the first call, loaded / compiled"
     claim(at_most, 0.3, from_rank_0(ratio), "<=", timed=True)
+
+
+def check_stale_cache(folder: Path) -> None:
+    """Claim what a cached function returns after a change in another file, and in its own."""
+    printed = change_files(folder) if RANK == 0 else None
     first, other_changed, own_changed = from_rank_0(printed)
     claim("printed with a gain of 2", 20, first)
-    claim("printed with a gain of 3, in the other file", 20, other_changed)
+    claim("printed with a gain of 3, in the other file", 20, other_changed, question=4)
     claim("printed with a gain of 3, own file changed too", 30, own_changed)
-
-
-# %% [markdown]
-# Threads are counted in numba's own pool, which every numba has. OpenMP's, which it takes where it
-# finds one, has as many.
-
-
-# %%
-def check_threads() -> None:
-    numba.config.THREADING_LAYER = "workqueue"
-    cores = len(os.sched_getaffinity(0))  # that this process may run on
-    threads = int(os.environ.get("NUMBA_NUM_THREADS", cores))
-    function = numba.njit(parallel=True)(note_threads)
-    at_work = sum(gather_objects(threads_at_work(function)))
-    claim("threads at work, all ranks", WORLD_SIZE * threads, at_work, question=4)
-    keep_to_a_share()
-    at_work = sum(gather_objects(threads_at_work(function)))
-    shares = WORLD_SIZE * max(1, threads // WORLD_SIZE)
-    claim("threads at work, all ranks, a share each", shares, at_work)
 
 
 # %% [markdown]
@@ -363,36 +346,36 @@ def check_threads() -> None:
 #
 # 1. Three times. 64 images or 2, of whatever size, are one signature. The mirrored view has other
 #    strides, A instead of C. The read-only copy is another type, which is why a file that is mapped
-#    to be read (FFCV's) costs a compilation that a test with a plain array did not. A loader that
-#    stutters now and then may be compiling for a new kind of input: print its functions'
-#    `signatures`.
-# 2. n times: once in each process. That the code is the same nobody knows.
+#    to be read (FFCV's) costs a compilation that a test with a plain array did not. With a named
+#    signature it was compiled once. A loader that stutters now and then may be compiling for a new
+#    kind of input: print its functions' `signatures`.
+# 2. n times: once in each process. No process knows that another has compiled the same code.
 # 3. Once. All others load, which takes a small part of the time. But it is up to you who goes
 #    first: the cache has no lock.
-# 4. n times c: every rank starts as many threads as there are cores, whatever OMP_NUM_THREADS says.
-#    With a share for each rank it is c again (or n, if there are more ranks than cores).
+# 4. 20: the wrong result, no warning. It was 30 when its own file had changed, by as little as a
+#    comment. So keep what is compiled together in one file, or delete the cache when a helper
+#    changes.
 #
-# The cached function still gave 20 when the gain in the other file was 3: the wrong result, no
-# warning. It gave 30 when its own file had changed, by as little as a comment. So keep what is
-# compiled together in one file, or delete the cache when a helper changes.
-#
-# **Try.** A copy of the mirrored view lies in C's order again: two compilations instead of three.
-# Without the barrier every rank finds an empty folder: n compilations, nothing loaded, and both
-# claims of the cache fail (on one rank neither does).
+# **Try.** A copy of the mirrored view lies in C's order again: two compilations instead of three,
+# one claim fails. Without the barrier the others look into the folder while rank 0 still compiles,
+# and find nothing, since compiling takes much longer than the ranks are apart: n compilations,
+# nothing loaded, and both claims of the cache fail (on one rank neither does).
 #
 # **When.** If compiling takes seconds and jobs start often: `cache=True`, and one rank first. If a
-# run takes days, forget it; but call the functions once, with every kind of input, before the
-# first step, so that no rank compiles while the others wait for it in a collective. Or name the
-# signature, `@numba.njit("...")`: then it is compiled where it is declared, and a call with any
-# other type is an error. FFCV caches nothing; every rank compiles its pipeline at its first batch.
+# run takes days, forget it; but call the functions once, with every kind of input, before the first
+# step, or name their signatures, so that no rank compiles while the others wait for it in a
+# collective. FFCV caches nothing; every rank compiles its pipeline at its first batch.
+#
+# **Threads** are started once per process, too. With `parallel=True` each rank starts as many as
+# there are cores that it may run on, whatever OMP_NUM_THREADS says: set NUMBA_NUM_THREADS to a
+# rank's share of the cores. In a container with a quota of CPUs these are all cores of the host.
 #
 # **On GPUs, and at a thousand ranks.** All of this runs on the cores, while the GPUs wait. A
 # compilation takes as long on every node, at the same time, and does not grow with their number;
 # what grows is the load on a file system that all share. So give each node a folder of its own, on
 # its own disk, and let LOCAL_RANK 0 go first on each. Cores of another kind find the files and
-# compile anew. Under Slurm a rank that is bound to its cores counts only these: there n ranks start
-# c threads by themselves. An `all_reduce` that one rank reaches late, because it compiles, looks
-# like a slow network (profiling/06).
+# compile anew. An `all_reduce` that one rank reaches late, because it compiles, looks like a slow
+# network (profiling/06).
 
 
 # %%
@@ -406,10 +389,11 @@ def main() -> None:
         blocked("what numba compiles, and how often", needs="numba: pip install -e '.[data]'")
         finish()
     images_NHWC = np.random.default_rng(RANK).integers(0, 256, (64, 160, 240, 3), np.uint8)
-    check_signatures(images_NHWC)
+    check_processes(images_NHWC)
+    check_kinds(images_NHWC)
     with shared_folder() as folder:
         check_cache(images_NHWC, folder)
-    check_threads()
+        check_stale_cache(folder)
     finish()
 
 
@@ -468,7 +452,8 @@ def setup() -> torch.device:
     gpus = torch.cuda.device_count()
     local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cpu")
-    how = f"gloo ({local_ranks} ranks and {gpus} GPUs here)"
+    some = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+    how = f"gloo ({local_ranks} ranks and {some} here)"
     if gpus >= local_ranks:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
@@ -479,7 +464,7 @@ def setup() -> torch.device:
     store.set(f"device of {RANK}", device.type)
     devices = store.multi_get([f"device of {rank}" for rank in range(WORLD_SIZE)])
     if len(set(devices)) > 1:
-        counted = f"{devices.count(b'cuda')} GPUs for {WORLD_SIZE} ranks"
+        counted = f"GPUs for {devices.count(b'cuda')} of {WORLD_SIZE} ranks"
         refuse(f"needs a GPU per rank, or none, got {counted}; hide all by CUDA_VISIBLE_DEVICES=")
     group = {"rank": RANK, "world_size": WORLD_SIZE, "store": store, "timeout": patience}
     own_gpu = device if device.type == "cuda" else None

@@ -1,34 +1,34 @@
-"""A custom FFCV operation: Python for each batch, compiled code for each pixel
-============================================================================
+"""A custom FFCV operation: what compiled code cannot see
+======================================================
 
-**Question.** FFCV makes batches by operations, in a thread of its own and mostly in compiled code.
-What must an operation of your own declare and do, and how does it learn the epoch, which compiled
-code cannot see?
+**Question.** FFCV makes batches by a chain of operations, and compiles most of them. An operation
+of your own needs something that changes between epochs, such as the epoch itself for a random crop.
+How does it get there?
 
-**Predict**, and write it down before you run. The file has 64 samples; a batch has 8.
+**Predict**, and write it down before you run. A file has 64 samples. An operation crops each of
+them at a place that depends on the epoch and on the sample's number. Before each epoch the trainer
+sets `operation.epoch`.
 
-1. FFCV prepares three batches ahead of the one that you hold. In how many different buffers do
-   the crops of an epoch lie?
-2. Compiled code of an operation uses a number that `generate_code` read from an attribute. The
-   trainer sets the attribute to 0, runs an epoch, sets it to 1, and runs another. Which number does
-   the second epoch use?
-3. An operation does its work in compiled code, and what must change between epochs in Python. How
-   often in an epoch does its Python function run?
+1. The operation is compiled, and reads `self.epoch` where its code is made. How many of the 64
+   samples get in epoch 1 the crop that they had in epoch 0?
+2. The operation is called in Python, once per batch. It reads `self.epoch`, computes the batch's
+   places, and hands them to a compiled loop. How many samples keep their crop now?
+3. n ranks make the second operation's crops, each of its share of the samples. How many bytes
+   differ from those that one process cuts out with NumPy?
 
 **Run.**
 
     torchrun --standalone --nproc-per-node=4 12_own_ffcv_operation.py    # a rank per GPU, else gloo
     python 12_own_ffcv_operation.py                                      # the same, started for you
 
-Not run on several GPUs. FFCV needs the Debian packages of packages.txt, then `pip install -e
-'.[ffcv]'`. Without it all but one row is BLOCKED.
+Not run on several GPUs. One node. FFCV needs the Debian packages of packages.txt, then `pip install
+-e '.[ffcv]'`. Without it all is BLOCKED.
 
-**Try.** In `draw_and_augment` draw for `range(len(indices))` instead of `indices`: which claims
-fail, and how many different crops remain? In `open_loader` let `epoch_now` return 0, as if the
-trainer had forgotten the epoch: which claims fail now?
+**Try.** In `AskingCrop` draw for `np.arange(len(indices_B))` instead of `indices_B`: which claims
+fail? In `open_loader` add `recompile=True` to the loader: which claim fails now, and why?
 
 **Before.** data-loading/02_beton_file.py: the file, and a loader's buffers.
-data-loading/05_random_numbers.py: why compiled code should not draw its random numbers itself.
+data-loading/16_random_states_of_numba.py: why compiled code should not draw its own numbers.
 
 **Next.** data-loading/06_tokens.py: no pictures, but text. (This lesson is optional.)
 """
@@ -67,10 +67,9 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
 Loader = None
 Operation = object  # what the classes below derive from where there is no FFCV
-if "RANK" in os.environ and RANK == 0:  # which alone runs FFCV: it compiles for seconds
+if "RANK" in os.environ or WORLD_SIZE > 1:  # a launcher needs none of it
     os.environ["NUMBA_OPT"] = "0"  # compile quickly: nothing here is timed
     with contextlib.suppress(ImportError):  # the extra [ffcv]
-        import numba
         from ffcv import writer as ffcv_writer
         from ffcv.fields import IntField, RGBImageField
         from ffcv.fields.decoders import IntDecoder, SimpleRGBImageDecoder
@@ -81,242 +80,161 @@ if "RANK" in os.environ and RANK == 0:  # which alone runs FFCV: it compiles for
         from ffcv.transforms import ToTensor
         from ffcv.writer import DatasetWriter
 
-# Shapes: B samples of a batch, H x W pixels of a picture, S x S of a crop, C = 3 colors.
-N = 64  # samples
+# Letters at the end of a name are the axes of an array: N samples of the file or B of a batch, H x
+# W pixels of a picture or S x S of a crop, C = 3 colors; 2 is a place, (y, x).
+N = 64
 BATCH = 8
 HEIGHT = 160
 WIDTH = 240
-S = 128
-CUT = 32  # height and width of the square that is blackened
+S = 32
+CHOICES = (HEIGHT - S + 1, WIDTH - S + 1)  # places for a crop, down and across
 SEED = 0
 
-# The smallest y, x, flip, light, cut_y and cut_x of a crop, and how many choices there are for each
-LEAST = (0, 0, 0, 32, 0, 0)
-CHOICES = (HEIGHT - S + 1, WIDTH - S + 1, 2, 65, S - CUT + 1, S - CUT + 1)
-
 # %% [markdown]
-# ## 1. What an operation declares, and what FFCV does with it
+# ## 1. An operation makes a function
 #
 # A **pipeline** of FFCV is a list of **operations** that a batch goes through:
 #
 #     pages ──decoder──> pictures ──our operation──> crops ──ToTensor──> the batch that you get
-#              compiled             Python, then
-#                                   compiled code
 #
-# An operation answers two calls. `declare_state_and_memory` gets the *state* of what arrives:
-# shape of one sample, dtype, device, and whether the code is to be compiled (`jit_mode`). It
-# returns the state of what leaves, and how much memory that takes per sample. FFCV asks when the
-# loader is made and at the beginning of each epoch, and allocates the memory once per epoch, for
-# several batches. Such a buffer of a batch is a **slot**:
+# FFCV asks an operation two things. `declare_state_and_memory` says what leaves it: the shape of
+# one sample, the type, and whether its function is to be compiled (`jit_mode`), along with the
+# memory that FFCV should allocate. `generate_code` returns the function. FFCV calls `generate_code`
+# when the loader is made, and the function for each batch: with what the operation before has made,
+# the memory to write to and, if it has the attribute `with_indices`, the numbers of the samples.
 #
-#     slot 0   slot 1   slot 2   slot 3   slot 4
-#     yours    ready    ready    ready    being filled        then the roles move on by one
-#
-# `generate_code` returns the function that does the work. FFCV calls it once for each batch, in a
-# thread that it starts anew for each epoch, with what the operation before has made, the memory of
-# this slot and, if the function has the attribute `with_indices`, the numbers of the samples. The
-# function must write into the memory that it is given: a buffer of its own would be overwritten
-# while a batch in it still waits.
-#
-# One operation that makes four changes in one pass needs one set of slots, where four operations
-# would need four, and would write and read every pixel four times. This is the pass, for one
-# sample: plain loops, to be compiled.
+# numba compiles that function when the first batch comes, and there lies the trap. numba knows no
+# `self`. What the function uses from outside has to be a local variable of `generate_code`, and
+# numba takes that for a **constant**, an array too. This is the idea of the lesson: **compiled code
+# keeps what it saw when it was made; what changes must come in as an argument.** The first
+# operation does it wrong:
 
 
 # %%
-def augment(image_HWC: np.ndarray, numbers: np.ndarray, crop_SSC: np.ndarray) -> None:
-    """Crop, mirror, brighten and cut out, in one pass; `numbers` are y, x, flip and so on."""
-    y, x, flip, light, cut_y, cut_x = numbers
-    for row in range(S):
-        for column in range(S):
-            in_square = 0 <= row - cut_y < CUT and 0 <= column - cut_x < CUT
-            from_column = S - 1 - column if flip else column
-            for color in range(3):
-                value = image_HWC[y + row, x + from_column, color]
-                bright = min(value * light // 64, 255)
-                crop_SSC[row, column, color] = 0 if in_square else bright
+def draw_corners(epoch: int, samples: np.ndarray) -> np.ndarray:
+    """Return the upper left corner (y, x) of each sample's crop, (B, 2), in Python."""
+    corners_B2 = np.empty((len(samples), 2), np.int64)
+    for i, sample in enumerate(samples.tolist()):
+        generator = np.random.default_rng((SEED, epoch, sample))
+        corners_B2[i] = generator.random(2) * CHOICES  # cut off to whole numbers
+    return corners_B2
 
 
-# %% [markdown]
-# ## 2. What compiled code cannot see
-#
-# If the state that leaves says `jit_mode=True`, FFCV compiles the function by numba. numba knows no
-# `self`: it cannot read an attribute of the operation while it runs. What the function uses from
-# outside has to be a local variable of `generate_code`. numba takes that for a **constant**, an
-# array too. FFCV calls `generate_code` when the loader is made, and uses that code in every
-# epoch. The operation below tries it: it replaces each sample's integer by the epoch that its
-# compiled code knows.
-#
-# A loader with `recompile=True` makes and compiles the code anew for each epoch. That is right, and
-# every epoch begins with seconds of waiting.
+def cut_out(images_BHWC: np.ndarray, corners_B2: np.ndarray, crops_BSSC: np.ndarray) -> None:
+    """Write each picture's crop; to be compiled."""
+    for i in range(len(images_BHWC)):
+        y, x = corners_B2[i]
+        crops_BSSC[i] = images_BHWC[i, y : y + S, x : x + S]
 
 
-# %%
-class Stamp(Operation):
-    """Replaces an integer by `self.epoch`, as it was when the code was made."""
+class FrozenCrop(Operation):
+    """The mistake: a crop of each sample, all compiled, for the epoch `self.epoch`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.epoch = 0
 
     def declare_state_and_memory(self, previous_state: object) -> tuple:
-        state = replace(previous_state, jit_mode=True)
-        return state, AllocationQuery(previous_state.shape, previous_state.dtype)
+        state = replace(previous_state, jit_mode=True, shape=(S, S, 3))
+        return state, AllocationQuery((S, S, 3), previous_state.dtype)
 
     def generate_code(self) -> Callable:
-        epoch = self.epoch
+        compiled_cut_out = Compiler.compile(cut_out)
+        corners_N2 = draw_corners(self.epoch, np.arange(N))  # a constant of what is compiled
 
-        def stamp(numbers_B1: np.ndarray, stamped_B1: np.ndarray) -> np.ndarray:
-            stamped_B1[:] = epoch
-            return stamped_B1
+        def crop(
+            images_BHWC: np.ndarray, crops_BSSC: np.ndarray, indices_B: np.ndarray
+        ) -> np.ndarray:
+            compiled_cut_out(images_BHWC, corners_N2[indices_B], crops_BSSC)
+            return crops_BSSC
 
-        return stamp
-
-
-# %% [markdown]
-# ## 3. Python once per batch, compiled code for the pixels
-#
-# With `jit_mode=False` FFCV calls the function as it stands, in Python. It may read `self`, ask for
-# the epoch, draw random numbers by NumPy, and then hand pictures, numbers and memory as arguments
-# to a loop that it has had compiled. Nothing is lost by it: FFCV calls each operation's function
-# from Python anyway, once per batch.
-#
-# The loop over samples and pixels is the work. FFCV's `Compiler` compiles it as it does FFCV's own
-# operations: to run without the GIL and, if the loader has several workers, on as many threads,
-# which `prange` divides the samples among.
-
-
-# %%
-def compiled_loop() -> Callable:
-    """Return `augment` over a batch, compiled for as many threads as the loader has workers."""
-    augment_one = Compiler.compile(augment)
-    prange = Compiler.get_iterator()  # plain range, if there is one worker
-
-    def augment_batch(
-        images_BHWC: np.ndarray, numbers_B6: np.ndarray, crops_BSSC: np.ndarray
-    ) -> None:
-        for i in prange(len(images_BHWC)):
-            augment_one(images_BHWC[i], numbers_B6[i], crops_BSSC[i])
-
-    augment_batch.is_parallel = True
-    return Compiler.compile(augment_batch)
+        crop.with_indices = True
+        return crop
 
 
 # %% [markdown]
-# This is the whole operation. Nothing random happens in compiled code, so lesson 05's rule is easy
-# to keep: **a crop's numbers are a function of seed, epoch and sample**, here by a Generator for
-# each sample.
+# ## 2. Ask in Python, work in compiled code
+#
+# With `jit_mode=False` FFCV calls the function as it stands, in Python. It may read `self`, draw
+# numbers by NumPy, and hand them as an argument to a loop that it has had compiled:
+#
+#                     FrozenCrop                        AskingCrop
+#     loader made     read self.epoch, draw corners     nothing
+#     first batch     compile, with the corners         compile the loop alone
+#     each batch      run what was compiled             read self.epoch, draw corners, run it
+#
+# Little is lost by that. FFCV calls each operation's function from Python anyway, once per batch,
+# whether it was compiled or not. What must not be Python is the loop over pixels, and it is not.
 
 
 # %%
-def draw_numbers(seed: int, epoch: int, samples: np.ndarray) -> np.ndarray:
-    """Return six whole numbers for each sample's crop, (B, 6)."""
-    floats = [np.random.default_rng((seed, epoch, int(one))).random(6) for one in samples]
-    return LEAST + (np.array(floats) * CHOICES).astype(np.int64)
+class AskingCrop(Operation):
+    """A crop of each sample; Python reads `self.epoch` for each batch."""
 
-
-class FusedAugment(Operation):
-    """A crop of each sample; `epoch_now()` says for which epoch."""
-
-    def __init__(self, seed: int, epoch_now: Callable[[], int]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.seed = seed
-        self.epoch_now = epoch_now
+        self.epoch = 0
 
     def declare_state_and_memory(self, previous_state: object) -> tuple:
         state = replace(previous_state, jit_mode=False, shape=(S, S, 3))
         return state, AllocationQuery((S, S, 3), previous_state.dtype)
 
     def generate_code(self) -> Callable:
-        augment_batch = compiled_loop()
+        compiled_cut_out = Compiler.compile(cut_out)
 
-        def draw_and_augment(
-            images_BHWC: np.ndarray, crops_BSSC: np.ndarray, indices: np.ndarray
+        def ask_and_crop(
+            images_BHWC: np.ndarray, crops_BSSC: np.ndarray, indices_B: np.ndarray
         ) -> np.ndarray:
-            numbers_B6 = draw_numbers(self.seed, self.epoch_now(), indices)
-            augment_batch(images_BHWC, numbers_B6, crops_BSSC)
+            corners_B2 = draw_corners(self.epoch, indices_B)  # of this epoch
+            compiled_cut_out(images_BHWC, corners_B2, crops_BSSC)
             return crops_BSSC
 
-        draw_and_augment.with_indices = True
-        return draw_and_augment
+        ask_and_crop.with_indices = True
+        return ask_and_crop
 
 
 # %% [markdown]
-# **Where the epoch comes from.** A loader counts its epochs in `next_epoch`, by which it seeds the
-# order of the samples, and which it moves on when an epoch begins. An attribute that the trainer
-# sets would be a second count, and forgetting it would give every sample the same crop forever. So
-# the operation asks the loader. A trainer that resumes at epoch 7 sets `loader.next_epoch = 7`, and
-# gets the order and the crops of epoch 7.
-#
-# The loader needs the operation, and the operation the loader: `epoch_now` is a function that finds
-# `loader` when it is called. It is called in FFCV's thread, for each batch.
+# The trainer says which epoch it is, as it does to a `DistributedSampler`. FFCV has a count of its
+# own, `next_epoch`, from which it shuffles; both are set here, so a run can go on at any epoch.
 
 
 # %%
-def open_loader(path: Path, workers: int) -> tuple["Loader", Stamp, list[int]]:
-    """Return FFCV's loader, the stamp's operation, and the list of epochs that were asked for."""
-    asked = []
-
-    def epoch_now() -> int:
-        asked.append(loader.next_epoch - 1)  # it counts the epoch that is running already
-        return asked[-1]
-
-    stamp = Stamp()
+def open_loader(path: Path, operation: "Operation") -> "Loader":
+    """Return FFCV's loader of this rank's share of the crops, and of the samples' numbers."""
+    gc.collect()  # an old loader, freed while numba compiles, prints "Exception ignored: KeyError"
     pipelines = {
-        "image": [SimpleRGBImageDecoder(), FusedAugment(SEED, epoch_now), ToTensor()],
-        "number": [IntDecoder(), stamp, ToTensor()],
+        "image": [SimpleRGBImageDecoder(), operation, ToTensor()],
+        "number": [IntDecoder(), ToTensor()],
     }
-    options = {"order": OrderOption.RANDOM, "seed": SEED, "num_workers": workers}
-    loader = Loader(str(path), BATCH, pipelines=pipelines, **options)
-    return loader, stamp, asked
+    options = {"order": OrderOption.RANDOM, "distributed": True, "seed": SEED, "drop_last": False}
+    return Loader(str(path), BATCH, num_workers=1, pipelines=pipelines, **options)
+
+
+def run_epoch(loader: "Loader", operation: "Operation", epoch: int) -> dict[int, bytes]:
+    """Return the crop of each sample of this rank's share, by the sample's number."""
+    operation.epoch = epoch
+    loader.next_epoch = epoch
+    crops = {}
+    for crops_BSSC, numbers_B1 in loader:
+        for i, number in enumerate(numbers_B1.flatten().tolist()):
+            crops[number] = crops_BSSC[i].numpy().tobytes()  # a copy: FFCV writes over the batch
+    return crops
 
 
 # %% [markdown]
-# ## 4. How it is measured
+# ## 3. How it is measured
 #
-# Rank 0 alone runs FFCV, with two workers if there are two cores. All samples of its file hold the
-# same picture, of noise, so that two crops differ just where their numbers do. There are more
-# batches than slots, so each slot is used again. The crops are cloned, since their slots are
-# filled anew, and put in the order of the samples.
+# All samples hold the same picture of noise, so two crops are equal just where their corners are.
+# Each rank makes the crops of its share, which is another one in each epoch, so the ranks exchange
+# their crops before those of two epochs are compared. The oracle is NumPy: one process, no FFCV,
+# the corners drawn and cut out one by one.
 #
-# The oracle makes a crop by NumPy's slices. It spells out the Generator that `default_rng` makes,
-# and draws from it number by number. Every rank makes the crops of its share of the samples, and
-# compares them with rank 0's.
+# `Nameless` keeps FFCV's writer from leaving a file in /dev/shm when it is killed.
 
 
 # %%
-def from_rank_0(value: object) -> object:
-    """Return rank 0's `value` on every rank."""
-    values = [value]
-    dist.broadcast_object_list(values)
-    return values[0]
-
-
 def picture() -> np.ndarray:
     return np.random.default_rng(SEED).integers(0, 256, (HEIGHT, WIDTH, 3), np.uint8)
-
-
-def crop_by_numpy(epoch: int, sample: int) -> np.ndarray:
-    """Return the crop that this sample must have in this epoch."""
-    seeds = np.random.SeedSequence([SEED, epoch, sample])
-    generator = np.random.Generator(np.random.PCG64(seeds))
-    numbers = []
-    for least, choices in zip(LEAST, CHOICES, strict=True):
-        numbers.append(least + math.floor(generator.random() * choices))
-    y, x, flip, light, cut_y, cut_x = numbers
-    crop_SSC = picture()[y : y + S, x : x + S].astype(np.int64)
-    mirrored = crop_SSC[:, ::-1] if flip else crop_SSC
-    bright = np.minimum(mirrored * light // 64, 255)
-    bright[cut_y : cut_y + CUT, cut_x : cut_x + CUT] = 0
-    return bright
-
-
-def check_pass() -> None:
-    """Claim, without FFCV and not compiled, that the pass makes the crop of slices."""
-    crop_SSC = np.empty((S, S, 3), np.uint8)
-    augment(picture(), draw_numbers(SEED, 0, np.array([RANK]))[0], crop_SSC)
-    wrong = (crop_SSC != crop_by_numpy(0, RANK)).sum()
-    claim("bytes in which the pass differs from NumPy's", 0, wrong)
 
 
 class Nameless(shared_memory.SharedMemory):
@@ -342,117 +260,133 @@ def write_pictures(path: Path) -> None:
         process.join()  # which FFCV forgets
 
 
+def from_rank_0(value: object) -> object:
+    """Return rank 0's `value` on every rank."""
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+
+def gather_objects(value: object) -> list:
+    """Return every rank's `value`, in order, on every rank."""
+    values = [None] * WORLD_SIZE
+    dist.all_gather_object(values, value)
+    return values
+
+
 # %% [markdown]
-# An epoch is run as a trainer would run it. The file lies in a temporary folder, inside the
-# launcher's own if there is one, which is removed even after Ctrl-C.
+# The oracle spells out what `default_rng` does, and draws number by number.
 
 
 # %%
-class Epoch:
-    """What an epoch of the loader delivers: crops by sample, stamps, and buffers."""
-
-    def __init__(self, loader: "Loader") -> None:
-        self.order = loader.next_traversal_order()
-        batches = []
-        self.stamps = set()
-        self.buffers = set()
-        for crops_BSSC, stamps_B1 in loader:
-            batches.append(crops_BSSC.clone())
-            self.stamps |= {*stamps_B1.flatten().tolist()}
-            self.buffers.add(crops_BSSC.data_ptr())
-        self.crops_NSSC = np.empty((N, S, S, 3), np.uint8)
-        self.crops_NSSC[self.order] = torch.cat(batches).numpy()
+def crop_by_numpy(epoch: int, sample: int) -> np.ndarray:
+    """Return the crop that this sample must have in this epoch."""
+    seeds = np.random.SeedSequence([SEED, epoch, sample])
+    generator = np.random.Generator(np.random.PCG64(seeds))
+    y = math.floor(generator.random() * CHOICES[0])
+    x = math.floor(generator.random() * CHOICES[1])
+    return picture()[y : y + S, x : x + S]
 
 
-def run_epochs() -> dict:
-    """On rank 0: write the file, run epochs 0 and 1, then 1 again; return what is to be claimed."""
-    gc.collect()  # no old function may be freed while FFCV compiles
-    errors = os.environ.get("TORCHELASTIC_ERROR_FILE")  # in the launcher's folder
-    with tempfile.TemporaryDirectory(dir=Path(errors).parent if errors else None) as folder:
-        path = Path(folder) / "noise.beton"
-        write_pictures(path)
-        loader, stamp, asked = open_loader(path, min(2, numba.config.NUMBA_NUM_THREADS))
-        first = Epoch(loader)
-        stamp.epoch = 1
-        second = Epoch(loader)
-        calls = len(asked) / 2
-        loader.next_epoch = 1
-        again = Epoch(loader)
-    moved = (again.order != second.order).sum()
-    return {
-        "buffers": len(first.buffers),
-        "stamp": max(second.stamps),
-        "calls": calls,
-        "crops": [first.crops_NSSC, second.crops_NSSC],
-        "unlike": (again.crops_NSSC != second.crops_NSSC).sum() + moved,
-    }
+def crops_of_ranks(loader: "Loader", operation: "Operation", epoch: int) -> dict[int, bytes]:
+    """Run an epoch on all ranks; return the crops of all samples, by their numbers."""
+    crops = {}
+    for share in gather_objects(run_epoch(loader, operation, epoch)):
+        crops |= share
+    return crops
 
 
-def check_operation() -> None:
-    """Claim what FFCV's operation does in two epochs; every rank checks its share of the crops."""
-    if from_rank_0(Loader is None):
-        blocked("FFCV's operation", needs="FFCV: make .venv/all")
-        return
-    found = from_rank_0(run_epochs() if RANK == 0 else None)
-    claim("buffers in which an epoch's crops lie", 3 + 2, found["buffers"], question=1)
-    claim("epoch that compiled code uses in the second", 0, found["stamp"], question=2)
-    claim("calls of Python in an epoch", N // BATCH, found["calls"], question=3)
-    wrong = 0
-    for epoch, crops_NSSC in enumerate(found["crops"]):
-        for sample in range(RANK, N, WORLD_SIZE):
-            wrong += (crops_NSSC[sample] != crop_by_numpy(epoch, sample)).sum()
-    claim("bytes in which FFCV's crops differ from NumPy's", 0, wrong)
-    first, second = found["crops"]
-    same = (first == second).all((1, 2, 3)).sum()
-    claim("samples with the same crop in both epochs", 0, same)
-    crops = {crop_SSC.tobytes() for crop_SSC in np.concatenate(found["crops"])}
-    claim("different crops that FFCV made in 2 epochs", 2 * N, len(crops))
-    claim("bytes and places unlike epoch 1's, run again", 0, found["unlike"])
+def bytes_unlike_numpys(crops: dict[int, bytes], epoch: int) -> int:
+    unlike = 0
+    for sample, crop in crops.items():
+        expected = crop_by_numpy(epoch, sample).ravel()
+        unlike += (np.frombuffer(crop, np.uint8) != expected).sum()
+    return unlike
+
+
+def same(crops: dict[int, bytes], others: dict[int, bytes]) -> int:
+    """Return how many samples have the same crop in both."""
+    return sum(crops[sample] == others[sample] for sample in crops)
+
+
+# %% [markdown]
+# Each operation runs epochs 0 and 1, as a trainer would run them.
+
+
+# %%
+def check_operations(path: Path) -> None:
+    """Claim what both operations' crops are in two epochs."""
+    frozen = FrozenCrop()
+    loader = open_loader(path, frozen)
+    first = crops_of_ranks(loader, frozen, 0)
+    second = crops_of_ranks(loader, frozen, 1)
+    claim("frozen: bytes unlike NumPy's, epoch 0", 0, bytes_unlike_numpys(first, 0))
+    claim("frozen: samples that keep their crop", N, same(first, second), question=1)
+
+    asking = AskingCrop()
+    loader = open_loader(path, asking)
+    first = crops_of_ranks(loader, asking, 0)
+    second = crops_of_ranks(loader, asking, 1)
+    claim("asking: samples that keep their crop", 0, same(first, second), question=2)
+    claim("asking: different crops in epoch 1", N, len({*second.values()}))
+    unlike = bytes_unlike_numpys(first, 0) + bytes_unlike_numpys(second, 1)
+    claim("asking: bytes unlike NumPy's, both epochs", 0, unlike, question=3)
+    again = crops_of_ranks(loader, asking, 0)
+    claim("asking: samples with the same crop, epoch 0 again", N, same(first, again))
 
 
 # %% [markdown]
 # ## What you should have seen
 #
-# 1. Five: the batch that you work with, three that are ready, and one that is being filled. A batch
-#    that you keep for longer changes under your hands: clone it.
-# 2. 0. The code was made when the attribute was 0, and the number became a constant of it. Setting
-#    the attribute changes nothing, and nothing says so.
-# 3. 8, once for each batch. All that Python does here is to ask for the epoch and to draw 48
-#    numbers; each pixel's work is compiled.
+# 1. All 64. The code was made when the attribute was 0, so the corners of epoch 0 became a constant
+#    of it. Setting the attribute changes nothing, and nothing says so: the loss falls, on the same
+#    crops in every epoch, and only the test accuracy is worse than it should be.
+# 2. None. Python reads the attribute once per batch, after the trainer has set it.
+# 3. None, on any number of ranks. The corner is a function of seed, epoch and sample, and the
+#    operation is told the samples' numbers, so it need not know that there are ranks. Epoch 0 run
+#    again gives the same crops again.
 #
-# The crops are NumPy's to the bit, in every slot, with two workers and in both epochs. Each rank
-# has found its share equal, so a crop is the same on the rank that would make it and on rank 0.
-# Epoch 1, begun again by its number, gives the same order and the same crops.
+# **Try.** Drawn by the place in the batch, all samples at one place get the same corner: 8
+# different crops in an epoch instead of 64, and the bytes are not NumPy's. Two claims fail. That no
+# sample keeps its crop and that epoch 0 repeats itself cannot tell. With `recompile=True` FFCV
+# makes the code anew for each epoch, so `FrozenCrop` sees epoch 1: no sample keeps its crop, and
+# that row fails. It is a remedy too, at the price of compiling before every epoch.
 #
-# **Try.** Drawn by the place in the batch, all samples at one place get the same numbers: 8 x 2 =
-# 16 different crops in two epochs, and the bytes differ. No sample keeps its crop, so that row does
-# not tell. With an epoch of 0 forever all 64 samples keep their crops, 64 different ones remain,
-# and those of the second epoch are not NumPy's. Epoch 1 run again is the same, so that row does
-# not tell, either.
+# **Where it bites.** A trainer that forgets `operation.epoch` gets the frozen crops from the second
+# operation as well; set it where you set `next_epoch`, or read it there. The function must write
+# into the memory that it is given, as FFCV fills one buffer while others wait. An exception in it
+# ends FFCV's thread, and your loop waits for its next batch forever: try it on arrays of your own
+# first. While Python draws, it holds the GIL; if that shows in a profile, hand over the epoch alone
+# and compute the corners in the loop, as data-loading/16 does.
 #
-# **Where it bites.** An exception in an operation's function ends FFCV's thread, and your loop
-# waits for its next batch forever: try the function on arrays of your own first, as `check_pass`
-# does. Two epochs of one loader that run at once ask for the same `next_epoch`; begin one when the
-# other is over. FFCV's thread holds the GIL while it draws: for hundreds of samples per batch, mix
-# the numbers in compiled code, as lesson 05 does, and hand the epoch over as an argument.
+# **When.** Write an operation if crops must repeat, which those of FFCV's own augmentations do not.
+# If nothing changes between epochs, `jit_mode=True` is enough. What works on whole batches on the
+# GPU (`ToDevice`, then a module of PyTorch's) needs none of it.
 #
-# **When.** Write an operation if crops must repeat, which those of FFCV's own augmentations do not
-# (its pull request 89 would let you seed them), or if one pass is to replace several. If nothing
-# has to change between epochs, `jit_mode=True` and one compiled function are enough. What works on
-# whole batches on the GPU (`ToDevice`, then a module of PyTorch's) needs none of it.
-#
-# On n ranks each opens a loader with `distributed=True`, compiles once, and makes the crops of the
-# samples that are its own; the operation knows nothing of ranks and needs to know nothing. Where
-# there is a GPU, FFCV pins the slots, so that `ToDevice` copies from them without waiting.
+# **On GPUs** the crops are made on the cores all the same; where there is a GPU, FFCV pins the
+# memory that the operation writes to, so that `ToDevice` copies from it without waiting. Every rank
+# compiles for itself, at the same time, however many there are.
 
 
 # %%
 def main() -> None:
     command_line()
     launch()
+    if int(os.environ.get("LOCAL_WORLD_SIZE", WORLD_SIZE)) != WORLD_SIZE:
+        refuse(f"needs one node, whose ranks share a folder, got {WORLD_SIZE} ranks on several")
     setup()
-    check_pass()
-    check_operation()
+    if Loader is None:
+        blocked("FFCV's operations", needs="FFCV: make .venv/all")
+        finish()
+    errors = os.environ.get("TORCHELASTIC_ERROR_FILE")  # in the launcher's folder
+    here = Path(errors).parent if errors else None
+    with tempfile.TemporaryDirectory(prefix="noise-", dir=here) as folder:
+        path = Path(from_rank_0(folder)) / "noise.beton"
+        if RANK == 0:
+            write_pictures(path)
+        dist.barrier()
+        check_operations(path)
+        dist.barrier()  # the folder goes when all have read it
     finish()
 
 
@@ -511,7 +445,8 @@ def setup() -> torch.device:
     gpus = torch.cuda.device_count()
     local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cpu")
-    how = f"gloo ({local_ranks} ranks and {gpus} GPUs here)"
+    some = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+    how = f"gloo ({local_ranks} ranks and {some} here)"
     if gpus >= local_ranks:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
@@ -522,7 +457,7 @@ def setup() -> torch.device:
     store.set(f"device of {RANK}", device.type)
     devices = store.multi_get([f"device of {rank}" for rank in range(WORLD_SIZE)])
     if len(set(devices)) > 1:
-        counted = f"{devices.count(b'cuda')} GPUs for {WORLD_SIZE} ranks"
+        counted = f"GPUs for {devices.count(b'cuda')} of {WORLD_SIZE} ranks"
         refuse(f"needs a GPU per rank, or none, got {counted}; hide all by CUDA_VISIBLE_DEVICES=")
     group = {"rank": RANK, "world_size": WORLD_SIZE, "store": store, "timeout": patience}
     own_gpu = device if device.type == "cuda" else None

@@ -12,10 +12,11 @@ on every other rank on its last 60. All ranks have equally many rows.
 2. A rank accumulates gradients over two micro-batches: one has a loss on 10 tokens per row, the
    other on 50. Each takes its own mean, halved. How many times as much as a token of the second
    does a token of the first count?
-3. In one step no token on rank 0 has a loss, and each rank takes its own mean. Which share of the
-   last rank's weights is still a number after the step?
+3. In one step no token on rank 0 has a loss, and each rank takes its own mean, written as
+   `(losses * mask).sum() / mask.sum()`. Which share of the last rank's weights is still a number
+   after the step?
 4. On rank 0 the right answer is always A, on all other ranks always B. The mean of means is trained
-   to the end. Which probability does the model give to A, and how often is A right?
+   to the end. Which probability does the model give to A?
 
 **Run.**
 
@@ -25,7 +26,7 @@ on every other rank on its last 60. All ranks have equally many rows.
 Not run on several GPUs.
 
 **Try.** In `count_tokens` leave out the all-reduce: which claims fail, and would a loss curve have
-told you? In `accumulate` count each micro-batch by itself: which fail now?
+told you? In `by_count` divide by `count_tokens([valid_BT])`: which fail now?
 
 **Before.** parallelism/01_data_parallelism_ddp.py: why DDP averages gradients, and `no_sync`.
 data-loading/07_packing.py: which tokens of a row have a loss.
@@ -120,20 +121,33 @@ def part_of_mean(
 
 
 # %% [markdown]
-# A step with both: `no_sync` keeps DDP from reducing before the last micro-batch, and each call of
-# `backward` adds to the same gradients.
+# A step by either of them: `no_sync` keeps DDP from reducing before the last micro-batch, and each
+# call of `backward` adds to the same gradients.
 
 # %%
 MicroBatch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # x_BT, y_BT, valid_BT
 
 
-def accumulate(ddp: DistributedDataParallel, micro_batches: list[MicroBatch]) -> None:
+def by_means(ddp: DistributedDataParallel, micro_batches: list[MicroBatch]) -> None:
+    """The mistake: add up the gradients of the means."""
+    k = len(micro_batches)
+    accumulate(ddp, micro_batches, lambda losses, valid_BT: mean_of_means(losses, valid_BT, k))
+
+
+def by_count(ddp: DistributedDataParallel, micro_batches: list[MicroBatch]) -> None:
     """Add up the gradient of the mean over all tokens of the step."""
     count = count_tokens([valid_BT for _, _, valid_BT in micro_batches])
+    accumulate(ddp, micro_batches, lambda losses, valid_BT: part_of_mean(losses, valid_BT, count))
+
+
+def accumulate(
+    ddp: DistributedDataParallel, micro_batches: list[MicroBatch], loss_of: Callable
+) -> None:
+    """Add up the gradients of all micro-batches; `loss_of` (losses_BT, valid_BT) is a number."""
     for j, (x_BT, y_BT, valid_BT) in enumerate(micro_batches):
         last = j == len(micro_batches) - 1
         with nullcontext() if last else ddp.no_sync():
-            part_of_mean(token_losses(ddp, x_BT, y_BT), valid_BT, count).backward()
+            loss_of(token_losses(ddp, x_BT, y_BT), valid_BT).backward()
 
 
 def token_losses(model: nn.Module, x_BT: torch.Tensor, y_BT: torch.Tensor) -> torch.Tensor:
@@ -166,10 +180,13 @@ class TwoAnswers(nn.Module):
 # %% [markdown]
 # ## 3. How it is measured
 #
-# A loss is a sum of the tokens' losses, each times its weight, so the gradient with respect to
-# these losses *is* the weights: keep it and read them. The gradient of a model is compared with
-# that of one process, which takes the micro-batches of all ranks one by one. The tokens are random
-# and everything is in double precision, so that a mistake cannot pass for rounding.
+# **A token's weight** is read from the gradient that DDP leaves. Each micro-batch of each rank gets
+# a word of its own, and each word has two logits, both 0. A token of it whose answer is the first
+# adds weight x (1/2 - 1) to the gradient of that word's first logit.
+#
+# The gradient of a model is compared with that of one process, which takes the micro-batches of all
+# ranks one by one. The tokens are random and everything is in double precision, so that a mistake
+# cannot pass for rounding.
 
 
 # %%
@@ -241,104 +258,89 @@ def from_ranks(value: float) -> list[float]:
     return values
 
 
-def loss_by(
-    way: str, losses_BT: torch.Tensor, valid_BT: torch.Tensor, count: torch.Tensor, k: int = 1
-) -> torch.Tensor:
-    """Return one micro-batch's loss, by the mistake or by the count of all."""
-    if way == "mean of means":
-        return mean_of_means(losses_BT, valid_BT, k)
-    return part_of_mean(losses_BT, valid_BT, count)
-
-
 # %% [markdown]
-# **Between ranks**, with one micro-batch: the weights of a token by either loss, and the gradient
-# by the mistake, which is exactly that of the loss with the wrong weights.
+# Weights between ranks, with one micro-batch, and between micro-batches, on each rank alike.
 
 
 # %%
-def check_ranks(device: torch.device) -> None:
-    """Claim how much a token on rank 0 counts, by the mistake and by the count."""
+def token_weights(
+    step: Callable, counts: list[tuple[int, int]], device: torch.device
+) -> torch.Tensor:
+    """Return the weight that one token has by this step, for each rank and micro-batch, (n, k)."""
+    drawn = draw_step(0, counts, device)
+    k = len(counts)
+    model = nn.Embedding(WORLD_SIZE * k, 2).to(device, torch.float64)  # word -> two logits
+    nn.init.zeros_(model.weight)
+    micro_batches = []
+    for j, (x_BT, y_BT, valid_BT) in enumerate(drawn[RANK]):
+        word = RANK * k + j
+        micro_batches.append((torch.full_like(x_BT, word), torch.zeros_like(y_BT), valid_BT))
+    step(DistributedDataParallel(model), micro_batches)
+    tokens = []
+    for own in drawn:
+        tokens += [int(valid_BT.sum()) for _, _, valid_BT in own]
+    weights = -2 * model.weight.grad[:, 0] / torch.tensor(tokens, device=device)
+    return weights.view(WORLD_SIZE, k)
+
+
+def check_weights(device: torch.device) -> None:
+    """Claim how much a token counts, by the mistake and by the count."""
     if WORLD_SIZE == 1:
         blocked("weights between ranks", needs="2 ranks")
-        return
-    drawn = draw_step(0, [(20, 60)], device)
-    x_BT, y_BT, valid_BT = drawn[RANK][0]
-    count = count_tokens([valid_BT])
-    ratio = {}
-    gradient = {}
-    for way in ("mean of means", "one count"):
-        model = new_model(device)
-        ddp = DistributedDataParallel(model)  # which must live until the backward pass is over
-        losses_BT = token_losses(ddp, x_BT, y_BT)
-        losses_BT.retain_grad()
-        loss_by(way, losses_BT, valid_BT, count).backward()
-        weights = from_ranks(losses_BT.grad[0, -1])
-        ratio[way] = weights[0] / weights[-1]
-        gradient[way] = flat(model, "grad")
-    text = "mean of means: weight on rank 0 / the last"
-    claim(text, 60 / 20, ratio["mean of means"], atol=1e-12, question=1)
-    expected = new_model(device)
-    add_weighted(expected, drawn, lambda valid_BT: 1 / (WORLD_SIZE * int(valid_BT.sum())))
-    error = relative_error(gradient["mean of means"], flat(expected, "grad"))
-    claim("mean of means: gradient, as with those weights", 0, error, atol=TOLERANCE)
-    claim("one count: weight on rank 0 / the last", 1, ratio["one count"], atol=1e-12)
-    expected = new_model(device)
-    add_weighted(expected, drawn, weight_of_mean(drawn))
-    error = relative_error(gradient["one count"], flat(expected, "grad"))
-    claim("one count: error of the gradient", 0, error, atol=TOLERANCE)
-
-
-# %% [markdown]
-# **Between micro-batches**, on each rank by itself: 10 and 50 tokens per row.
-
-
-# %%
-def check_micro_batches(device: torch.device) -> None:
-    """Claim how much a token of the smaller micro-batch counts, by the mistake and by the count."""
-    valid_kBT = [last_tokens(10, device), last_tokens(50, device)]
-    count = count_tokens(valid_kBT)
-    ratio = {}
-    for way in ("mean of means", "one count"):
-        weights = []
-        for valid_BT in valid_kBT:
-            losses_BT = torch.zeros(valid_BT.shape, dtype=torch.float64, device=device)
-            losses_BT.requires_grad_()
-            loss_by(way, losses_BT, valid_BT, count, k=2).backward()
-            weights.append(losses_BT.grad[0, -1].item())
-        ratio[way] = weights[0] / weights[1]
-    text = "mean of means: weight, first micro-batch / second"
-    claim(text, 50 / 10, ratio["mean of means"], atol=1e-12, question=2)
-    claim("one count: weight, first micro-batch / second", 1, ratio["one count"], atol=1e-12)
+    else:
+        weights = token_weights(by_means, [(20, 60)], device)
+        ratio = weights[0, 0] / weights[-1, 0]
+        claim("mean of means: weight on rank 0 / the last", 3, ratio, atol=1e-12, question=1)
+        weights = token_weights(by_count, [(20, 60)], device)
+        ratio = weights[0, 0] / weights[-1, 0]
+        claim("one count: weight on rank 0 / the last", 1, ratio, atol=1e-12)
+    weights = token_weights(by_means, [(10, 10), (50, 50)], device)
+    ratio = weights[0, 0] / weights[0, 1]
+    claim("mean of means: weight, micro-batch 0 / 1", 5, ratio, atol=1e-12, question=2)
+    weights = token_weights(by_count, [(10, 10), (50, 50)], device)
+    claim("one count: weight, micro-batch 0 / 1", 1, weights[0, 0] / weights[0, 1], atol=1e-12)
+    all_tokens = ROWS * WORLD_SIZE * (10 + 50)
+    claim("one count: weight x all tokens", 1, weights[0, 0] * all_tokens, atol=1e-12)
 
 
 # %% [markdown]
 # **A rank without any**: the mean of nothing is 0 / 0, and DDP hands it to everybody. The count of
-# all ranks is not zero, and the sum of nothing is 0.
+# all ranks is not zero, and the sum of nothing is 0. The library's own mean is tried as well.
 
 
 # %%
+def by_library_means(ddp: DistributedDataParallel, micro_batches: list[MicroBatch]) -> None:
+    """The same mistake by PyTorch: a mean over one micro-batch, without the targets of -100."""
+    ((x_BT, y_BT, valid_BT),) = micro_batches
+    F.cross_entropy(ddp(x_BT).mT, y_BT.masked_fill(~valid_BT, -100)).backward()
+
+
+def share_of_numbers(step: Callable, micro_batches: list[MicroBatch]) -> float:
+    """Return the share of the last rank's weights that are numbers after one step of SGD."""
+    model = new_model(micro_batches[0][0].device)
+    step(DistributedDataParallel(model), micro_batches)
+    torch.optim.SGD(model.parameters(), LEARNING_RATE).step()
+    return from_ranks(flat(model, "data").isfinite().double().mean())[-1]
+
+
 def check_none(device: torch.device) -> None:
     """Claim what a step does to the weights if no token on rank 0 has a loss."""
     if WORLD_SIZE == 1:
         blocked("a rank without any token that has a loss", needs="2 ranks")
         return
-    x_BT, y_BT, valid_BT = draw_step(0, [(0, 60)], device)[RANK][0]
-    count = count_tokens([valid_BT])
-    shares = []
-    for way in ("mean of means", "one count"):
-        model = new_model(device)
-        ddp = DistributedDataParallel(model)
-        loss_by(way, token_losses(ddp, x_BT, y_BT), valid_BT, count).backward()
-        torch.optim.SGD(model.parameters(), LEARNING_RATE).step()
-        numbers = flat(model, "data").isfinite().double().mean()
-        shares.append(from_ranks(numbers)[-1])
-    claim("none on rank 0, mean of means: share of numbers", 0, shares[0], question=3)
-    claim("none on rank 0, one count: share of numbers", 1, shares[1])
+    own = draw_step(0, [(0, 60)], device)[RANK]
+    share = share_of_numbers(by_means, own)
+    claim("none on rank 0, mean of means: share of numbers", 0, share, question=3)
+    share = share_of_numbers(by_library_means, own)
+    claim("none on rank 0, F.cross_entropy: share of numbers", 1, share)
+    share = share_of_numbers(by_count, own)
+    claim("none on rank 0, one count: share of numbers", 1, share)
 
 
 # %% [markdown]
 # **What is learned.** The loss of two logits is convex, so enough steps reach its end, and the end
-# can be said before: the probability of A is the weight that all A have together.
+# can be said before: the probability of A is the weight that all A have together. The fewer A there
+# are, the slower the last steps, so their number grows with n.
 
 
 # %%
@@ -349,62 +351,61 @@ def check_answers(device: torch.device) -> None:
         return
     x_BT, _, valid_BT = draw_step(0, [(20, 60)], device)[RANK][0]
     y_BT = torch.full_like(x_BT, 0 if RANK == 0 else 1)  # A or B
-    tokens = ROWS * (20 + 60 * (WORLD_SIZE - 1))
-    share = ROWS * 20 / tokens  # of A, among all tokens with a loss
-    expected = {"mean of means": 1 / WORLD_SIZE, "one count": share}
+    share = 20 / (20 + 60 * (WORLD_SIZE - 1))  # of A, among all tokens with a loss
+    tokens = sum(from_ranks(valid_BT.sum()))
     learned = {}
-    for way, p in expected.items():
+    for name, step, p in (
+        ("mean of means", by_means, 1 / WORLD_SIZE),
+        ("one count", by_count, share),
+    ):
         model = TwoAnswers().to(device, torch.float64)
         ddp = DistributedDataParallel(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        count = count_tokens([valid_BT])
-        for _ in range(300):
+        for _ in range(50 * WORLD_SIZE):
             optimizer.zero_grad()
-            loss_by(way, token_losses(ddp, x_BT, y_BT), valid_BT, count).backward()
+            step(ddp, [(x_BT, y_BT, valid_BT)])
             optimizer.step()
-        learned[way] = model.logits.detach().softmax(0)[0]
-        total = (token_losses(model, x_BT, y_BT) * valid_BT).sum().detach()
-        dist.all_reduce(total)
+        learned[name] = model.logits.detach().softmax(0)[0]
+        total = sum(from_ranks((token_losses(model, x_BT, y_BT) * valid_BT).sum().detach()))
         least = -share * math.log(p) - (1 - share) * math.log(1 - p)
-        claim(f"{way}: loss in the end, nats per token", least, total / tokens, atol=1e-6)
+        claim(f"{name}: loss in the end, nats per token", least, total / tokens, atol=1e-6)
     text = "mean of means: learned probability of A"
     claim(text, 1 / WORLD_SIZE, learned["mean of means"], atol=1e-6, question=4)
     claim("one count: learned probability of A", share, learned["one count"], atol=1e-6)
 
 
 # %% [markdown]
-# **The run** as a whole: some steps of SGD with two micro-batches on n ranks must give the weights
-# of one process, and communicate one integer per step besides what DDP does.
+# **The run** as a whole: a gradient by the mistake is exactly that of the loss with the wrong
+# weights; and some steps of SGD with two micro-batches on n ranks must give the weights of one
+# process.
 
 
 # %%
 def check_run(device: torch.device) -> None:
-    """Train on n ranks; claim the weights against one process's, and the calls of all_reduce."""
+    """Claim the gradient by the mistake, and the weights of a run by the count."""
+    drawn = draw_step(0, [(10, 50), (30, 70)], device)
+    model = new_model(device)
+    by_means(DistributedDataParallel(model), drawn[RANK])
+    expected = new_model(device)
+    add_weighted(expected, drawn, lambda valid_BT: 1 / (WORLD_SIZE * 2 * int(valid_BT.sum())))
+    error = relative_error(flat(model, "grad"), flat(expected, "grad"))
+    claim("mean of means: gradient, as with those weights", 0, error, atol=TOLERANCE)
+
     model = new_model(device)
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
     oracle = new_model(device)
     one_process = torch.optim.SGD(oracle.parameters(), LEARNING_RATE)
-    elements = []
-    all_reduce = dist.all_reduce
-
-    def counted(tensor: torch.Tensor) -> None:
-        elements.append(tensor.numel())
-        all_reduce(tensor)
-
-    dist.all_reduce = counted  # DDP reduces its gradients by itself, and not through this name
     for step in range(STEPS):
         drawn = draw_step(step, [(10, 50), (30, 70)], device)
         optimizer.zero_grad()
-        accumulate(ddp, drawn[RANK])
+        by_count(ddp, drawn[RANK])
         optimizer.step()
         one_process.zero_grad()
         add_weighted(oracle, drawn, weight_of_mean(drawn))
         one_process.step()
-    dist.all_reduce = all_reduce
     error = relative_error(flat(model, "data"), flat(oracle, "data"))
-    claim(f"after {STEPS} steps: error of the weights", 0, error, atol=TOLERANCE)
-    claim("integers all-reduced per step, for the count", 1, sum(elements) / STEPS)
+    claim(f"one count: error of the weights after {STEPS} steps", 0, error, atol=TOLERANCE)
 
 
 # %% [markdown]
@@ -415,23 +416,29 @@ def check_run(device: torch.device) -> None:
 # 2. Five times, 50 / 10. Gradient accumulation has the same mistake on one GPU; and the results
 #    change with the size of a micro-batch, which should only decide how much memory a step takes.
 # 3. None. Rank 0 divides by 0, its gradients are nan, DDP adds them to all others, and after the
-#    step every weight of every rank is nan (all words occur in this batch). (`F.cross_entropy` with
-#    all tokens ignored is milder: its loss is nan, and its gradients are 0.) With one count that
-#    rank just adds nothing.
-# 4. 1 / n, a quarter on four ranks. A is right for 20 of 200 tokens there, a tenth. The loss falls
-#    all the same, from 0.69 to 0.40 nats, where 0.33 is the best; on a curve nobody sees which of
-#    the two it is.
+#    step every weight of every rank is nan (all words occur in this batch). `F.cross_entropy` with
+#    all targets ignored is milder: it returns nan as the loss, but gradients of 0, so all weights
+#    stay numbers. It is still the mistake: DDP divides by n, so the tokens of the other ranks count
+#    (n - 1) / n of what they should. With one count they lose nothing.
+# 4. 1 / n, a quarter on four ranks. A is right for 20 of 200 tokens there, a tenth, and that is
+#    what one count learns. The loss falls all the same, from 0.69 to 0.40 nats, where 0.33 is the
+#    best; on a curve nobody sees which of the two it is.
 #
 # **Try.** Without the all-reduce in `count_tokens` each rank divides by its own tokens, times n. On
 # rank 0 a token then counts three times as much again, the learning rate is n times as large, and a
-# rank without tokens divides by 0. All rows of *one count* between ranks fail, those of two logits
-# too, and the run. The loss still falls to 0.40. With a count for each micro-batch, tokens of the
-# smaller one count more; only the run notices, and the integers per step are two.
+# rank without tokens divides by 0. Of the rows of *one count* all fail but the ratio of
+# micro-batches, which lie on one rank. The loss still falls to 0.40. With a count for each
+# micro-batch, tokens of the smaller one count more: the ratio of micro-batches is five, and the
+# weight and the run are wrong too.
 #
 # **On GPUs.** The mask comes from the batch, so the count can be all-reduced before the forward
 # pass and its latency hidden behind it. FSDP2 divides by n as DDP does; torchtitan turns that off
 # (`set_gradient_divide_factor(1.0)`) and divides by the global count alone. With pipeline or tensor
 # parallelism the count goes over the ranks that hold other data, not over all.
+#
+# **Where it bites.** The masks of all k micro-batches must be there before the first backward pass.
+# If no token of the whole step has a loss, C is 0 and all is nan again: skip the step, or divide by
+# at least 1. And the loss to log is the sum of all parts, divided by n: one part alone is no mean.
 #
 # **When.** Always: it is one integer per step. Where every token has a loss and no row is padded,
 # all c_rj are equal and nothing changes. In pretraining on packed rows they differ by a few ends of
@@ -447,8 +454,7 @@ def main() -> None:
     command_line()
     launch()
     device = setup()
-    check_ranks(device)
-    check_micro_batches(device)
+    check_weights(device)
     check_none(device)
     check_answers(device)
     check_run(device)
@@ -510,7 +516,8 @@ def setup() -> torch.device:
     gpus = torch.cuda.device_count()
     local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cpu")
-    how = f"gloo ({local_ranks} ranks and {gpus} GPUs here)"
+    some = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+    how = f"gloo ({local_ranks} ranks and {some} here)"
     if gpus >= local_ranks:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
@@ -521,7 +528,7 @@ def setup() -> torch.device:
     store.set(f"device of {RANK}", device.type)
     devices = store.multi_get([f"device of {rank}" for rank in range(WORLD_SIZE)])
     if len(set(devices)) > 1:
-        counted = f"{devices.count(b'cuda')} GPUs for {WORLD_SIZE} ranks"
+        counted = f"GPUs for {devices.count(b'cuda')} of {WORLD_SIZE} ranks"
         refuse(f"needs a GPU per rank, or none, got {counted}; hide all by CUDA_VISIBLE_DEVICES=")
     group = {"rank": RANK, "world_size": WORLD_SIZE, "store": store, "timeout": patience}
     own_gpu = device if device.type == "cuda" else None

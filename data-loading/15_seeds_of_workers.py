@@ -29,7 +29,7 @@ Not run on several GPUs, where nothing differs: the numbers are drawn on CPUs.
 **Before.** data-loading/10_dataloader_knobs.py: what a worker is, and when it starts.
 
 **Next.** data-loading/02_beton_file.py: FFCV's file; without FFCV,
-data-loading/09_one_file_two_nodes.py.
+data-loading/17_page_cache.py.
 """
 
 import argparse
@@ -230,7 +230,7 @@ def check_cures() -> None:
 # **Where it bites.** A library that keeps a generator in a transform, as some packages of
 # augmentations do, is the first case: count different crops once, as here. Python 3.14 starts
 # workers by `forkserver`: the dataset is pickled then, and its Generator with it, in the same state
-# for every worker. Code that numba has compiled has states of its own (data-loading/05).
+# for every worker. Code that numba has compiled has states of its own (data-loading/16).
 #
 # Which crops are drawn still depends on the numbers of workers and of ranks, so a run that goes on
 # with other numbers draws other crops, on a thousand ranks after every node that fails. To draw
@@ -302,7 +302,8 @@ def setup() -> torch.device:
     gpus = torch.cuda.device_count()
     local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cpu")
-    how = f"gloo ({local_ranks} ranks and {gpus} GPUs here)"
+    some = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+    how = f"gloo ({local_ranks} ranks and {some} here)"
     if gpus >= local_ranks:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
@@ -313,7 +314,7 @@ def setup() -> torch.device:
     store.set(f"device of {RANK}", device.type)
     devices = store.multi_get([f"device of {rank}" for rank in range(WORLD_SIZE)])
     if len(set(devices)) > 1:
-        counted = f"{devices.count(b'cuda')} GPUs for {WORLD_SIZE} ranks"
+        counted = f"GPUs for {devices.count(b'cuda')} of {WORLD_SIZE} ranks"
         refuse(f"needs a GPU per rank, or none, got {counted}; hide all by CUDA_VISIBLE_DEVICES=")
     group = {"rank": RANK, "world_size": WORLD_SIZE, "store": store, "timeout": patience}
     own_gpu = device if device.type == "cuda" else None

@@ -1,7 +1,4 @@
-"""The order, the shards and restarts against their definitions; claims against broken lines."""
-
-from importlib.util import find_spec
-from pathlib import Path
+"""The order and restarts against their definitions; claims against broken lines."""
 
 import numpy as np
 import pytest
@@ -10,27 +7,15 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
 from course.playing import Lazily, load, play
-from tests.lessons.every import Breaks, Without, test_lesson  # noqa: F401
+from tests.lessons.every import Breaks, test_lesson  # noqa: F401
 
 LESSON = "data-loading/06_tokens.py"
-pytestmark = pytest.mark.skipif(find_spec("tokenizers") is None, reason="wants tokenizers")
 lesson = Lazily(LESSON)
-
-IMPORT = "with contextlib.suppress(ImportError):  # the extra [data]\n"
-GONE = (IMPORT, IMPORT + "    raise ImportError\n")
-WITHOUT = {"tokenizers": Without([GONE], {"BPE: bytes of text per token, at least"})}
-
-
-class Numbers:
-    """Stands for the shards: a window is its own number."""
-
-    def __getitem__(self, window: int) -> np.ndarray:
-        return np.array([window])
 
 
 def taken(rank: int, ranks: int, consumed: int, steps: int) -> list[list[int]]:
-    loader = lesson.Loader(Numbers(), rank, ranks, consumed)
-    return [loader.step()[:, 0].tolist() for _ in range(steps)]
+    loader = lesson.Loader(rank, ranks, consumed)
+    return [lesson.windows_of(loader.step()) for _ in range(steps)]
 
 
 @settings(deadline=None)
@@ -51,20 +36,19 @@ def test_an_epoch_is_a_permutation(epoch: int) -> None:
 
 
 def test_another_batch_size_goes_on_at_the_same_window() -> None:
-    larger = load(LESSON, ("BATCH = 24 ", "BATCH = 40 "))
     first = np.concatenate(taken(0, 1, 0, 5)).tolist()
-    then = larger.Loader(Numbers(), 0, 1, 5 * 24).step()[:, 0].tolist()
+    then = lesson.windows_of(lesson.Loader(0, 1, 5 * 24, 40).step())
     assert first + then == [lesson.window_at(position) for position in range(160)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
 def test_shares_hold_the_same_steps_while_the_number_of_ranks_stays(ranks: int) -> None:
-    loaders = [lesson.OwnShare(Numbers(), rank, ranks) for rank in range(ranks)]
+    loaders = [lesson.OwnShare(rank, ranks) for rank in range(ranks)]
     for step in range(3):
         each = 24 // ranks
         due = lesson.order(0)[step * each * ranks : (step + 1) * each * ranks]
         for rank, loader in enumerate(loaders):
-            assert loader.step()[:, 0].tolist() == due[rank::ranks].tolist()
+            assert lesson.windows_of(loader.step()) == due[rank::ranks].tolist()
             assert loader.taken == (step + 1) * each
 
 
@@ -86,76 +70,26 @@ def test_what_the_sampler_repeats_and_leaves_out_and_on_which_ranks(ranks: int) 
     assert {*full} - {*order} == {*full[len(order) :][:rest]}  # those of ranks 0 to rest - 1
 
 
-@pytest.fixture(scope="module")
-def bpe() -> object:
-    from tokenizers import decoders
-
-    learned = lesson.learn_bpe(["for i in range(10):\n    print(i)"] * 20)
-    learned.decoder = decoders.ByteLevel()
-    return learned
-
-
-@settings(deadline=None)
-@given(st.text())
-def test_any_text_comes_back_from_bpe(bpe: object, text: str) -> None:
-    tokens = bpe.encode(text).ids
-    assert all(lesson.END < token + 1 < lesson.VOCABULARY for token in tokens)
-    assert bpe.decode(tokens) == text
+def test_a_row_is_a_window_with_the_target_of_its_last_token() -> None:
+    rows = lesson.rows_of([0, 498, 3])
+    assert rows.tolist() == [[*range(128 * window, 128 * window + 129)] for window in (0, 498, 3)]
+    assert lesson.windows_of(rows) == [0, 498, 3]
+    rows[1, 7] += 1
+    assert lesson.windows_of(rows) == [0, -1, 3]
+    assert lesson.windows_of(rows - 1) == [-1, -1, -1]
 
 
-def test_bpe_merges_what_is_frequent(bpe: object) -> None:
-    """Each word and each sign of what it was trained on has become one token."""
-    tokens = [[token] for token in bpe.encode("for i in range(10):\n    print(i)").ids]
-    words = ["for", " i", " in", " range", "(", "10", "):", "\n   ", " print", "(", "i", ")"]
-    assert [bpe.decode(token) for token in tokens] == words
-
-
-def test_shards_hold_each_window_once_and_the_targets_between(tmp_path: Path) -> None:
-    tokens = np.arange(499 * 128 + 1, dtype=np.uint16)
-    lesson.write_shards(tmp_path, tokens)
-    files = sorted(tmp_path.iterdir())
-    assert [len(np.load(file)) for file in files] == [167 * 128 + 1] + 2 * [166 * 128 + 1]
-    shards = lesson.Shards(tmp_path)
-    assert all(isinstance(one, np.memmap) for one in shards.maps)
-    for window in range(499):
-        assert (shards[window] == tokens[window * 128 : window * 128 + 129]).all()
-    assert (lesson.read_windows(tmp_path)[:, :-1].flatten() == tokens[:-1]).all()
-
-
-def test_documents_end_with_0_and_bytes_are_shifted_by_1() -> None:
-    tokens = load(LESSON, GONE).as_one_array(["ab", "", "c"])
-    assert tokens.tolist() == [98, 99, 0, 0, 100, 0]
-    assert tokens.dtype == np.uint16
-
-
-def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
-    changed = load(LESSON)
-    short = tmp_path / "short.txt"
-    short.write_text("a word and another\n\n" * 40)
-    with pytest.raises(SystemExit) as end:
-        changed.prepare(str(short))
-    assert "needs 63,873 tokens, got " in str(end.value)
-    assert "in 40 paragraphs; take a longer text, or leave out --data" in str(end.value)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "argv", "message"),
-    [
-        (25, [], "a step has 24 rows, got 25 ranks; start at most 24"),
-        (2, ["--data", "/no/such"], "--data takes a file of text, got /no/such; leave it out"),
-    ],
-)
-def test_what_cannot_work_is_refused_before_any_collective(
-    ranks: int, argv: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+def test_more_ranks_than_rows_are_refused_before_any_collective(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    monkeypatch.setattr("sys.argv", [LESSON, *argv])
+    monkeypatch.setenv("WORLD_SIZE", "25")
+    monkeypatch.setattr("sys.argv", [LESSON])
     changed = load(LESSON)
     changed.setup = None
     with pytest.raises(SystemExit) as end:
         changed.main()
-    assert message in str(end.value)
+    assert "a step has 24 rows, got 25 ranks; start at most 24" in str(end.value)
 
 
 @pytest.mark.deep
@@ -163,16 +97,6 @@ def test_a_number_of_ranks_that_does_not_divide_the_batch() -> None:
     play(LESSON, 5).expect(set())
 
 
-@pytest.mark.deep
-def test_text_of_ones_own(tmp_path: Path) -> None:
-    own = tmp_path / "own.txt"
-    words = np.random.default_rng(0).integers(0, 5000, (2000, 30))
-    own.write_text("\n\n".join(" ".join(f"w{word}é" for word in row) for row in words))
-    play(LESSON, 2, argv=("--data", str(own))).expect(set())
-
-
-BPE_BYTES = "BPE: bytes of text per token, at least"
-ON_DISK = "bytes of the shards on disk"
 TWICE = "padding: windows that come twice"
 FIRST = "padding: the first rank that repeats one"
 LEFT = "drop_last: windows left out"
@@ -185,7 +109,8 @@ OFTEN, RARELY = "one number saved: windows too often", "one number saved: window
 
 SEEDED = "    return np.random.default_rng([SEED, epoch]).permutation(WINDOWS)"
 POSITIONS = "range(self.consumed + self.rank, self.consumed + self.batch, self.ranks)"
-RESUMED = "Loader(shards, RANK, ranks, consumed, batch)"
+RESUMED = "Loader(RANK, ranks, consumed, batch)"
+ROW = "TOKENS[window * T : (window + 1) * T + 1] for"
 LINES = {
     "each rank has an order of its own (Try)": (
         (SEEDED, SEEDED.replace("epoch", "epoch, RANK")),
@@ -193,7 +118,7 @@ LINES = {
     ),
     "each rank counts its own windows (Try)": (
         ("self.consumed += self.batch", "self.consumed += len(positions)"),
-        {UNLIKE, OFTEN},
+        {UNLIKE, OFTEN, RARELY},
     ),
     "all epochs have one order": (
         (SEEDED, SEEDED.replace(", epoch", "")),
@@ -218,24 +143,19 @@ LINES = {
         ),
         {UNLIKE, OFTEN, RARELY},
     ),
-    "nothing was saved": ((RESUMED, "Loader(shards, RANK, ranks, 0, batch)"), {OFTEN}),
+    "nothing was saved": ((RESUMED, "Loader(RANK, ranks, 0, batch)"), {OFTEN, RARELY}),
     "a step is lost at each restart": (
-        (RESUMED, "Loader(shards, RANK, ranks, consumed + BATCH, batch)"),
-        {RARELY},
+        (RESUMED, "Loader(RANK, ranks, consumed + BATCH, batch)"),
+        {OFTEN, RARELY},
     ),
     "own counts: one window further": (
-        ("OwnShare(shards, RANK, after, each)", "OwnShare(shards, RANK, after, each + 1)"),
+        ("OwnShare(RANK, after, each)", "OwnShare(RANK, after, each + 1)"),
         {OWN, NEVER},
     ),
-    "the third shard is never read": (
-        ("np.array(self.maps[shard]", "np.array(self.maps[min(shard, 1)]"),
-        {UNLIKE, OWN, NEVER, OFTEN, RARELY},
+    "rows begin a token late": (
+        (ROW, ROW.replace(" for", " + 1 for")),
+        {UNLIKE, OWN, NEVER, RARELY},
     ),
-    "tokens of 32 bits": (
-        ("return np.array(tokens, np.uint16)", "return np.array(tokens, np.uint32)"),
-        {ON_DISK},
-    ),
-    "no merges are learned": (('"vocab_size": VOCABULARY - 1', '"vocab_size": 256'), {BPE_BYTES}),
     "every sampler is rank 0's": (
         ("range(WINDOWS), WORLD_SIZE, RANK, seed", "range(WINDOWS), WORLD_SIZE, 0, seed"),
         {TWICE, LEFT},
@@ -247,5 +167,4 @@ LINES = {
         {LOADER},
     ),
 }
-ALONE = ["each rank counts its own windows (Try)"]  # and leaves nothing for others to lose
-BREAKS = Breaks(LINES, alone=ALONE)
+BREAKS = Breaks(LINES)

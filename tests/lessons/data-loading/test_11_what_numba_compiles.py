@@ -23,6 +23,17 @@ def test_it_brightens() -> None:
     assert found.ravel().tolist() == [0, 1, 3, 4, 253, 255, 255, 255]
 
 
+def test_a_named_signature_takes_all_kinds_and_no_others() -> None:
+    function = lesson.declared_once()
+    images = np.arange(24, dtype=np.uint8).reshape(1, 2, 4, 3)
+    for kind in lesson.four_kinds(images):
+        expected = np.minimum(kind.astype(int) * 96 // 64, 255)
+        assert (lesson.brightened(function, kind) == expected).all()
+    assert len(function.signatures) == 1
+    with pytest.raises(TypeError, match="No matching definition"):
+        lesson.brightened(function, images.astype(np.float32))
+
+
 def test_the_four_kinds_differ_as_is_said() -> None:
     images = np.zeros((64, 160, 240, 3), np.uint8)
     same, larger, mirrored, read_only = lesson.four_kinds(images)
@@ -84,20 +95,24 @@ def test_it_refuses_several_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
 ONE = "compilations in 4 calls with one kind of images"
 BYTES = "bytes that differ from NumPy's"
 KINDS = "compilations for 4 kinds of images"
+NAMED = "compilations for 4 kinds, signature named"
 NO_CACHE = "compilations on all ranks, no cache"
 STORED = "compilations on all ranks, cache, rank 0 first"
 LOADED = "ranks that loaded it from the cache"
 TWO = "printed with a gain of 2"
 STALE = "printed with a gain of 3, in the other file"
 FRESH = "printed with a gain of 3, own file changed too"
-THREADS = "threads at work, all ranks"
-SHARES = "threads at work, all ranks, a share each"
 
 COMPILING = {
     "the mirrored view is a copy, as in Try": (
         "mirrored = images_NHWC[:, :, ::-1]\n",
         "mirrored = images_NHWC[:, :, ::-1].copy()\n",
         {KINDS},
+    ),
+    "no signature is named": (
+        "    return numba.njit(signature)(brighten)\n",
+        "    return declared()\n",
+        {NAMED},
     ),
     "the function forgets the minimum": (
         "= min(value, 255)",
@@ -124,17 +139,6 @@ COMPILING = {
         "OWN",
         {FRESH},
     ),
-    "each rank has its share of the threads from the beginning": (
-        "(parallel=True)(note_threads)\n",
-        "(parallel=True)(note_threads)\n    keep_to_a_share()\n    threads_at_work(function)\n",
-        {THREADS},
-    ),
-    "nobody keeps to a share": (
-        "    keep_to_a_share()\n",
-        "",
-        {SHARES},
-    ),
-    # The mirrored images that come later are of this kind.
     "all ranks compile for a second kind of images": (
         "min(seconds_of(function, images_NHWC) for",
         "min(seconds_of(function, images_NHWC[:, ::-1]) for",
@@ -159,6 +163,6 @@ CLOCK = {
     ),
 }
 BREAKS = [
-    Breaks(COMPILING, alone=["nobody keeps to a share"], deadline=120),
+    Breaks(COMPILING, alone=["its own file stays as it is"], deadline=120),
     Breaks(CLOCK, deadline=120, clock=True),
 ]

@@ -1,100 +1,92 @@
-"""Crops against crops made by hand, claims against broken lines."""
+"""Crops against crops cut out by hand, claims against broken lines."""
 
 from importlib.util import find_spec
 
 import numpy as np
 import pytest
 
-from course.playing import Lazily
-from tests.lessons.every import Breaks, OnGpus, Without, test_lesson  # noqa: F401
+from course.playing import Lazily, play
+from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
 
+# FFCV's pipelines in plain Python: the same values, without seconds of compiling on every rank.
+NO_JIT = ('os.environ["NUMBA_OPT"] = "0"', 'os.environ["NUMBA_DISABLE_JIT"] = "1"')
 LESSON = "data-loading/12_own_ffcv_operation.py"
 pytestmark = pytest.mark.skipif(find_spec("ffcv") is None, reason="FFCV is not installed")
 lesson = Lazily(LESSON)
 
-# FFCV takes seconds to import and to compile, on rank 0; the plain run, on four ranks, has it.
-NUMBA = "        import numba\n"
-NO_FFCV = (NUMBA, "        raise ImportError\n" + NUMBA)
-LEFT_OUT = [NO_FFCV, ("    check_operation()\n", "")]
-SIZES = {1: LEFT_OUT, 3: LEFT_OUT}
-ON_GPUS = OnGpus(changes=LEFT_OUT)
-WITHOUT = {"FFCV": Without([NO_FFCV], {"FFCV's operation"})}
+SIZES = {1: [NO_JIT], 3: [NO_JIT]}  # the plain run, on four ranks, compiles
+ON_GPUS = OnGpus(changes=[NO_JIT])
+IMPORT = "    with contextlib.suppress(ImportError):  # the extra [ffcv]\n"
+GONE = (IMPORT, IMPORT + "        raise ImportError\n")
 
 
-def by_hand(image: np.ndarray, numbers: list[int]) -> np.ndarray:
-    y, x, flip, light, cut_y, cut_x = numbers
-    crop = np.zeros((128, 128, 3), int)
-    for column in range(128):
-        source = x + (127 - column if flip else column)
-        crop[:, column] = image[y : y + 128, source]
-    crop = np.floor(crop * (light / 64)).clip(max=255)
-    crop[cut_y : cut_y + 32, cut_x : cut_x + 32] = 0
-    return crop
+@pytest.mark.deep
+def test_without_ffcv_all_is_blocked_and_that_is_no_success() -> None:
+    played = play(LESSON, 2, GONE)
+    assert played.code == 1
+    assert [row["verdict"] for row in played.ledger] == ["BLOCKED"], played.output
 
 
-def test_the_pass_and_the_oracle_make_the_crop_that_one_makes_by_hand() -> None:
+def test_the_loop_compiled_or_not_and_the_oracle_cut_out_what_one_cuts_out_by_hand() -> None:
     import numba
 
-    compiled = numba.njit(lesson.augment)
     image = lesson.picture()
-    numbers = lesson.draw_numbers(lesson.SEED, 1, np.arange(8))
-    assert {*numbers[:, 2].tolist()} == {0, 1}  # as it is, and mirrored
-    for sample in range(8):
-        expected = by_hand(image, numbers[sample].tolist())
-        crop = np.empty((128, 128, 3), np.uint8)
-        compiled(image, numbers[sample], crop)
-        assert (crop == expected).all()
-        assert (lesson.crop_by_numpy(1, sample) == expected).all()
+    images = np.stack([image] * 8)
+    corners = lesson.draw_corners(1, np.arange(8))
+    for cut_out in (lesson.cut_out, numba.njit(lesson.cut_out)):
+        crops = np.empty((8, 32, 32, 3), np.uint8)
+        cut_out(images, corners, crops)
+        for sample, (y, x) in enumerate(corners.tolist()):
+            by_hand = [[image[y + row, x + column] for column in range(32)] for row in range(32)]
+            assert (crops[sample] == by_hand).all()
+            assert (lesson.crop_by_numpy(1, sample) == by_hand).all()
 
 
-def test_numbers_lie_within_the_picture_and_depend_on_all_three() -> None:
+def test_corners_lie_within_the_picture_and_depend_on_epoch_and_sample() -> None:
     samples = np.arange(1000)
-    numbers = lesson.draw_numbers(0, 0, samples)
-    assert (numbers >= lesson.LEAST).all()
-    assert (numbers < np.add(lesson.LEAST, lesson.CHOICES)).all()
-    for other in (lesson.draw_numbers(1, 0, samples), lesson.draw_numbers(0, 1, samples)):
-        assert not {*map(tuple, numbers)} & {*map(tuple, other)}
+    corners = lesson.draw_corners(0, samples)
+    assert (corners >= 0).all()
+    assert (corners.max(0) <= (160 - 32, 240 - 32)).all()
+    assert (corners.max(0) > (120, 200)).all()
+    assert (corners == lesson.draw_corners(1, samples)).all(1).sum() < 5
+    assert len({*map(tuple, corners.tolist())}) > 950
 
 
-PASS = "bytes in which the pass differs from NumPy's"
-BUFFERS = "buffers in which an epoch's crops lie"
-STAMP = "epoch that compiled code uses in the second"
-CALLS = "calls of Python in an epoch"
-BYTES = "bytes in which FFCV's crops differ from NumPy's"
-KEPT = "samples with the same crop in both epochs"
-DIFFERENT = "different crops that FFCV made in 2 epochs"
-AGAIN = "bytes and places unlike epoch 1's, run again"
+FROZEN_BYTES = "frozen: bytes unlike NumPy's, epoch 0"
+FROZEN = "frozen: samples that keep their crop"
+ASKING = "asking: samples that keep their crop"
+DIFFERENT = "asking: different crops in epoch 1"
+BYTES = "asking: bytes unlike NumPy's, both epochs"
+AGAIN = "asking: samples with the same crop, epoch 0 again"
 
-DRAWN = "numbers_B6 = draw_numbers(self.seed, self.epoch_now(), indices)"
-ONE_BY_ONE = "[draw_numbers(self.seed, self.epoch_now(), [one]) for one in indices]"
-WORKERS = '"num_workers": workers}'
+DRAWN = "draw_corners(self.epoch, indices_B)"
+ALL = "draw_corners(self.epoch, np.arange(N))"
 LINES = {
-    "drawn by place in the batch, as in Try": (
+    "drawn by the place in the batch, as in Try": (
         DRAWN,
-        DRAWN.replace("indices", "range(len(indices))"),
-        {BYTES, DIFFERENT},
+        DRAWN.replace("indices_B", "np.arange(len(indices_B))"),
+        {DIFFERENT, BYTES},
     ),
-    "the epoch is forgotten, as in Try": (
-        "        return asked[-1]\n",
-        "        return 0\n",
-        {BYTES, KEPT, DIFFERENT},
+    "the loader compiles for each epoch, as in Try": (
+        '"drop_last": False}',
+        '"drop_last": False, "recompile": True}',
+        {FROZEN},
     ),
-    "one batch is prepared ahead": (
-        WORKERS,
-        '"num_workers": workers, "batches_ahead": 1}',
-        {BUFFERS},
+    "the trainer forgets the epoch": (
+        "    operation.epoch = epoch\n",
+        "",
+        {ASKING, BYTES},
     ),
-    "the loader compiles for each epoch": (
-        WORKERS,
-        '"num_workers": workers, "recompile": True}',
-        {STAMP},
+    "the compiled operation is a sample off": (
+        ALL,
+        ALL.replace("np.arange(N)", "np.arange(N) + 1"),
+        {FROZEN_BYTES},
     ),
-    "Python draws for each sample by itself": (
+    "each epoch draws anew": (
         DRAWN,
-        f"numbers_B6 = np.concatenate({ONE_BY_ONE})",
-        {CALLS},
+        "draw_corners(self.epoch + id(indices_B), indices_B)",
+        {BYTES, AGAIN},
     ),
-    "the loader counts on": ("        loader.next_epoch = 1\n", "", {AGAIN}),
-    "nothing is cut out": ("0 if in_square else bright", "bright", {PASS, BYTES}),
 }
-BREAKS = Breaks(LINES, deadline=120)
+ALONE = ["the loader compiles for each epoch, as in Try"]
+BREAKS = Breaks(LINES, changes=[NO_JIT], alone=ALONE, deadline=120)

@@ -56,42 +56,45 @@ def test_the_last_tokens_of_each_row_have_a_loss() -> None:
 
 
 WEIGHT = "mean of means: weight on rank 0 / the last"
-MISTAKEN = "mean of means: gradient, as with those weights"
 RIGHT = "one count: weight on rank 0 / the last"
-GRADIENT = "one count: error of the gradient"
-MICRO = "mean of means: weight, first micro-batch / second"
-MICRO_RIGHT = "one count: weight, first micro-batch / second"
+MICRO = "mean of means: weight, micro-batch 0 / 1"
+MICRO_RIGHT = "one count: weight, micro-batch 0 / 1"
+EACH = "one count: weight x all tokens"
 NAN = "none on rank 0, mean of means: share of numbers"
+LIBRARY = "none on rank 0, F.cross_entropy: share of numbers"
 NO_NAN = "none on rank 0, one count: share of numbers"
 LEARNED = "mean of means: learned probability of A"
 LEARNED_RIGHT = "one count: learned probability of A"
 LOSS = "mean of means: loss in the end, nats per token"
 LOSS_RIGHT = "one count: loss in the end, nats per token"
-RUN = "after 6 steps: error of the weights"
-INTEGERS = "integers all-reduced per step, for the count"
+MISTAKEN = "mean of means: gradient, as with those weights"
+RUN = "one count: error of the weights after 6 steps"
 
-EACH = "    for j, (x_BT, y_BT, valid_BT) in enumerate(micro_batches):\n"
 UNEVEN = "    return WORLD_SIZE * (losses_BT * valid_BT).sum() / count / valid_BT.sum()"
 LINES = {
     "the count is not summed (Try)": (
         ("    dist.all_reduce(count)\n", ""),
-        {RIGHT, GRADIENT, NO_NAN, LEARNED_RIGHT, LOSS_RIGHT, RUN, INTEGERS},
+        {RIGHT, EACH, NO_NAN, LEARNED_RIGHT, LOSS_RIGHT, RUN},
     ),
     "a count for each micro-batch (Try)": (
-        (EACH, EACH + "        count = count_tokens([valid_BT])\n"),
-        {RUN, INTEGERS},
+        (
+            "part_of_mean(losses, valid_BT, count))",
+            "part_of_mean(losses, valid_BT, count_tokens([valid_BT])))",
+        ),
+        {MICRO_RIGHT, EACH, RUN},
     ),
     "DDP's division is forgotten": (
         ("return WORLD_SIZE * (losses_BT", "return (losses_BT"),
-        {GRADIENT, RUN},
+        {EACH, RUN},
     ),
     "all tokens are in the sum": (
         ("(losses_BT * valid_BT).sum() / count", "losses_BT.sum() / count"),
-        {GRADIENT, LEARNED_RIGHT, LOSS_RIGHT, RUN},
+        {RIGHT, MICRO_RIGHT, EACH, LEARNED_RIGHT, LOSS_RIGHT, RUN},
     ),
     "DDP reduces in no micro-batch": (
         ("nullcontext() if last else ddp.no_sync()", "ddp.no_sync()"),
-        {RUN},
+        {WEIGHT, RIGHT, MICRO, MICRO_RIGHT, EACH, NAN, MISTAKEN, RUN}
+        | {LEARNED, LEARNED_RIGHT, LOSS, LOSS_RIGHT},
     ),
     "the mistake divides by all places": (
         (".sum() / valid_BT.sum() / k", ".sum() / valid_BT.numel() / k"),
@@ -99,7 +102,11 @@ LINES = {
     ),
     "the smaller micro-batch counts more": (
         ("    return WORLD_SIZE * (losses_BT * valid_BT).sum() / count", UNEVEN),
-        {RIGHT, GRADIENT, MICRO_RIGHT, NO_NAN, LEARNED_RIGHT, LOSS_RIGHT, RUN},
+        {RIGHT, MICRO_RIGHT, EACH, NO_NAN, LEARNED_RIGHT, LOSS_RIGHT, RUN},
+    ),
+    "the library's mean counts what is left out": (
+        ("y_BT.masked_fill(~valid_BT, -100)).backward()", "y_BT).mul(math.nan).backward()"),
+        {LIBRARY},
     ),
 }
-BREAKS = [Breaks(LINES)]
+BREAKS = [Breaks(LINES, alone=["DDP reduces in no micro-batch"])]
