@@ -5,6 +5,7 @@ here; a test compares them. Anything else that two lessons share to the letter i
 """
 
 import contextlib
+import copy
 import ctypes
 import gc
 import logging
@@ -46,6 +47,7 @@ HEIGHT = 160
 WIDTH = 240
 PAGE = 2**21
 SEED = 0
+V, D, H, G, K, E, LAYERS = 256, 64, 16, 8, 4, 168, 8
 RANK = 0
 WORLD_SIZE = 1
 # f and g
@@ -696,3 +698,89 @@ def one_f_one_b(stage: int, p: int, m: int) -> list[Action]:
     for k in range(m - num_warmup, m):  # drain it
         order.append(("B", k))
     return order
+
+
+def rotate(x_bhTK: torch.Tensor) -> torch.Tensor:
+    """RoPE (Su et al., 2021): turn the features (i, i + K/2) of token t by t / 10000^(2i / K)."""
+    t_T = torch.arange(x_bhTK.shape[-2], dtype=torch.float64)
+    i_k = torch.arange(K // 2, dtype=torch.float64)
+    angle_Tk = torch.outer(t_T, 10_000 ** (-2 * i_k / K))
+    cos_Tk = angle_Tk.cos().to(x_bhTK)
+    sin_Tk = angle_Tk.sin().to(x_bhTK)
+    a_bhTk, b_bhTk = x_bhTK.chunk(2, dim=-1)
+    return torch.cat([a_bhTk * cos_Tk - b_bhTk * sin_Tk, a_bhTk * sin_Tk + b_bhTk * cos_Tk], -1)
+
+
+class GroupedAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(D, H * K, bias=False)
+        self.k = nn.Linear(D, G * K, bias=False)
+        self.v = nn.Linear(D, G * K, bias=False)
+        self.out = nn.Linear(H * K, D, bias=False)
+
+    def forward(self, x_bTD: torch.Tensor) -> torch.Tensor:
+        q_bhTK = rotate(self.q(x_bTD).unflatten(-1, (-1, K)).transpose(1, 2))  # -1: my heads
+        k_bgTK = rotate(self.k(x_bTD).unflatten(-1, (-1, K)).transpose(1, 2))
+        v_bgTK = self.v(x_bTD).unflatten(-1, (-1, K)).transpose(1, 2)
+        how = {"is_causal": True, "enable_gqa": True}
+        y_bhTK = F.scaled_dot_product_attention(q_bhTK, k_bgTK, v_bgTK, **how)
+        return self.out(y_bhTK.transpose(1, 2).flatten(2))
+
+
+class SwiGLU(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, E, bias=False)
+        self.up = nn.Linear(D, E, bias=False)
+        self.down = nn.Linear(E, D, bias=False)
+
+    def forward(self, x_bTD: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.gate(x_bTD)) * self.up(x_bTD))
+
+
+class LlamaLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1 = nn.RMSNorm(D, eps=1e-5)
+        self.attention = GroupedAttention()
+        self.norm2 = nn.RMSNorm(D, eps=1e-5)
+        self.mlp = SwiGLU()
+
+    def forward(self, x_bTD: torch.Tensor) -> torch.Tensor:
+        x_bTD = x_bTD + self.attention(self.norm1(x_bTD))
+        return x_bTD + self.mlp(self.norm2(x_bTD))
+
+
+class LlamaModel(nn.Module):
+    """Tokens (b, T) -> logits (b, T, V); a stage without one of its ends takes or gives (b, T, D).
+
+    The blocks have names, not places: a stage's are called as they are in the whole model.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(V, D)
+        self.blocks = nn.ModuleDict({str(i): LlamaLayer() for i in range(LAYERS)})
+        self.norm = nn.RMSNorm(D, eps=1e-5)
+        self.head = nn.Linear(D, V, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.embedding is not None:
+            x = self.embedding(x)
+        for block in self.blocks.values():
+            x = block(x)
+        return x if self.head is None else self.head(self.norm(x))
+
+
+def stage_of(model: "LlamaModel", s: int, p: int) -> "LlamaModel":
+    """Return a copy with the layers of stage s of p, and None in place of ends it has not."""
+    stage = copy.deepcopy(model)
+    for i in range(LAYERS):
+        if i not in range(s * LAYERS // p, (s + 1) * LAYERS // p):
+            del stage.blocks[str(i)]
+    if s > 0:
+        stage.embedding = None
+    if s < p - 1:
+        stage.norm = stage.head = None
+    return stage

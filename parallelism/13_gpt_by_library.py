@@ -1,0 +1,696 @@
+"""A GPT on a mesh, by library: pipelining, parallelize_module, fully_shard in one order
+=====================================================================================
+
+**Question.** PyTorch has a call for each kind of parallelism. In which order are they applied to
+one model, what does a rank hold after each, and is the result what one process would compute?
+
+**Predict**, and write it down before you run. Eight ranks train a GPT of 64 features, split into 2
+pipeline stages, the data over 2 shards, and each matrix over 2 ranks of tensor parallelism.
+
+1. A block's query matrix has 64 x 64 numbers. How many of them does a rank hold?
+2. An RMSNorm has 64 numbers. How many of them does a rank hold?
+3. `AdamW(model.parameters())` is called first, then the model is put on the mesh. How many of the
+   model's parameters does a step of this optimizer change?
+4. `fully_shard` is called before `parallelize_module` instead of after it. Are the gradients then
+   right or wrong, or is there an error?
+5. A checkpoint is written on that mesh, and loaded where the data has 4 shards and the pipeline one
+   stage. How many of the model's numbers differ?
+
+**Run.**
+
+    torchrun --standalone --nproc-per-node=8 13_gpt_by_library.py   # NCCL on 8 GPUs, else gloo
+    python 13_gpt_by_library.py                                     # the same, started for you
+    python 13_gpt_by_library.py --all                               # all 20 meshes of 8 ranks
+
+Not run on several GPUs.
+
+**Try.** In `BLOCK` take out the line of `"norm1"`: what happens? In `compute_gradients` give
+`Schedule1F1B` one more argument, `scale_grads=False`: which claims fail, and by how much are the
+gradients too large?
+
+**Before.** parallelism/12_gpt_on_a_mesh.py: the same step, by hand. fsdp/01_fsdp_basics.py.
+
+**Next.** parallelism/15_is_it_right.py: how to know that such a run is right.
+"""
+
+import argparse
+import copy
+import ctypes
+import json
+import logging
+import math
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.optim import AdamW, Optimizer
+
+# A *rank* is one of WORLD_SIZE processes that run this same file. `claim(text, predicted,
+# measured)` prints one row of the ledger and must be called by every rank. It, `setup`, `print0`,
+# `blocked` and `finish` stand in the last cell, the same in every lesson; you need not read them.
+RANK = int(os.environ.get("RANK", "0"))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+
+# Shapes: B sequences per step, T tokens each, V different tokens, D model width, H query heads, G
+# key-value heads, K features per head, E hidden features. A small letter is a rank's share.
+B, T, V, D, H, G, K, E = 16, 16, 64, 64, 16, 8, 4, 168
+LAYERS = 4
+MAX_NORM = 1.0  # a gradient longer than this is clipped
+AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # of a mesh, outermost first
+Mesh = dist.DeviceMesh
+
+# %% [markdown]
+# ## 1. One mesh, three calls, one order
+#
+# The mesh has four axes here, since data parallelism has two: along `dp_shard` the parameters are
+# split (FSDP), along `dp_replicate` the shards are copied (with both it is HSDP). Each call takes
+# its own axis of the same mesh, and what it leaves is what the next one gets:
+#
+#     call                       what a rank holds then                           q, of 64 x 64
+#     cut along pp               the layers of its own stage, each of them whole     64 x 64
+#     parallelize_module (tp)    its rows or columns of their matrices               32 x 64
+#     fully_shard (dp_shard)     its shard of these, as one DTensor over both axes   16 x 64
+#
+# The order is not free. First the cut, so that no rank touches layers that it has not. Then tp,
+# which rewrites the layers. `fully_shard` comes last: before a block computes it gathers along dp
+# alone, and what it gathers is the rank's part along tp, which the rewritten layer knows how to
+# use. What else changes a block goes between the last two: torchtitan applies tp, then activation
+# checkpointing, then `torch.compile`, then FSDP. The optimizer is made at the very end, since each
+# call replaces parameters by new ones. (Here each rank draws the whole model and copies its part. A
+# model that fits on no rank is made on the meta device, put on the mesh, and filled from a
+# checkpoint: fsdp/04_fsdp_refinements.py.)
+
+
+# %%
+def put_on_mesh(model: "LlamaModel", mesh: Mesh) -> "LlamaModel":
+    """Return this rank's stage of the model, split along tp, then sharded along dp."""
+    stage = stage_of(model, mesh["pp"].get_local_rank(), mesh["pp"].size())
+    split_matrices(stage, mesh["tp"])
+    shard_units(stage, data_mesh(mesh))
+    return stage
+
+
+def stage_of(model: "LlamaModel", s: int, p: int) -> "LlamaModel":
+    """Return a copy with the layers of stage s of p, and None in place of ends it has not."""
+    stage = copy.deepcopy(model)
+    for i in range(LAYERS):
+        if i not in range(s * LAYERS // p, (s + 1) * LAYERS // p):
+            del stage.blocks[str(i)]
+    if s > 0:
+        stage.embedding = None
+    if s < p - 1:
+        stage.norm = stage.head = None
+    return stage
+
+
+def split_matrices(stage: "LlamaModel", tp: Mesh) -> None:
+    for block in stage.blocks.values():
+        parallelize_module(block, tp, BLOCK)
+    ends = {name: style for name, style in ENDS.items() if getattr(stage, name) is not None}
+    parallelize_module(stage, tp, ends)
+
+
+def shard_units(stage: "LlamaModel", dp: Mesh) -> None:
+    for block in stage.blocks.values():
+        fully_shard(block, mesh=dp)  # a unit: gathered as one, freed as one
+    fully_shard(stage, mesh=dp)  # what is in no block
+
+
+def data_mesh(mesh: Mesh) -> Mesh:
+    """Return the axes along which ranks have other data: both for HSDP, else one."""
+    return mesh["dp_replicate", "dp_shard"] if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"]
+
+
+# %% [markdown]
+# ## 2. The model, which knows of no rank
+#
+# The parts are those of 12_gpt_on_a_mesh.py: RMSNorm, RoPE, grouped queries, SwiGLU. Two things
+# differ. Attention and MLP are modules of their own, so that a plan can name them. And the head has
+# weights of its own: torch.distributed.pipelining has no call that adds up the gradients of an
+# embedding that two stages share. `-1` in `unflatten` is what makes the attention work on a rank's
+# own heads.
+
+
+# %%
+def rotate(x_bhTK: torch.Tensor) -> torch.Tensor:
+    """RoPE (Su et al., 2021): turn the features (i, i + K/2) of token t by t / 10000^(2i / K)."""
+    t_T = torch.arange(x_bhTK.shape[-2], dtype=torch.float64)
+    i_k = torch.arange(K // 2, dtype=torch.float64)
+    angle_Tk = torch.outer(t_T, 10_000 ** (-2 * i_k / K))
+    cos_Tk = angle_Tk.cos().to(x_bhTK)
+    sin_Tk = angle_Tk.sin().to(x_bhTK)
+    a_bhTk, b_bhTk = x_bhTK.chunk(2, dim=-1)
+    return torch.cat([a_bhTk * cos_Tk - b_bhTk * sin_Tk, a_bhTk * sin_Tk + b_bhTk * cos_Tk], -1)
+
+
+class GroupedAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(D, H * K, bias=False)
+        self.k = nn.Linear(D, G * K, bias=False)
+        self.v = nn.Linear(D, G * K, bias=False)
+        self.out = nn.Linear(H * K, D, bias=False)
+
+    def forward(self, x_bTD: torch.Tensor) -> torch.Tensor:
+        q_bhTK = rotate(self.q(x_bTD).unflatten(-1, (-1, K)).transpose(1, 2))  # -1: my heads
+        k_bgTK = rotate(self.k(x_bTD).unflatten(-1, (-1, K)).transpose(1, 2))
+        v_bgTK = self.v(x_bTD).unflatten(-1, (-1, K)).transpose(1, 2)
+        how = {"is_causal": True, "enable_gqa": True}
+        y_bhTK = F.scaled_dot_product_attention(q_bhTK, k_bgTK, v_bgTK, **how)
+        return self.out(y_bhTK.transpose(1, 2).flatten(2))
+
+
+class SwiGLU(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, E, bias=False)
+        self.up = nn.Linear(D, E, bias=False)
+        self.down = nn.Linear(E, D, bias=False)
+
+    def forward(self, x_bTD: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.gate(x_bTD)) * self.up(x_bTD))
+
+
+class LlamaLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1 = nn.RMSNorm(D, eps=1e-5)
+        self.attention = GroupedAttention()
+        self.norm2 = nn.RMSNorm(D, eps=1e-5)
+        self.mlp = SwiGLU()
+
+    def forward(self, x_bTD: torch.Tensor) -> torch.Tensor:
+        x_bTD = x_bTD + self.attention(self.norm1(x_bTD))
+        return x_bTD + self.mlp(self.norm2(x_bTD))
+
+
+class LlamaModel(nn.Module):
+    """Tokens (b, T) -> logits (b, T, V); a stage without one of its ends takes or gives (b, T, D).
+
+    The blocks have names, not places: a stage's are called as they are in the whole model.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(V, D)
+        self.blocks = nn.ModuleDict({str(i): LlamaLayer() for i in range(LAYERS)})
+        self.norm = nn.RMSNorm(D, eps=1e-5)
+        self.head = nn.Linear(D, V, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.embedding is not None:
+            x = self.embedding(x)
+        for block in self.blocks.values():
+            x = block(x)
+        return x if self.head is None else self.head(self.norm(x))
+
+
+# %% [markdown]
+# ## 3. The plan for tp: one line per module
+#
+# A **plan** says of each module how its weights are split, and how its input and output lie on the
+# ranks. This is torchtitan's, with sequence parallelism (06_tensor_parallel.py): between blocks a
+# rank has T / tp of the tokens, `Shard(1)`. In front of attention and MLP they are gathered, behind
+# them the ranks' summands are added up and scattered again.
+
+# %%
+BLOCK = {
+    "norm1": SequenceParallel(),
+    "attention": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+    "attention.q": ColwiseParallel(),
+    "attention.k": ColwiseParallel(),
+    "attention.v": ColwiseParallel(),
+    "attention.out": RowwiseParallel(output_layouts=Shard(1)),
+    "norm2": SequenceParallel(),
+    "mlp": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+    "mlp.gate": ColwiseParallel(),
+    "mlp.up": ColwiseParallel(),
+    "mlp.down": RowwiseParallel(output_layouts=Shard(1)),
+}
+ENDS = {
+    "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "norm": SequenceParallel(),
+    "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+}
+
+# %% [markdown]
+# The norms are in the plan although nothing of them is split. A parameter without a line stays a
+# plain tensor, which lies on no mesh; `fully_shard` would make it a DTensor over dp alone, and
+# nothing would add up the gradients that tp's ranks have from their own tokens.
+
+# %% [markdown]
+# ## 4. A step
+#
+# The schedule runs the pipeline: the first stage gets tokens, the last one targets. It averages
+# over micro-batches, FSDP over dp. With FSDP it also postpones the reduce-scatter to the last
+# micro-batch. A stage may be the only one; then the schedule accumulates gradients.
+
+
+# %%
+def compute_gradients(stage: LlamaModel, mesh: Mesh, tokens_BT: torch.Tensor) -> torch.Tensor:
+    """Leave the gradient of the batch's mean loss; return this rank's summand of that loss."""
+    pp = mesh["pp"]
+    s = pp.get_local_rank()
+    p = pp.size()
+    shards = mesh["dp_shard"].size()
+    dp = mesh["dp_replicate"].size() * shards
+    mine = mesh["dp_replicate"].get_local_rank() * shards + mesh["dp_shard"].get_local_rank()
+    tokens_bT = tokens_BT.chunk(dp)[mine]
+    pipeline_stage = PipelineStage(stage, s, p, tokens_bT.device, group=pp.get_group())
+    schedule = Schedule1F1B(pipeline_stage, n_microbatches=max(2, p), loss_fn=loss_of)
+    losses = []
+    given = [tokens_bT[:, :-1].contiguous()] if s == 0 else []
+    wanted = {"target": tokens_bT[:, 1:], "losses": losses} if s == p - 1 else {}
+    schedule.step(*given, **wanted)
+    loss = torch.stack(losses).mean().detach() if losses else tokens_BT.new_zeros(()).double()
+    return loss / dp / mesh["tp"].size()
+
+
+def gradient_norm(stage: LlamaModel, mesh: Mesh) -> torch.Tensor:
+    """Return the norm of the whole gradient."""
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in stage.parameters()])
+    square = norm.full_tensor() ** 2  # DTensors know what is copied; no stage knows of others
+    dist.all_reduce(square, group=mesh["pp"].get_group())
+    return square.sqrt()
+
+
+def train_step(
+    stage: LlamaModel, optimizer: Optimizer, mesh: Mesh, tokens_BT: torch.Tensor
+) -> None:
+    optimizer.zero_grad()
+    compute_gradients(stage, mesh, tokens_BT)
+    norm = gradient_norm(stage, mesh)
+    nn.utils.clip_grads_with_norm_(stage.parameters(), MAX_NORM, norm)
+    optimizer.step()
+
+
+def loss_of(logits_bTV: torch.Tensor, next_bT: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits_bTV.flatten(0, 1), next_bT.flatten())
+
+
+# %% [markdown]
+# ## 5. How it is measured
+#
+# Each mesh starts from the same weights, and does one step in float64. The **oracle** is the model
+# of section 2 in one process. `full_tensor()` gathers a DTensor's gradient along all its axes. A
+# gradient passes some 20 operations per block, each a sum of up to E terms in another order.
+
+# %%
+OF_A_GRADIENT = 20 * LAYERS * E * 2**-53
+FEW = {  # the meshes of so many ranks that are tried without --all
+    1: [(1, 1, 1, 1)],
+    2: [(2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)],
+    4: [(1, 1, 2, 2), (2, 1, 1, 2), (2, 1, 2, 1), (1, 2, 2, 1), (4, 1, 1, 1), (1, 1, 1, 4)],
+    8: [(2, 1, 2, 2), (1, 2, 2, 2), (2, 2, 2, 1), (4, 1, 1, 2), (1, 1, 8, 1), (1, 1, 1, 8)],
+    16: [(2, 1, 4, 2), (2, 2, 2, 2)],
+}
+Shape = tuple[int, ...]
+
+
+def all_meshes(ranks: int) -> list[Shape]:
+    """Return all meshes of the ranks that have layers, heads and sequences for each of them."""
+    found = []
+    for pp, replicas, shards, tp in factors(ranks, len(AXES)):
+        if pp <= LAYERS and tp <= G and replicas * shards * max(2, pp) <= B:
+            found.append((pp, replicas, shards, tp))
+    return found
+
+
+def factors(ranks: int, axes: int) -> list[Shape]:
+    """Return all ways to write the number of ranks as a product of so many factors."""
+    if axes == 1:
+        return [(ranks,)]
+    found = []
+    for size in range(1, ranks + 1):
+        if ranks % size == 0:
+            found += [(size, *rest) for rest in factors(ranks // size, axes - 1)]
+    return found
+
+
+def make_mesh(shape: Shape, device: torch.device) -> Mesh:
+    return dist.init_device_mesh(device.type, shape, mesh_dim_names=AXES)
+
+
+def error_on(shape: Shape, whole: LlamaModel, loss: float, tokens_BT: torch.Tensor) -> float:
+    """Return the largest error of a step's gradients, loss and norm; `whole` has the right ones."""
+    mesh = make_mesh(shape, tokens_BT.device)
+    stage = put_on_mesh(whole, mesh)
+    ours = compute_gradients(stage, mesh, tokens_BT)
+    dist.all_reduce(ours)
+    errors = [abs(ours.item() / loss - 1)]
+    for name, parameter in stage.named_parameters():
+        expected = whole.get_parameter(name).grad
+        far = (parameter.grad.full_tensor() - expected).abs().max() / expected.abs().max()
+        errors.append(far.item())
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in whole.parameters()])
+    errors.append(abs(gradient_norm(stage, mesh) / norm - 1).item())
+    return max(errors)
+
+
+def check_meshes(shapes: list[Shape], whole: LlamaModel, tokens_BT: torch.Tensor) -> None:
+    """Claim that a step is the same on all meshes as in one process."""
+    loss = loss_of(whole(tokens_BT[:, :-1]), tokens_BT[:, 1:])
+    loss.backward()
+    errors = []
+    for shape in shapes:
+        errors.append(error_on(shape, whole, loss.item(), tokens_BT))
+        sizes = zip(AXES, shape, strict=True)
+        on = ", ".join(f"{axis} {size}" for axis, size in sizes if size > 1)
+        print0(f"{'':13}{on or 'one rank'}: error {errors[-1]:.1e}")
+    claim("any mesh: error of gradients, loss, norm", 0, max(errors), atol=OF_A_GRADIENT)
+
+
+# %% [markdown]
+# The questions are answered on the first of the meshes.
+
+
+# %%
+def check_shares(shape: Shape, whole: LlamaModel, device: torch.device) -> None:
+    """Claim how many numbers a rank holds of a matrix that tp splits, and of one that it copies."""
+    stage = put_on_mesh(whole, make_mesh(shape, device))
+    block = next(iter(stage.blocks.values()))
+    _, _, shards, tp = shape
+    held = block.attention.q.weight.to_local().numel()
+    claim("numbers of q on a rank", D * H * K / shards / tp, held, question=1)
+    held = block.norm1.weight.to_local().numel()
+    claim("numbers of an RMSNorm on a rank", D / shards, held, question=2)
+
+
+def check_orders(shape: Shape, whole: LlamaModel, tokens_BT: torch.Tensor) -> None:
+    """Claim what comes of an optimizer made too early or last, and of fully_shard before tp."""
+    mesh = make_mesh(shape, tokens_BT.device)
+    stage = stage_of(whole, mesh["pp"].get_local_rank(), mesh["pp"].size())
+    early = AdamW(stage.parameters())
+    split_matrices(stage, mesh["tp"])
+    shard_units(stage, data_mesh(mesh))
+    late = AdamW(stage.parameters())
+    changed = []
+    for optimizer in (early, late):
+        before = [parameter.to_local().clone() for parameter in stage.parameters()]
+        train_step(stage, optimizer, mesh, tokens_BT)
+        pairs = zip(before, stage.parameters(), strict=True)
+        changed.append(sum(not torch.equal(old, new.to_local()) for old, new in pairs))
+    claim("parameters changed, optimizer made first", 0, changed[0], question=3)
+    claim("parameters changed, optimizer made last", len(before), changed[1])
+    other = stage_of(whole, mesh["pp"].get_local_rank(), mesh["pp"].size())
+    shard_units(other, data_mesh(mesh))
+    try:
+        split_matrices(other, mesh["tp"])
+        error = ""
+    except (RuntimeError, ValueError) as raised:
+        error = str(raised)
+    claim("errors about a DTensor, fully_shard before tp", 1, "DTensor" in error, question=4)
+
+
+# %% [markdown]
+# A checkpoint of `torch.distributed.checkpoint` (DCP) has one file per rank, and an index that says
+# which part of which parameter lies where. Since names and whole shapes are the same on every mesh,
+# another mesh finds its own parts.
+
+
+# %%
+def weights_of(stage: LlamaModel) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach() for name, parameter in stage.named_parameters()}
+
+
+def check_checkpoint(shape: Shape, whole: LlamaModel, device: torch.device) -> None:
+    """Claim that what was saved on one mesh is what another one loads."""
+    folders = [tempfile.mkdtemp(prefix="mesh-") if RANK == 0 else None]
+    dist.broadcast_object_list(folders)
+    saved = put_on_mesh(whole, make_mesh(shape, device))
+    dcp.save(weights_of(saved), checkpoint_id=folders[0])
+    pp, replicas, shards, tp = shape
+    torch.manual_seed(1)  # other weights, to be overwritten
+    empty = LlamaModel().to(device, torch.float64)
+    loaded = put_on_mesh(empty, make_mesh((1, replicas, pp * shards, tp), device))
+    dcp.load(weights_of(loaded), checkpoint_id=folders[0])
+    unlike = 0
+    for name, parameter in loaded.named_parameters():
+        unlike += (parameter.full_tensor() != whole.get_parameter(name)).sum().item()
+    claim("numbers unlike the saved ones, another mesh", 0, unlike, question=5)
+    if RANK == 0:  # nobody reads any more: a claim waits for all
+        shutil.rmtree(folders[0])
+
+
+# %% [markdown]
+# ## What you should have seen
+#
+# 1. 1,024, a quarter: tp has split the 64 rows once, dp_shard once more. The DTensor says so:
+#    `(_StridedShard(dim=0, sf=2), Shard(dim=0))` over `("dp_shard", "tp")`. *Strided*, since the
+#    first axis of the mesh has split last: both ranks of dp_shard have rows of each half.
+# 2. 32: along tp a norm is copied, along dp_shard split like everything else.
+# 3. None, and no error. The optimizer has the parameters that the model had then, and no gradient
+#    ever comes to them. The loss just does not fall.
+# 4. An error: `parallelize_module` finds a DTensor where it wants to make one. That is the better
+#    kind of mistake; question 3 has the other kind.
+# 5. None. A checkpoint of DCP knows whole parameters, and not how many ranks there were. The
+#    optimizer's state can be saved in the same way (fsdp/06).
+#
+# All meshes have the gradient of one process. **Nothing in sections 2 to 4 depends on the mesh**:
+# only the four numbers of its shape do. By hand (12_gpt_on_a_mesh.py) we needed the same sums, and
+# a place in the code for each.
+#
+# **Try.** Without its line `norm1` stays a plain tensor. The step runs, and the gradient of `norm1`
+# is of the rank's own tokens only. What finds out is the norm of all gradients, by an error: "All
+# operands must have the same mesh". A loop that does not clip would train on. With
+# `scale_grads=False` the micro-batches' gradients are added and not averaged, and the row of the
+# meshes fails. There are two micro-batches, so gradients are twice as large, and with 4 stages four
+# times.
+#
+# **On GPUs** (not run) the same file uses NCCL. A real run adds a policy of mixed precision to
+# `fully_shard`, `torch.compile` per block, and schedules with less bubble
+# (08_interleaved_schedules.py). At a thousand ranks the mesh is 4,1,32,8, say; the program is the
+# same, and torchtitan is this program with all that a run of weeks needs.
+#
+# **When.** One machine, and the model fits with `fully_shard` alone: take only that. Add tp inside
+# the machine when a rank's share of the batch gets too small to hide the gathers, pp across
+# machines when dp's traffic does. By hand only what no call does: a tied embedding across stages,
+# an order of your own.
+
+
+# %%
+def main() -> None:
+    global LAYERS
+    flag = {"action": "store_true", "help": "all meshes of these ranks, not six of them"}
+    options = command_line({"--all": flag})
+    if "RANK" not in os.environ and torch.cuda.device_count() < 2:
+        sys.argv.insert(0, "--nproc-per-node=8")  # torchrun's flag
+    launch(list(FEW))
+    if WORLD_SIZE not in FEW:
+        refuse(f"needs 1, 2, 4, 8 or 16 ranks, got {WORLD_SIZE}: all is split into halves")
+    if options.all:
+        LAYERS = 8  # one for each of 8 stages
+    device = setup()
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # no in-place operation here
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    torch.manual_seed(0)  # the same weights and tokens on every rank
+    whole = LlamaModel().to(device, torch.float64)
+    tokens_BT = torch.randint(V, (B, T + 1)).to(device)
+    few = FEW[WORLD_SIZE]
+    check_meshes(all_meshes(WORLD_SIZE) if options.all else few, whole, tokens_BT)
+    check_shares(few[0], whole, device)
+    check_orders(few[0], whole, tokens_BT)
+    check_checkpoint(few[0], whole, device)
+    finish()
+
+
+# %% [markdown]
+# ## Plumbing, the same in every lesson: join the group, print, check a claim, leave
+
+# %%
+ledger: list[dict] = []  # one row per claim, the same on every rank
+
+
+def command_line(flags: dict[str, dict] | None = None) -> argparse.Namespace:
+    """Read the flags, given as {name: arguments of add_argument}; --help and mistakes end here."""
+    as_it_is = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_it_is)
+    for name, arguments in (flags or {}).items():
+        parser.add_argument(name, **arguments)
+    parser.error = refuse
+    return parser.parse_args()
+
+
+def launch(world_sizes: range | list[int] = range(1, 1025)) -> None:
+    """Plain `python lesson.py`: be torchrun, one rank per GPU if there are several, else 4.
+
+    `world_sizes` are the numbers of ranks that the lesson takes: it gets the largest that fits.
+    """
+    if "RANK" in os.environ:
+        return  # torchrun has started this rank
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    gpus = torch.cuda.device_count()
+    ranks = max(size for size in world_sizes if size <= gpus) if gpus > 1 else 4
+    os.environ |= {"LAUNCHER": str(os.getpid()), "OMP_NUM_THREADS": "1"}  # ranks share the cores
+    logging.disable()  # the rank that fails says why
+    here = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}"]
+    try:
+        with tempfile.TemporaryDirectory() as logs:  # the one that torchrun makes would stay
+            torchrun([*here, f"--log-dir={logs}", *sys.argv])
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        sys.exit(f"rank {rank} was ended by {failure.signal_name()}" if failure.exitcode < 0 else 1)
+    except SignalException as error:
+        sys.exit(128 + error.sigval)
+    sys.exit()
+
+
+def setup() -> torch.device:
+    """Join the process group: NCCL if every rank has a GPU of its own, gloo if none has."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the launcher
+    if os.environ.pop("LAUNCHER", str(os.getppid())) != str(os.getppid()):
+        sys.exit(1)  # it was killed before that line
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank that waits inside C++ too
+    torch.set_float32_matmul_precision("highest")  # some images make TF32 the default
+    gpus = torch.cuda.device_count()
+    local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    device = torch.device("cpu")
+    some = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+    how = f"gloo ({local_ranks} ranks and {some} here)"
+    if gpus >= local_ranks:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        version = ".".join(map(str, torch.cuda.nccl.version()))
+        how = f"NCCL {version} on {torch.cuda.get_device_name()}"
+    patience = timedelta(minutes=2)
+    store, _, _ = next(dist.rendezvous("env://", timeout=patience))
+    store.set(f"device of {RANK}", device.type)
+    devices = store.multi_get([f"device of {rank}" for rank in range(WORLD_SIZE)])
+    if len(set(devices)) > 1:
+        counted = f"GPUs for {devices.count(b'cuda')} of {WORLD_SIZE} ranks"
+        refuse(f"needs a GPU per rank, or none, got {counted}; hide all by CUDA_VISIBLE_DEVICES=")
+    group = {"rank": RANK, "world_size": WORLD_SIZE, "store": store, "timeout": patience}
+    own_gpu = device if device.type == "cuda" else None
+    dist.init_process_group("nccl" if own_gpu else "gloo", device_id=own_gpu, **group)
+    sys.excepthook = crash  # only now: init_process_group sets one of its own
+    print0(f"{WORLD_SIZE} ranks, {how}, torch {torch.__version__}\n")
+    print0(f"{'':13}{'claim':50} {'predicted':22} {'measured':>11}")
+    return device
+
+
+def print0(*words: object) -> None:
+    """Print on rank 0 only."""
+    if RANK == 0:
+        print(*words, flush=True)
+
+
+def refuse(rule: str) -> None:
+    """End before the first collective with one message, from rank 0: rule, value, remedy."""
+    if RANK != 0:
+        time.sleep(30)  # the launcher ends us meanwhile
+    sys.exit(f"{sys.argv[0]}: {rule}")
+
+
+def crash(*error: object) -> None:
+    """Leave without ceremony, since peers may be stuck. The first rank that fails says why."""
+    first = dist.distributed_c10d._get_default_store().add("crashes", 1) == 1
+    time.sleep(1 if first else 30)  # the launcher ends us meanwhile, if a peer's death is the cause
+    print(f"rank {RANK}:", file=sys.stderr)
+    sys.__excepthook__(*error)
+    os._exit(1)
+
+
+def claim(
+    text: str,
+    predicted: float,
+    measured: float,
+    sign: str = "=",
+    atol: float = 0.0,
+    question: int | None = None,
+    kind: str = "measured",
+    timed: bool = False,
+    varies: bool = False,
+    rank: int | None = None,
+) -> None:
+    """Check `measured sign predicted` (=, <=, >=), give or take `atol`, on all ranks; all call.
+
+    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers.
+    `kind` says what was measured: the real thing, or what is "simulated", or "theory". `timed` says
+    that a clock decides; `varies`, that the kernel's own traffic does, or how well a model learns.
+    """
+    p = float(predicted)
+    m = float(measured)
+    error = {"=": abs(m - p), "<=": m - p, ">=": p - m}[sign] - atol
+    found = [(math.inf if math.isnan(error) else error, RANK, p, m, float(atol))]
+    if dist.is_initialized():
+        found *= WORLD_SIZE
+        dist.all_gather_object(found, found[0])
+    worst = max(found, key=lambda one: one[0]) if rank is None else found[rank]
+    error, rank, p, m, slack = worst
+    verdict = "PASS" if error <= 0 else "FAIL"
+    mark = {"measured": " ", "simulated": "s", "theory": "t"}[kind]
+    answers = f"{question}." if question else ""
+    between = f"{sign:>2} {readable(p)}" + (f" ±{slack:.2g}" if slack else "")
+    print0(f"  {verdict} {mark}  {answers:2} {text:50} {between:22} {readable(m):>11}")
+    if verdict == "FAIL":
+        print0(f"{'':13}off by {m - p:.3g} on rank {rank}")
+    row = {"claim": text, "verdict": verdict, "sign": sign, "rank": rank, "slack": slack}
+    row |= {"predicted": p, "measured": m if math.isfinite(m) else str(m)}  # JSON knows no NaN
+    row |= {"question": question, "kind": kind, "timed": timed, "varies": varies}
+    ledger.append(row | {"line": sys._getframe(1).f_lineno})
+
+
+def readable(x: float) -> str:
+    """Whole numbers in full, others to six digits."""
+    return f"{x:,.0f}" if x.is_integer() and abs(x) < 1e12 else f"{x:,.6g}"
+
+
+def blocked(text: str, needs: str) -> None:
+    """Record what this machine cannot answer, and what would."""
+    print0(f"  BLOCKED    {text:50} needs {needs}")
+    row = {"claim": text, "verdict": "BLOCKED", "needs": needs}
+    ledger.append(row | {"line": sys._getframe(1).f_lineno})
+
+
+def finish() -> None:
+    """Write the ledger where LESSON_JSON says; exit 1 if a claim failed or none was made."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    counts = Counter((row.get("kind"), row["verdict"]) for row in ledger)
+    said = f"{counts['measured', 'PASS']} PASS, {counts['measured', 'FAIL']} FAIL"
+    said += f", {counts[None, 'BLOCKED']} BLOCKED"
+    for kind in ("simulated", "theory"):  # apart from what was measured
+        passed = counts[kind, "PASS"]
+        failed = counts[kind, "FAIL"]
+        said += f"; {kind} ({kind[0]}): {passed} PASS, {failed} FAIL" if passed + failed else ""
+    print0(f"\n  {said}")
+    verdicts = {row["verdict"] for row in ledger}
+    if verdicts == {"BLOCKED"}:
+        print0("  Nothing could be checked: BLOCKED rows say what they need.")
+    if RANK == 0 and "LESSON_JSON" in os.environ:
+        with open(os.environ["LESSON_JSON"], "w") as file:
+            json.dump({"ranks": WORLD_SIZE, "ledger": ledger}, file, indent=1)
+    code = int("FAIL" in verdicts or "PASS" not in verdicts)
+    if __name__ == "__main__":
+        os._exit(code)  # threads of a group that something still holds can abort a plain exit
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,702 @@
+"""Is my parallel run right? One step against one process, and one axis at a time
+==============================================================================
+
+**Question.** A model trains on many ranks, its loss falls, and no error shows. How do you know that
+it computes what one process would, and if it does not, where is the mistake?
+
+**Predict**, and write it down before you run. A GPT trains with AdamW, in float32.
+
+1. Nothing is wrong: the ranks only add up in another order. By how much does the loss of the first
+   step differ from one process's: about 1e-7, 1e-5 or 1e-3 of it?
+2. By a mistake all gradients are twice as large, and nothing is clipped. In 8 steps, by how much
+   does the loss differ at most: less than 1e-4, about 1e-2, or more?
+3. The mistake is on one axis of a mesh of data, pipeline and tensor parallelism. How many small
+   runs tell which axis?
+4. Under tensor parallelism the gradients of the norms are not added up. How many of a block's nine
+   parameters have a wrong gradient?
+5. By how much does that change the loss in the first step?
+
+**Run.**
+
+    torchrun --standalone --nproc-per-node=4 15_is_it_right.py   # NCCL on 4 GPUs, else gloo
+    python 15_is_it_right.py                                     # the same, started for you
+
+Not run on several GPUs.
+
+**Try.** Make a mistake of your own: in `stage_of` write `range((s + 1) * LAYERS // p)`. Then a
+later stage repeats the layers of the earlier ones. What does the line of "nothing" name, and which
+claims fail?
+
+**Before.** parallelism/13_gpt_by_library.py: this model on a mesh.
+
+**Next.** parallelism/16_planning_memory.py: which mesh a model needs.
+"""
+
+import argparse
+import copy
+import ctypes
+import json
+import logging
+import math
+import os
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.optim import AdamW
+
+# A *rank* is one of WORLD_SIZE processes that run this same file. `claim(text, predicted,
+# measured)` prints one row of the ledger and must be called by every rank. It, `setup`, `print0`,
+# `blocked` and `finish` stand in the last cell, the same in every lesson; you need not read them.
+RANK = int(os.environ.get("RANK", "0"))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+
+# Shapes: B sequences per step, T tokens each, V different tokens (bytes), D model width, H query
+# heads, G key-value heads, K features per head, E hidden features; a small letter is a share.
+B, T, V, D, H, G, K, E = 16, 16, 256, 64, 16, 8, 4, 168
+LAYERS = 4
+AXES = ("pp", "dp", "tp")  # of a mesh, outermost first
+RANKS = min(WORLD_SIZE, LAYERS)  # along the axis that is tried
+COPIES = WORLD_SIZE // RANKS
+Mesh = dist.DeviceMesh
+
+# %% [markdown]
+# ## 1. Same weights, same batch, one step: loss, then gradients
+#
+# A loss that falls proves little. Models learn with wrong gradients, only worse, and nobody has
+# seen the curve that would have been right. So do not compare curves. Compare *one step* with one
+# process, which starts from the same weights and sees the same batch:
+#
+#     compare                finds
+#     the loss               a wrong forward pass: layers, masks, data, weights of another seed
+#     every gradient         a wrong backward pass: sums left out, done twice, or over other ranks
+#     the loss after steps   a wrong optimizer, if loss and gradients were right
+#
+# In this order, for a wrong loss makes all gradients wrong. The weights must come from one place,
+# a **seed checkpoint**: one process draws them, all meshes load them. To draw with the same seed is
+# not enough, for a rank that holds half of the layers draws other numbers for them.
+#
+# What may differ is the order of sums. It changes last digits, so the bound follows from the dtype:
+# a float32 has a relative error of 6e-8 per operation, a bfloat16 of 4e-3. What is larger by
+# orders is a mistake. In between compare in float64, where no excuse is left.
+
+
+# %%
+def compare(ours: "Step", right: "Step") -> tuple[float, dict[str, float]]:
+    """Return the relative error of the loss, and of each gradient of this rank, by name."""
+    loss_error = abs(ours.loss / right.loss - 1)
+    errors = {}
+    for name, gradient in ours.gradients.items():
+        expected = right.gradients[name]
+        errors[name] = ((gradient - expected).abs().max() / expected.abs().max()).item()
+    return loss_error, errors
+
+
+class Step(NamedTuple):
+    """What one step computes, on whole tensors."""
+
+    loss: float  # of the whole batch
+    gradients: dict[str, torch.Tensor]  # of this rank's parameters
+
+
+# %% [markdown]
+# ## 2. One axis at a time
+#
+# If the run with dp x pp x tp is wrong, run each axis alone, from the same seed checkpoint. A few
+# ranks are enough: an axis that is right on 4 ranks is hardly wrong on 64.
+#
+#     dp 4    right               dp 4    right               dp 4    wrong
+#     pp 4    right               pp 4    wrong               pp 4    right
+#     tp 4    wrong               tp 4    right               tp 4    right
+#
+#     tp: which parameters?       pp: which layers?           dp: loss or gradients?
+#
+# Within the axis that is wrong, the *names* of the wrong gradients say the rest. All of them: the
+# loss, or a factor. Those of one kind, such as norms: a sum that only they need. Those of some
+# layers: a stage. If each axis is right alone, take two together.
+
+
+# %%
+def step_on(mesh: Mesh, whole: "LlamaModel", batch: "Batch", mistake: str = "") -> Step:
+    """Do one step on a mesh, all right or with a mistake of section 3."""
+    stage = put_on_mesh(whole, mesh, mistake)
+    loss = train_step(stage, mesh, batch, mistake)
+    gradients = {name: x.grad.full_tensor() for name, x in stage.named_parameters()}
+    return Step(loss, gradients)
+
+
+def wrong_axes(whole: "LlamaModel", batch: "Batch", right: Step, mistake: str) -> list[str]:
+    """Run each axis alone; return the names of those that differ by more than rounding."""
+    wrong = []
+    for axis in AXES:
+        loss_error, errors = compare(step_on(alone(axis), whole, batch, mistake), right)
+        if max_over_ranks(max(loss_error, *errors.values())) > ROUNDING:
+            wrong.append(axis)
+    return wrong
+
+
+def alone(axis: str) -> Mesh:
+    """Return a mesh of 4 ranks along one axis; if there are more, each 4 do the same."""
+    shape = [RANKS if name == axis else 1 for name in AXES]
+    names = ("copies", *AXES)
+    return dist.init_device_mesh(DEVICE.type, (COPIES, *shape), mesh_dim_names=names)
+
+
+def max_over_ranks(value: float) -> float:
+    values = [None] * WORLD_SIZE
+    dist.all_gather_object(values, value)
+    return max(values)
+
+
+# %% [markdown]
+# ## 3. Three mistakes that raise no error
+#
+# **dp**: each rank's loss is the mean over its own tokens. Ranks have unequally many (padding has
+# no loss), so the mean of their means is another one (data-loading/13_token_weights.py).
+#
+# **pp**: each stage draws its own layers, with the same seed as the others. So the first layer of
+# every stage has the weights of layer 0.
+#
+# **tp**: with sequence parallelism a rank has T / tp of the tokens where the norms are. The norms'
+# weights are copied, and their gradients have to be added up along tp. In the plan that is one line
+# per norm; without it the line is missing, and the gradient is that of the rank's own tokens.
+
+
+# %%
+def put_on_mesh(whole: "LlamaModel", mesh: Mesh, mistake: str) -> "LlamaModel":
+    """Return this rank's stage of the model, split along tp and sharded along dp."""
+    stage = stage_of(whole, mesh["pp"].get_local_rank(), mesh["pp"].size())
+    if mistake == "pp":
+        for place, block in enumerate(stage.blocks.values()):
+            block.load_state_dict(whole.blocks[str(place)].state_dict())
+    forgotten = "norm" if mistake == "tp" else None
+    for block in stage.blocks.values():
+        parallelize_module(block, mesh["tp"], without(forgotten, BLOCK))
+    ends = {name: style for name, style in ENDS.items() if getattr(stage, name) is not None}
+    parallelize_module(stage, mesh["tp"], without(forgotten, ends))
+    for block in stage.blocks.values():
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(stage, mesh=mesh["dp"])
+    return stage
+
+
+def without(word: str | None, plan: dict) -> dict:
+    return {name: style for name, style in plan.items() if word is None or word not in name}
+
+
+def train_step(stage: "LlamaModel", mesh: Mesh, batch: "Batch", mistake: str) -> float:
+    """Leave the gradient of the batch's mean loss; return that loss."""
+    s = mesh["pp"].get_local_rank()
+    p = mesh["pp"].size()
+    dp = mesh["dp"].size()
+    m = max(2, p)  # micro-batches
+    x_bT = batch.x_BT.chunk(dp)[mesh["dp"].get_local_rank()]
+    next_bT = batch.next_BT.chunk(dp)[mesh["dp"].get_local_rank()]
+    tokens = (batch.next_BT != NONE).sum() / dp  # with a loss, of a rank on average
+    if mistake == "dp":
+        tokens = (next_bT != NONE).sum()  # of this rank
+
+    def loss_of(logits_bTV: torch.Tensor, next_bT: torch.Tensor) -> torch.Tensor:
+        how = {"ignore_index": NONE, "reduction": "sum"}
+        return F.cross_entropy(logits_bTV.flatten(0, 1), next_bT.flatten(), **how) * m / tokens
+
+    pipeline_stage = PipelineStage(stage, s, p, x_bT.device, group=mesh["pp"].get_group())
+    doubled = mistake == "factor"
+    schedule = Schedule1F1B(pipeline_stage, m, loss_fn=loss_of, scale_grads=not doubled)
+    losses = []
+    given = [x_bT] if s == 0 else []
+    schedule.step(*given, **({"target": next_bT, "losses": losses} if s == p - 1 else {}))
+    mine = sum(loss.item() for loss in losses) / m / dp / mesh["tp"].size() / COPIES
+    total = torch.tensor(mine, dtype=torch.float64, device=x_bT.device)
+    dist.all_reduce(total)
+    return total.item()
+
+
+def stage_of(model: "LlamaModel", s: int, p: int) -> "LlamaModel":
+    """Return a copy with the layers of stage s of p, and None in place of ends it has not."""
+    stage = copy.deepcopy(model)
+    for i in range(LAYERS):
+        if i not in range(s * LAYERS // p, (s + 1) * LAYERS // p):
+            del stage.blocks[str(i)]
+    if s > 0:
+        stage.embedding = None
+    if s < p - 1:
+        stage.norm = stage.head = None
+    return stage
+
+
+# %% [markdown]
+# ## 4. The model and its plan, as in 13_gpt_by_library.py
+
+
+# %%
+def rotate(x_bhTK: torch.Tensor) -> torch.Tensor:
+    """RoPE (Su et al., 2021): turn the features (i, i + K/2) of token t by t / 10000^(2i / K)."""
+    t_T = torch.arange(x_bhTK.shape[-2], dtype=torch.float64)
+    i_k = torch.arange(K // 2, dtype=torch.float64)
+    angle_Tk = torch.outer(t_T, 10_000 ** (-2 * i_k / K))
+    cos_Tk = angle_Tk.cos().to(x_bhTK)
+    sin_Tk = angle_Tk.sin().to(x_bhTK)
+    a_bhTk, b_bhTk = x_bhTK.chunk(2, dim=-1)
+    return torch.cat([a_bhTk * cos_Tk - b_bhTk * sin_Tk, a_bhTk * sin_Tk + b_bhTk * cos_Tk], -1)
+
+
+class GroupedAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(D, H * K, bias=False)
+        self.k = nn.Linear(D, G * K, bias=False)
+        self.v = nn.Linear(D, G * K, bias=False)
+        self.out = nn.Linear(H * K, D, bias=False)
+
+    def forward(self, x_bTD: torch.Tensor) -> torch.Tensor:
+        q_bhTK = rotate(self.q(x_bTD).unflatten(-1, (-1, K)).transpose(1, 2))  # -1: my heads
+        k_bgTK = rotate(self.k(x_bTD).unflatten(-1, (-1, K)).transpose(1, 2))
+        v_bgTK = self.v(x_bTD).unflatten(-1, (-1, K)).transpose(1, 2)
+        how = {"is_causal": True, "enable_gqa": True}
+        y_bhTK = F.scaled_dot_product_attention(q_bhTK, k_bgTK, v_bgTK, **how)
+        return self.out(y_bhTK.transpose(1, 2).flatten(2))
+
+
+class SwiGLU(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, E, bias=False)
+        self.up = nn.Linear(D, E, bias=False)
+        self.down = nn.Linear(E, D, bias=False)
+
+    def forward(self, x_bTD: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.gate(x_bTD)) * self.up(x_bTD))
+
+
+class LlamaLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1 = nn.RMSNorm(D, eps=1e-5)
+        self.attention = GroupedAttention()
+        self.norm2 = nn.RMSNorm(D, eps=1e-5)
+        self.mlp = SwiGLU()
+
+    def forward(self, x_bTD: torch.Tensor) -> torch.Tensor:
+        x_bTD = x_bTD + self.attention(self.norm1(x_bTD))
+        return x_bTD + self.mlp(self.norm2(x_bTD))
+
+
+class LlamaModel(nn.Module):
+    """Tokens (b, T) -> logits (b, T, V); a stage without one of its ends takes or gives (b, T, D).
+
+    The blocks have names, not places: a stage's are called as they are in the whole model.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(V, D)
+        self.blocks = nn.ModuleDict({str(i): LlamaLayer() for i in range(LAYERS)})
+        self.norm = nn.RMSNorm(D, eps=1e-5)
+        self.head = nn.Linear(D, V, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.embedding is not None:
+            x = self.embedding(x)
+        for block in self.blocks.values():
+            x = block(x)
+        return x if self.head is None else self.head(self.norm(x))
+
+
+BLOCK = {
+    "norm1": SequenceParallel(),
+    "attention": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+    "attention.q": ColwiseParallel(),
+    "attention.k": ColwiseParallel(),
+    "attention.v": ColwiseParallel(),
+    "attention.out": RowwiseParallel(output_layouts=Shard(1)),
+    "norm2": SequenceParallel(),
+    "mlp": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+    "mlp.gate": ColwiseParallel(),
+    "mlp.up": ColwiseParallel(),
+    "mlp.down": RowwiseParallel(output_layouts=Shard(1)),
+}
+ENDS = {
+    "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "norm": SequenceParallel(),
+    "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+}
+
+# %% [markdown]
+# ## 5. How it is measured
+#
+# The batches are bytes of argparse's source. Each sequence has a loss on its first 2 to T tokens
+# only, as if the rest were padding. The **oracle** is the model in one process, in the same dtype.
+# A gradient passes some 20 operations per block, each a sum of up to E terms. Their rounding errors
+# cancel for the most part; without that, 80 times 6e-8 would be 5e-6. What is above 1e-4 is wrong.
+
+# %%
+NONE = -100  # the target of a token without a loss
+ROUNDING = 1e-4
+STEPS = 8
+TEXT = torch.tensor(list(Path(argparse.__file__).read_bytes()))
+
+
+class Batch(NamedTuple):
+    """Tokens (B, T), and the token after each, or NONE."""
+
+    x_BT: torch.Tensor
+    next_BT: torch.Tensor
+
+
+def batch_of(number: int) -> Batch:
+    """Return a batch of the text, the same on every rank."""
+    generator = torch.Generator().manual_seed(number)
+    starts_B = torch.randint(len(TEXT) - T, (B,), generator=generator)
+    tokens_BT = TEXT[starts_B[:, None] + torch.arange(T + 1)]
+    lengths_B = torch.randint(2, T + 1, (B,), generator=generator)
+    padding_BT = torch.arange(T) >= lengths_B[:, None]
+    next_BT = tokens_BT[:, 1:].masked_fill(padding_BT, NONE)
+    return Batch(tokens_BT[:, :-1].contiguous().to(DEVICE), next_BT.to(DEVICE))
+
+
+def loss_in_one_process(whole: LlamaModel, batch: Batch) -> torch.Tensor:
+    logits = whole(batch.x_BT).flatten(0, 1)
+    return F.cross_entropy(logits, batch.next_BT.flatten(), ignore_index=NONE)
+
+
+def right_step(whole: LlamaModel, batch: Batch) -> Step:
+    whole.zero_grad()
+    loss = loss_in_one_process(whole, batch)
+    loss.backward()
+    gradients = {name: x.grad.clone() for name, x in whole.named_parameters()}
+    return Step(loss.item(), gradients)
+
+
+def check_axes(whole: LlamaModel) -> None:
+    """Claim which axis is found wrong for each mistake."""
+    batch = batch_of(0)
+    right = right_step(whole, batch)
+    found = {}
+    for mistake in ("", *AXES):
+        found[mistake] = wrong_axes(whole, batch, right, mistake)
+        where = ", ".join(found[mistake]) or "no axis"
+        print0(f"{'':13}a mistake in {mistake or 'nothing'}: found in {where}")
+    claim("axes found wrong, no mistake", 0, len(found[""]))
+    alone = [found[axis] == [axis] for axis in AXES]
+    claim("mistakes found in their axis alone", 3, sum(alone), question=3)
+
+
+def check_names(whole: LlamaModel) -> None:
+    """Claim which gradients are wrong if the norms' are not added up along tp."""
+    batch = batch_of(0)
+    loss_error, errors = compare(step_on(alone("tp"), whole, batch, "tp"), right_step(whole, batch))
+    block = [name for name in errors if name.startswith("blocks.0.")]
+    wrong = [name for name in block if max_over_ranks(errors[name]) > ROUNDING]
+    print0(f"{'':13}wrong: {', '.join(wrong)}")
+    claim("wrong gradients, of a block's 9", 2, len(wrong), question=4)
+    claim("error of the loss then", 0, loss_error, atol=1e-6, question=5)
+
+
+# %% [markdown]
+# Then both dtypes, without a mistake, and curves. What a curve must be compared with is noise: how
+# far it is from the curve of other batches.
+
+
+# %%
+def check_dtypes(whole: LlamaModel) -> None:
+    """Claim how far the loss of a right step is off."""
+    claim("error of the loss, float32", 0, error_in(whole), atol=1e-6, question=1)
+    claim("error of the loss, bfloat16", 0, error_in(copy.deepcopy(whole).bfloat16()), atol=2e-2)
+
+
+def error_in(model: LlamaModel) -> float:
+    """Return the largest error of the loss over the axes, in the model's dtype."""
+    batch = batch_of(0)
+    right = right_step(model, batch)
+    return max(compare(step_on(alone(axis), model, batch), right)[0] for axis in AXES)
+
+
+def curve_on(mesh: Mesh, whole: LlamaModel, mistake: str) -> torch.Tensor:
+    """Train on a mesh; return the loss of each step."""
+    stage = put_on_mesh(whole, mesh, mistake)
+    optimizer = AdamW(stage.parameters(), lr=3e-3)
+    losses = []
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(train_step(stage, mesh, batch_of(number), mistake))
+        optimizer.step()
+    return torch.tensor(losses)
+
+
+def curve_in_one_process(whole: LlamaModel, first: int) -> torch.Tensor:
+    model = copy.deepcopy(whole)
+    optimizer = AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for number in range(first, first + STEPS):
+        losses.append(right_step(model, batch_of(number)).loss)
+        optimizer.step()
+    return torch.tensor(losses)
+
+
+def check_curves(whole: LlamaModel) -> None:
+    """Claim what loss curves tell of two mistakes."""
+    right = curve_in_one_process(whole, 0)
+    noise = (curve_in_one_process(whole, STEPS) - right).abs().mean()
+    doubled = (curve_on(alone("dp"), whole, "factor") - right).abs().max()
+    partial = (curve_on(alone("tp"), whole, "tp") - right).abs().mean()
+    print0(f"{'':13}loss {right[0]:.2f} to {right[-1]:.2f}; other batches {noise:.2f} apart,")
+    print0(f"{'':13}with the norms' mistake {partial:.4f}")
+    claim("gradients doubled: difference of losses", 0, doubled, atol=1e-4, question=2)
+    claim("norms' mistake / other batches, losses", 0.1, partial / noise, "<=", varies=True)
+
+
+# %% [markdown]
+# ## What you should have seen
+#
+# 1. About 1e-7, the last digit of a float32. In bfloat16 half a percent is right as well, so
+#    compare in float32 or float64 as long as you look for a mistake.
+# 2. Less than 1e-4: AdamW divides each gradient by its own size, and a factor cancels. SGD,
+#    clipping or another optimizer would bring it to light, perhaps weeks later.
+# 3. Three, one per axis. Each of the three mistakes is found in its own axis, and in no other.
+# 4. Two, `norm1` and `norm2`: their names are the finding.
+# 5. Not at all, beyond rounding: the forward pass is right. In training the losses differ from the
+#    right ones by less than a hundredth of what other batches change. So no curve shows it, and
+#    neither does a second run of the same program.
+#
+# **Try.** The line says "a mistake in nothing: found in pp". Three claims fail: the loss in
+# float32, the axes found wrong without a mistake, and the three mistakes, which are found in pp as
+# well. The loss in bfloat16 passes. It is off by a twentieth of a percent, and rounding alone is
+# ten times as much.
+#
+# **What no oracle sees.** Random numbers: one process draws other dropout masks than four ranks do.
+# Compare with dropout 0, and count masks apart (22_tensor_parallel_random_state.py). And data: that
+# all ranks read different samples is seen by a count (data-loading/14_exactly_once.py).
+#
+# **On GPUs** the same holds over NCCL. TF32 and fused kernels are more ways to round: switch them
+# off, or compare in float64. Some kernels add in an order that changes from run to run. Run the
+# right program twice, and ask for nothing closer than its own difference. torchtitan's
+# docs/converging.md compares curves after this, not instead of it. For a thousand ranks take a
+# small model with all the axes of the large one.
+#
+# **When.** Before the first long run, and after each change of the mesh or of a library's version.
+
+# %%
+DEVICE = torch.device("cpu")  # or a GPU; `main` says
+
+
+def main() -> None:
+    global DEVICE
+    command_line()
+    launch([1, 2, 4, 8, 16])
+    if WORLD_SIZE not in (1, 2, 4, 8, 16):
+        refuse(f"needs 1, 2, 4, 8 or 16 ranks, got {WORLD_SIZE}: all is split into halves")
+    DEVICE = setup()
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # no in-place operation here
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    torch.manual_seed(0)  # the seed checkpoint: drawn once, whole, on the CPU
+    whole = LlamaModel().to(DEVICE)
+    check_dtypes(whole)
+    if WORLD_SIZE > 1:
+        check_axes(whole)
+        check_names(whole)
+        check_curves(whole)
+    else:
+        blocked("mistakes that are found", needs="2 ranks")
+    finish()
+
+
+# %% [markdown]
+# ## Plumbing, the same in every lesson: join the group, print, check a claim, leave
+
+# %%
+ledger: list[dict] = []  # one row per claim, the same on every rank
+
+
+def command_line(flags: dict[str, dict] | None = None) -> argparse.Namespace:
+    """Read the flags, given as {name: arguments of add_argument}; --help and mistakes end here."""
+    as_it_is = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_it_is)
+    for name, arguments in (flags or {}).items():
+        parser.add_argument(name, **arguments)
+    parser.error = refuse
+    return parser.parse_args()
+
+
+def launch(world_sizes: range | list[int] = range(1, 1025)) -> None:
+    """Plain `python lesson.py`: be torchrun, one rank per GPU if there are several, else 4.
+
+    `world_sizes` are the numbers of ranks that the lesson takes: it gets the largest that fits.
+    """
+    if "RANK" in os.environ:
+        return  # torchrun has started this rank
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    gpus = torch.cuda.device_count()
+    ranks = max(size for size in world_sizes if size <= gpus) if gpus > 1 else 4
+    os.environ |= {"LAUNCHER": str(os.getpid()), "OMP_NUM_THREADS": "1"}  # ranks share the cores
+    logging.disable()  # the rank that fails says why
+    here = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}"]
+    try:
+        with tempfile.TemporaryDirectory() as logs:  # the one that torchrun makes would stay
+            torchrun([*here, f"--log-dir={logs}", *sys.argv])
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        sys.exit(f"rank {rank} was ended by {failure.signal_name()}" if failure.exitcode < 0 else 1)
+    except SignalException as error:
+        sys.exit(128 + error.sigval)
+    sys.exit()
+
+
+def setup() -> torch.device:
+    """Join the process group: NCCL if every rank has a GPU of its own, gloo if none has."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the launcher
+    if os.environ.pop("LAUNCHER", str(os.getppid())) != str(os.getppid()):
+        sys.exit(1)  # it was killed before that line
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank that waits inside C++ too
+    torch.set_float32_matmul_precision("highest")  # some images make TF32 the default
+    gpus = torch.cuda.device_count()
+    local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    device = torch.device("cpu")
+    some = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+    how = f"gloo ({local_ranks} ranks and {some} here)"
+    if gpus >= local_ranks:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        version = ".".join(map(str, torch.cuda.nccl.version()))
+        how = f"NCCL {version} on {torch.cuda.get_device_name()}"
+    patience = timedelta(minutes=2)
+    store, _, _ = next(dist.rendezvous("env://", timeout=patience))
+    store.set(f"device of {RANK}", device.type)
+    devices = store.multi_get([f"device of {rank}" for rank in range(WORLD_SIZE)])
+    if len(set(devices)) > 1:
+        counted = f"GPUs for {devices.count(b'cuda')} of {WORLD_SIZE} ranks"
+        refuse(f"needs a GPU per rank, or none, got {counted}; hide all by CUDA_VISIBLE_DEVICES=")
+    group = {"rank": RANK, "world_size": WORLD_SIZE, "store": store, "timeout": patience}
+    own_gpu = device if device.type == "cuda" else None
+    dist.init_process_group("nccl" if own_gpu else "gloo", device_id=own_gpu, **group)
+    sys.excepthook = crash  # only now: init_process_group sets one of its own
+    print0(f"{WORLD_SIZE} ranks, {how}, torch {torch.__version__}\n")
+    print0(f"{'':13}{'claim':50} {'predicted':22} {'measured':>11}")
+    return device
+
+
+def print0(*words: object) -> None:
+    """Print on rank 0 only."""
+    if RANK == 0:
+        print(*words, flush=True)
+
+
+def refuse(rule: str) -> None:
+    """End before the first collective with one message, from rank 0: rule, value, remedy."""
+    if RANK != 0:
+        time.sleep(30)  # the launcher ends us meanwhile
+    sys.exit(f"{sys.argv[0]}: {rule}")
+
+
+def crash(*error: object) -> None:
+    """Leave without ceremony, since peers may be stuck. The first rank that fails says why."""
+    first = dist.distributed_c10d._get_default_store().add("crashes", 1) == 1
+    time.sleep(1 if first else 30)  # the launcher ends us meanwhile, if a peer's death is the cause
+    print(f"rank {RANK}:", file=sys.stderr)
+    sys.__excepthook__(*error)
+    os._exit(1)
+
+
+def claim(
+    text: str,
+    predicted: float,
+    measured: float,
+    sign: str = "=",
+    atol: float = 0.0,
+    question: int | None = None,
+    kind: str = "measured",
+    timed: bool = False,
+    varies: bool = False,
+    rank: int | None = None,
+) -> None:
+    """Check `measured sign predicted` (=, <=, >=), give or take `atol`, on all ranks; all call.
+
+    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers.
+    `kind` says what was measured: the real thing, or what is "simulated", or "theory". `timed` says
+    that a clock decides; `varies`, that the kernel's own traffic does, or how well a model learns.
+    """
+    p = float(predicted)
+    m = float(measured)
+    error = {"=": abs(m - p), "<=": m - p, ">=": p - m}[sign] - atol
+    found = [(math.inf if math.isnan(error) else error, RANK, p, m, float(atol))]
+    if dist.is_initialized():
+        found *= WORLD_SIZE
+        dist.all_gather_object(found, found[0])
+    worst = max(found, key=lambda one: one[0]) if rank is None else found[rank]
+    error, rank, p, m, slack = worst
+    verdict = "PASS" if error <= 0 else "FAIL"
+    mark = {"measured": " ", "simulated": "s", "theory": "t"}[kind]
+    answers = f"{question}." if question else ""
+    between = f"{sign:>2} {readable(p)}" + (f" ±{slack:.2g}" if slack else "")
+    print0(f"  {verdict} {mark}  {answers:2} {text:50} {between:22} {readable(m):>11}")
+    if verdict == "FAIL":
+        print0(f"{'':13}off by {m - p:.3g} on rank {rank}")
+    row = {"claim": text, "verdict": verdict, "sign": sign, "rank": rank, "slack": slack}
+    row |= {"predicted": p, "measured": m if math.isfinite(m) else str(m)}  # JSON knows no NaN
+    row |= {"question": question, "kind": kind, "timed": timed, "varies": varies}
+    ledger.append(row | {"line": sys._getframe(1).f_lineno})
+
+
+def readable(x: float) -> str:
+    """Whole numbers in full, others to six digits."""
+    return f"{x:,.0f}" if x.is_integer() and abs(x) < 1e12 else f"{x:,.6g}"
+
+
+def blocked(text: str, needs: str) -> None:
+    """Record what this machine cannot answer, and what would."""
+    print0(f"  BLOCKED    {text:50} needs {needs}")
+    row = {"claim": text, "verdict": "BLOCKED", "needs": needs}
+    ledger.append(row | {"line": sys._getframe(1).f_lineno})
+
+
+def finish() -> None:
+    """Write the ledger where LESSON_JSON says; exit 1 if a claim failed or none was made."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    counts = Counter((row.get("kind"), row["verdict"]) for row in ledger)
+    said = f"{counts['measured', 'PASS']} PASS, {counts['measured', 'FAIL']} FAIL"
+    said += f", {counts[None, 'BLOCKED']} BLOCKED"
+    for kind in ("simulated", "theory"):  # apart from what was measured
+        passed = counts[kind, "PASS"]
+        failed = counts[kind, "FAIL"]
+        said += f"; {kind} ({kind[0]}): {passed} PASS, {failed} FAIL" if passed + failed else ""
+    print0(f"\n  {said}")
+    verdicts = {row["verdict"] for row in ledger}
+    if verdicts == {"BLOCKED"}:
+        print0("  Nothing could be checked: BLOCKED rows say what they need.")
+    if RANK == 0 and "LESSON_JSON" in os.environ:
+        with open(os.environ["LESSON_JSON"], "w") as file:
+            json.dump({"ranks": WORLD_SIZE, "ledger": ledger}, file, indent=1)
+    code = int("FAIL" in verdicts or "PASS" not in verdicts)
+    if __name__ == "__main__":
+        os._exit(code)  # threads of a group that something still holds can abort a plain exit
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
