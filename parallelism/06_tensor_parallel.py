@@ -27,7 +27,7 @@ Not run on several GPUs.
 one part is parallelism/03_model_tensor_pipeline_parallel.py.
 
 **Next.** exercises/10_tensor_parallel_mlp; then
-parallelism/22_tensor_parallel_init_dropout_gqa.py: random numbers and heads of a split block.
+parallelism/22_tensor_parallel_random_state.py: random numbers of a split block.
 """
 
 import argparse
@@ -556,9 +556,9 @@ def median_ms(work: Callable, repeats: int = 20) -> float:
 # Transformer Engine).
 #
 # On real systems a split block also needs the right random numbers, for its initial values and for
-# dropout, and grouped-query attention with fewer key-value heads than ranks needs copies of them
-# (22_tensor_parallel_init_dropout_gqa.py). Embedding and loss are split over the vocabulary
-# (18_vocabulary_parallel.py).
+# dropout (22_tensor_parallel_random_state.py). Grouped-query attention needs copies of key-value
+# heads if there are fewer than ranks (25_grouped_query_heads.py). Embedding and loss are split over
+# the vocabulary (18_vocabulary_parallel.py).
 
 
 # %%
@@ -634,7 +634,8 @@ def setup() -> torch.device:
     gpus = torch.cuda.device_count()
     local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cpu")
-    how = f"gloo ({local_ranks} ranks and {gpus} GPUs here)"
+    some = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+    how = f"gloo ({local_ranks} ranks and {some} here)"
     if gpus >= local_ranks:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
@@ -645,7 +646,7 @@ def setup() -> torch.device:
     store.set(f"device of {RANK}", device.type)
     devices = store.multi_get([f"device of {rank}" for rank in range(WORLD_SIZE)])
     if len(set(devices)) > 1:
-        counted = f"{devices.count(b'cuda')} GPUs for {WORLD_SIZE} ranks"
+        counted = f"GPUs for {devices.count(b'cuda')} of {WORLD_SIZE} ranks"
         refuse(f"needs a GPU per rank, or none, got {counted}; hide all by CUDA_VISIBLE_DEVICES=")
     group = {"rank": RANK, "world_size": WORLD_SIZE, "store": store, "timeout": patience}
     own_gpu = device if device.type == "cuda" else None

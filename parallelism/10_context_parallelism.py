@@ -7,15 +7,17 @@ it. How do the ranks compute it without any of them ever holding all keys and va
 
 **Predict**, and write it down before you run. There are four ranks. The sequence is cut into eight
 chunks, two for each rank. A *piece* of the work is the queries of one chunk against the keys of one
-chunk. Attention is causal, and a piece that the mask leaves empty is skipped.
+chunk. Attention is causal: a piece that the mask leaves empty is skipped, and one on the diagonal,
+a chunk against itself, counts half.
 
-1. In a forward pass, how many times the size of its own keys does a rank send?
+1. In a forward pass, how many times the size of its own keys does a rank send, values included?
 2. And in a backward pass?
 3. Rank 0 holds the first two chunks, rank 3 the last two. How many times as many pieces does rank 3
    compute as rank 0?
 4. The chunks are dealt out as evenly as can be. By what factor do the pieces of the busiest rank
    decrease?
-5. Of how many other ranks does a rank keep the keys for its backward pass?
+5. Gathered keys and values would be four blocks, one from each rank. How many blocks does a rank
+   hold at a time if they travel?
 
 **Run.**
 
@@ -49,14 +51,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 # A *rank* is one of WORLD_SIZE processes that run this same file. `claim(text, predicted,
 # measured)` prints one row of the ledger and must be called by every rank. It, `setup`, `print0`,
@@ -130,8 +134,9 @@ def scores(q_BHcK: torch.Tensor, k_BHcK: torch.Tensor, diagonal: bool) -> torch.
 #     step 2     k2 v2      k3 v3      k0 v0      k1 v1
 #     step 3     k1 v1      k2 v2      k3 v3      k0 v0
 #
-# A hop starts before a rank computes, and is awaited afterwards, so it can hide behind the work.
-# Besides its own a rank holds only the visitors, and those that are about to arrive.
+# A hop starts before a rank computes, and is awaited afterwards, so it can hide behind the work. Of
+# what travels a rank holds two blocks, however many ranks there are: the keys and values that it
+# works on and sends on, and those that are about to arrive.
 
 
 # %%
@@ -148,8 +153,9 @@ class Hop:
             self.works = dist.batch_isend_irecv([send, receive])
 
     def arrived(self) -> torch.Tensor:
-        for work in self.works:
-            work.wait()
+        while self.works:
+            self.works.pop().wait()
+        self.leaving = None  # it has left: its memory may be used again
         return self.arriving
 
 
@@ -187,8 +193,7 @@ def ring_forward(
         last = step == WORLD_SIZE - 1
         hop = None if last else Hop(kv_2BHtK)
         for i, j, diagonal in pieces(layout, (RANK - step) % WORLD_SIZE):
-            k_BHcK, v_BHcK = kv_2BHtK.chunk(2, dim=3)[j]
-            running[i].add(k_BHcK, v_BHcK, diagonal)
+            running[i].add(*kv_2BHtK.chunk(2, dim=3)[j], diagonal)
         if not last:
             kv_2BHtK = hop.arrived()
     out_BHtK = torch.cat([one.sum_BHcK / one.total_BHc1 for one in running], dim=2)
@@ -205,6 +210,9 @@ def ring_forward(
 #
 #     dv  =  p' grad       ds  =  p * (grad v' - delta)       delta  =  sum of grad * out per query
 #     dq  =  ds k          dk  =  ds' q, and both are scaled as the scores are
+#
+# (The weights of a query add up to 1, so what raises one lowers the others: delta is the mean of
+# grad v' over all keys, weighted by p. As out is that mean of v, delta needs no keys.)
 #
 # dq belongs to this rank. dk and dv belong to the visitor, so a share of keys takes its gradients
 # along: every rank that it visits adds its part and passes them on. Keys and values stop after n-1
@@ -277,8 +285,8 @@ class RingAttention(torch.autograd.Function):
 #
 # With consecutive tokens the first rank has little before it, and the last rank everything. The
 # ring moves on in step, so all wait for the slowest in every step. In the triangles below a row is
-# a chunk of queries, and the digit is the rank that computes the piece. In **zig-zag** (Llama 3,
-# 2024, section 3.3.2) rank r holds chunks r and 2n-1-r, one from the front and one from the back:
+# a chunk of queries, and the digit is the rank that computes the piece. In **zig-zag**, as in
+# Megatron-LM and Llama 3, rank r holds chunks r and 2n-1-r, one from the front, one from the back:
 #
 #                  consecutive            zig-zag
 #     chunk 0      0                      0
@@ -290,7 +298,9 @@ class RingAttention(torch.autograd.Function):
 #     chunk 6      3 3 3 3 3 3 3          1 1 1 1 1 1 1
 #     chunk 7      3 3 3 3 3 3 3 3        0 0 0 0 0 0 0 0
 #
-# Not only are the sums equal: in step 0 every rank has three pieces, and in every later step two.
+# Not only are the sums equal. Every rank has two pieces in every step: first a whole one and two
+# halves, those on the diagonal, and then two whole ones. (`scores` computes a half as a whole and
+# masks it; the kernels of real systems skip what is masked.)
 #
 # When 2n does not divide the number of tokens, the sequence is padded at its end. In causal
 # attention that needs no mask: no token sees the padding, which comes later than all.
@@ -362,43 +372,59 @@ def check_values(device: torch.device) -> None:
 
 
 # %% [markdown]
-# Elements are counted where a rank hands them to `isend`; nothing else is communicated. Work is
-# counted by `FlopCounterMode`, PyTorch's own counter, which sees matrix products as they run: two
-# per piece forward, one for scores and one with the values.
+# A **watch** replaces `Hop` and `scores` while a pass runs. It notes what is sent; how many pieces
+# are computed, one on the diagonal for a half; how many of them while a hop is on its way; and how
+# many blocks of keys and values, sent or received, are in memory whenever a hop starts.
 
 
 # %%
+class WatchedHop(Hop):
+    def __init__(self, watch: SimpleNamespace, x: torch.Tensor) -> None:
+        super().__init__(x)
+        self.noted = Counter(elements=x.numel(), travels=1)
+        watch.hops.append(self.noted)
+        for block in (self.leaving, self.arriving):
+            watch.blocks.append(StorageWeakRef(block.untyped_storage()))
+        in_memory = {block.cdata for block in watch.blocks if not block.expired()}
+        watch.most_blocks = max(watch.most_blocks, len(in_memory))
+
+    def arrived(self) -> torch.Tensor:
+        self.noted["travels"] = 0
+        return super().arrived()
+
+
 @contextlib.contextmanager
-def noted_sends() -> Iterator[list[int]]:
-    """The elements of each tensor that this rank hands to `isend` in the block."""
-    real = dist.batch_isend_irecv
-    elements = []
+def watched() -> Iterator[SimpleNamespace]:
+    watch = SimpleNamespace(hops=[], pieces=0.0, blocks=[], most_blocks=0)
+    real_scores = scores
 
-    def noted(operations: list[dist.P2POp]) -> list[dist.Work]:
-        elements.extend(one.tensor.numel() for one in operations if one.op is dist.isend)
-        return real(operations)
+    def noted_scores(q_BHcK: torch.Tensor, k_BHcK: torch.Tensor, diagonal: bool) -> torch.Tensor:
+        piece = 0.5 if diagonal else 1
+        watch.pieces += piece
+        for hop in watch.hops:
+            hop["pieces"] += piece * hop["travels"]
+        return real_scores(q_BHcK, k_BHcK, diagonal)
 
-    with patch.object(dist, "batch_isend_irecv", noted):
-        yield elements
+    with patch.dict(globals(), Hop=partial(WatchedHop, watch), scores=noted_scores):
+        yield watch
 
 
-def costs(device: torch.device, layout: Layout) -> dict[str, float]:
-    """Elements sent and kept, in units of my keys, and matrix products of a piece, each way."""
+def costs(device: torch.device, layout: Layout) -> dict[str, object]:
+    """What a pass each way costs; elements in units of my keys."""
     q_BHtK, k_BHtK, v_BHtK, grad_BHtK = [share(x, layout) for x in draw(device, TOKENS)]
     q_BHtK.requires_grad_()
-    c = k_BHtK.shape[2] // 2
-    product = 2 * B * H * c * c * K  # its FLOPs
     kept = []
     keep = saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x)
-    with noted_sends() as sent, keep, FlopCounterMode(display=False) as flops:
+    with watched() as forward, keep:
         out_BHtK = RingAttention.apply(q_BHtK, k_BHtK, v_BHtK, layout)
-    with noted_sends() as sent_backward, FlopCounterMode(display=False) as flops_backward:
+    with watched() as backward:
         out_BHtK.backward(grad_BHtK)
     elements = sum(x.untyped_storage().nbytes() // x.itemsize for x in kept)
-    found = {"sent": sum(sent), "sent backward": sum(sent_backward), "kept": elements}
-    found = {name: count / k_BHtK.numel() for name, count in found.items()}
-    found["products"] = flops.get_total_flops() / product
-    return found | {"products backward": flops_backward.get_total_flops() / product}
+    found = {"kept": elements / k_BHtK.numel()}
+    for way, watch in (("forward", forward), ("backward", backward)):
+        found[f"sent {way}"] = sum(hop["elements"] for hop in watch.hops) / k_BHtK.numel()
+        found[f"behind {way}"] = [hop["pieces"] for hop in watch.hops]
+    return found | {"pieces": forward.pieces, "blocks": forward.most_blocks}
 
 
 def gather_objects(value: object) -> list:
@@ -411,19 +437,21 @@ def gather_objects(value: object) -> list:
 def check_costs(device: torch.device) -> None:
     n = WORLD_SIZE
     found = costs(device, zig_zag)
-    claim("elements sent forward / my keys", 2 * (n - 1), found["sent"], question=1)
+    claim("elements sent forward / my keys", 2 * (n - 1), found["sent forward"], question=1)
     claim("elements sent backward / my keys", 4 * n - 2, found["sent backward"], question=2)
-    more = found["products backward"] / found["products"]
-    claim("products of a piece: backward / forward", 5 / 2, more)
-    claim("zig-zag: pieces of a rank", 2 * n + 1, found["products"] / 2)
-    dealt = gather_objects(found["products"])
-    unequal = gather_objects(costs(device, consecutive)["products"])
+    claim("zig-zag: pieces of a rank", 2 * n, found["pieces"])
+    claim("zig-zag: fewest pieces while a hop travels", 2, min(found["behind forward"]))
+    hidden = sum(pieces > 0 for pieces in found["behind backward"])
+    claim("hops backward with pieces to hide behind", 2 * n - 2, hidden)
+    dealt = gather_objects(found["pieces"])
+    unequal = gather_objects(costs(device, consecutive)["pieces"])
     ratio = unequal[-1] / unequal[0]
-    claim("consecutive: pieces, last rank / first", (4 * n - 1) / 3, ratio, question=3)
+    claim("consecutive: pieces, last rank / first", 2 * n - 1, ratio, question=3)
     text = "busiest rank's pieces: consecutive / zig-zag"
-    claim(text, (4 * n - 1) / (2 * n + 1), max(unequal) / max(dealt), question=4)
+    claim(text, (2 * n - 1) / n, max(unequal) / max(dealt), question=4)
+    claim("blocks of keys and values held at a time", 2, found["blocks"], question=5)
     others = (found["kept"] - 4 - 1 / K) / 2  # my q, k, v, out, and one number per query
-    claim("other ranks whose keys and values are kept", 0, others, question=5)
+    claim("other ranks whose keys and values are kept", 0, others)
 
 
 # %% [markdown]
@@ -432,7 +460,8 @@ def check_costs(device: torch.device) -> None:
 # In `context_parallel`, which is experimental, attention over buffers that it has split is computed
 # in pieces as here. Its pieces are fused kernels, which exist for CUDA alone, and it deals out
 # chunks as zig-zag does. Ours store their scores, c x c for each head, so that one head is all that
-# is timed. Even so the slowest rank's time should fall by the same factor as its pieces.
+# is timed. Even so the slowest rank's time should fall by the factor of its pieces, of which one on
+# the diagonal is a whole one here: (2n+1) / (4n-1).
 
 
 # %%
@@ -490,12 +519,11 @@ def median_ms(work: Callable, repeats: int = 20) -> float:
 #
 # 1. Six: keys and values make three hops each, 2(n-1). A share has T/n keys, so a rank sends nearly
 #    2T of them whatever n is: more ranks compute less each, and send no less.
-# 2. Fourteen: keys and values make three hops again, their gradients four: 2(n-1) + 2n. A piece has
-#    5/2 of its products backward: scores once more, then dv, grad v', dq and dk.
-# 3. Five: 15 pieces against 3. Rank 0 waits for the others most of the time.
-# 4. 15/9 = 1.67, and nearly 2 with many ranks: (4n-1) / (2n+1). A piece on the diagonal counts as a
-#    whole one here, though half of it is masked.
-# 5. None. Visitors come once more backward, so a rank keeps 1/n of what one process keeps.
+# 2. Fourteen: keys and values make three hops again, their gradients four: 2(n-1) + 2n.
+# 3. Seven, 2n-1: 14 pieces against 2. Rank 0 waits for the others most of the time.
+# 4. 14/8 = 1.75, and nearly 2 with many ranks: (2n-1) / n.
+# 5. Two: the one at work, and the one that arrives. For the backward pass a rank keeps neither, as
+#    all come once more: it keeps 1/n of what one process keeps.
 #
 # **Try.** A total that is not rescaled gives wrong outputs, and its logarithm wrong weights
 # backward: every error fails, with short sequences and with scores of thousands too. (The outputs
@@ -507,12 +535,12 @@ def median_ms(work: Callable, repeats: int = 20) -> float:
 # bf16, that is so from 2 (G/H) F/W tokens per rank on, for H heads of queries and G of keys (here
 # G = H; what travels shrinks with G), F FLOP/s, and a link of W bytes/s one way. An H100 that
 # reaches 400 TFLOP/s with Llama 3 8B's H = 32 and G = 8 needs 444 tokens per rank over NVLink (450
-# GB/s), and 4,000 over a network card (50 GB/s). Backward a step moves gradients too, twice the
-# bytes behind 5/2 of the work: 0.8 times as many tokens are enough, or 1.2 times if gradients
-# travel in float32. So a long sequence hides its ring even between machines, all but the last hop
-# backward: the one that brings gradients home has no work to hide behind, in any layer. Real rings
-# keep the running numbers in float32 and let a fused kernel do each piece, which also returns the
-# logarithm.
+# GB/s), and 4,000 over a network card (50 GB/s). Backward a step moves gradients too: twice the
+# bytes behind five products instead of two, so 0.8 times as many tokens are enough, or 1.2 times if
+# gradients travel in float32. A long sequence hides its ring even between machines, all but the
+# last hop backward: the one that brings gradients home has no work to hide behind, in any layer.
+# Real rings keep the running numbers in float32 and let a fused kernel do each piece, which also
+# returns the logarithm.
 #
 # **When.** When one sequence is too long even if every layer is recomputed and tensor parallelism
 # splits what it can. Many short sequences are better split over ranks whole: that needs no hops.
@@ -597,7 +625,8 @@ def setup() -> torch.device:
     gpus = torch.cuda.device_count()
     local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cpu")
-    how = f"gloo ({local_ranks} ranks and {gpus} GPUs here)"
+    some = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+    how = f"gloo ({local_ranks} ranks and {some} here)"
     if gpus >= local_ranks:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
@@ -608,7 +637,7 @@ def setup() -> torch.device:
     store.set(f"device of {RANK}", device.type)
     devices = store.multi_get([f"device of {rank}" for rank in range(WORLD_SIZE)])
     if len(set(devices)) > 1:
-        counted = f"{devices.count(b'cuda')} GPUs for {WORLD_SIZE} ranks"
+        counted = f"GPUs for {devices.count(b'cuda')} of {WORLD_SIZE} ranks"
         refuse(f"needs a GPU per rank, or none, got {counted}; hide all by CUDA_VISIBLE_DEVICES=")
     group = {"rank": RANK, "world_size": WORLD_SIZE, "store": store, "timeout": patience}
     own_gpu = device if device.type == "cuda" else None

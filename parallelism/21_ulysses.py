@@ -16,7 +16,8 @@ keys and all values of its tokens together are one unit.
    does it send in a forward pass?
 3. Attention is causal. In Ulysses, how many times as many FLOPs does the last rank do in attention
    as the first?
-4. Llama 3 8B has 32 heads of queries and 8 of keys. How many ranks can Ulysses use at the most?
+4. Llama 3 8B has 32 heads of queries and 8 of keys, which may be copied. How many ranks can Ulysses
+   use at the most?
 
 **Run.**
 
@@ -104,7 +105,7 @@ class Exchange(torch.autograd.Function):
 
 
 def tokens_to_heads(x_BHtK: torch.Tensor) -> torch.Tensor:
-    """All heads of my tokens (B, H, t, K) -> all tokens of my heads (B, h, T, K)."""
+    """All heads given, of my tokens (B, H, t, K) -> all tokens of my heads (B, h, T, K)."""
     parts_nBhtK = torch.stack(x_BHtK.chunk(WORLD_SIZE, dim=1))
     return torch.cat(Exchange.apply(parts_nBhtK).unbind(), dim=2)
 
@@ -159,7 +160,8 @@ def ulysses_attention(
 # from its own queries: a reduce-scatter adds them up, and gives each rank those of its own tokens.
 # Here a rank has consecutive tokens, so the keys after its last token are cut off, and its queries
 # are the last t of those that remain. (The mask lies in memory here. With `causal_lower_right` from
-# torch.nn.attention.bias instead, a fused kernel needs none.)
+# torch.nn.attention.bias instead, a fused kernel needs none.) What is gathered stays for the
+# backward pass. TransformerEngine gathers it once more then, and sends 2 (n-1) G more for it.
 
 
 # %%
@@ -264,8 +266,9 @@ def check_values(device: torch.device) -> None:
 
 # %% [markdown]
 # Of the larger tensor that a rank hands to a collective, input or output, all but the rank's own
-# n-th leaves the rank. FLOPs are counted by PyTorch's `FlopCounterMode`, which counts masked pairs
-# of queries and keys too.
+# n-th leaves the rank. What attention is given stays for the backward pass: it is counted as the
+# memory in which queries, keys and values lie. FLOPs are counted by PyTorch's `FlopCounterMode`,
+# which counts masked pairs of queries and keys too.
 
 # %%
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
@@ -287,17 +290,34 @@ def noted_elements() -> Iterator[list[float]]:
         yield elements
 
 
+@contextlib.contextmanager
+def noted_blocks() -> Iterator[dict[int, int]]:
+    """The bytes of each block of memory that attention gets in the block, by its address."""
+    real = F.scaled_dot_product_attention
+    sizes = {}
+
+    def attention(*given: torch.Tensor, **options: object) -> torch.Tensor:
+        for x in given[:3]:  # queries, keys and values
+            sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return real(*given, **options)
+
+    with patch.object(F, "scaled_dot_product_attention", attention):
+        yield sizes
+
+
 def costs(device: torch.device, way: Callable) -> dict[str, float]:
-    """What is sent each way in units of my keys and values, collectives and FLOPs forward."""
+    """What is sent and kept in units of my keys and values, collectives and FLOPs forward."""
     q_BHtK, k_BGtK, v_BGtK, grad_BHtK = [share(x).bfloat16() for x in draw(device, TOKENS, G)]
     unit = 2 * k_BGtK.numel()
     for x in (q_BHtK, k_BGtK, v_BGtK):
         x.requires_grad_()
-    with noted_elements() as forward, FlopCounterMode(display=False) as flops:
+    flop_counter = FlopCounterMode(display=False)
+    with noted_elements() as forward, noted_blocks() as kept, flop_counter as flops:
         out_BHtK = way(q_BHtK, k_BGtK, v_BGtK)
     with noted_elements() as backward:
         out_BHtK.backward(grad_BHtK)
     found = {"forward": sum(forward) / unit, "backward": sum(backward) / unit}
+    found["kept"] = sum(kept.values()) / (unit * q_BHtK.itemsize)
     return found | {"calls": len(forward), "flops": flops.get_total_flops()}
 
 
@@ -315,11 +335,15 @@ def check_costs(device: torch.device) -> None:
     claim("Ulysses: sent forward / my keys and values", sent, ulysses["forward"], question=1)
     claim("Ulysses: sent backward / my keys and values", sent, ulysses["backward"])
     claim("Ulysses: all-to-alls forward", 2, ulysses["calls"])
+    due = Fraction(H + 2 * math.lcm(n, G), 2 * G)
+    claim("Ulysses: q, k and v kept / my keys and values", due, ulysses["kept"])
     flops = last_by_first(ulysses["flops"])
     claim("Ulysses: FLOPs, last rank / first", 1, flops, question=3)
     gathered = costs(device, gathered_attention)
     claim("gathered: sent forward / my keys and values", n - 1, gathered["forward"], question=2)
     claim("gathered: sent backward / my keys and values", n - 1, gathered["backward"])
+    due = n + Fraction(H, 2 * G)
+    claim("gathered: q, k and v kept / my keys and values", due, gathered["kept"])
     claim("gathered: FLOPs, last rank / first", n, last_by_first(gathered["flops"]))
 
 
@@ -345,8 +369,8 @@ def check_llama() -> None:
 #
 # On 8 ranks these are the heads of Llama 3 8B: there go 4 heads of queries, one of keys and one of
 # values to each rank, and 4 heads of outputs go back. So long a message is a matter of bytes, not
-# of its start, so the first exchange should take 6/4 of the time of the second. Attention is left
-# out: it takes so much longer that a wrong exchange would not be seen in the sum.
+# of its start, so the first exchange should take 6/4 of the time of the second, each with its
+# copies. Attention is left out: it takes so much longer that a wrong exchange would not be seen.
 
 
 # %%
@@ -358,11 +382,12 @@ def measure_on_gpus(device: torch.device) -> None:
     n = WORLD_SIZE
     t = 131_072 // n
     factory = {"device": device, "dtype": torch.bfloat16}
-    qkv_nBhtK = torch.zeros(n, 1, 4 + 1 + 1, t, 128, **factory)
-    out_nBhtK = torch.zeros(n, 1, 4, t, 128, **factory)
-    there = median_ms(lambda: Exchange.apply(qkv_nBhtK))
-    back = median_ms(lambda: Exchange.apply(out_nBhtK))
-    print0(f"{'':13}there {there:.2f} ms, back {back:.2f} ms")
+    qkv_BHtK = torch.zeros(1, (4 + 1 + 1) * n, t, 128, **factory)
+    out_BhTK = torch.zeros(1, 4, n * t, 128, **factory)
+    there = median_ms(lambda: tokens_to_heads(qkv_BHtK))
+    back = median_ms(lambda: heads_to_tokens(out_BhTK))
+    rate = qkv_BHtK.nbytes * (n - 1) / n / there / 1e6
+    print0(f"{'':13}there {there:.2f} ms, {rate:.0f} GB/s per rank; back {back:.2f} ms")
     claim(text, 6 / 4, there / back, atol=0.25, timed=True)
 
 
@@ -388,9 +413,11 @@ def median_ms(work: Callable, repeats: int = 20) -> float:
 #    leave the rank. On any number of ranks it is less than 2H/G = 4 units. Backward it is the same.
 # 2. Three: each rank's unit goes to the three others. With n ranks it is n-1, without a limit.
 # 3. One: each has as many heads, and all tokens. After a gather of consecutive tokens the last
-#    rank does n times as much as the first, masked pairs included; the cure is zig-zag.
+#    rank does n times as much as the first, masked pairs included, or 2n-1 times if a kernel skips
+#    them; the cure is zig-zag.
 # 4. 32: there is no half head. Heads of keys are fewer, so on 16 ranks each of them is sent in
-#    two copies, and on 32 in four: as much as if there were 32 of them.
+#    two copies, and on 32 in four: as much as if there were 32 of them. Megatron-LM and
+#    TransformerEngine make no copies, so that n must divide the heads of keys too: there it is 8.
 #
 # **Try.** With `repeat`, copies come in the order 0 1 0 1 instead of 0 0 1 1, so queries meet keys
 # of another group. On four ranks only the row with 2 heads of keys copies any, so it alone fails.
@@ -403,8 +430,9 @@ def median_ms(work: Callable, repeats: int = 20) -> float:
 # them: with 32 heads and eight ranks of one, four ranks are left for the other. The ring: over slow
 # links, for its hops hide behind attention if sequences are long, and with more ranks than heads.
 # The gather: on few ranks with few heads of keys, and with odd masks, for one call sees all keys;
-# so did Llama 3, for packed documents. Each rank then holds keys and values of all tokens, which is
-# 0.54 GB per layer for 131,072 tokens of Llama 3 8B, whatever n is.
+# so did Llama 3, for packed documents. Each rank then keeps the keys and values of all tokens: with
+# its queries five units here, where Ulysses keeps two. For 131,072 tokens of Llama 3 8B these keys
+# and values are 0.54 GB per layer, whatever n is.
 #
 # **Where it bites.** Rotary embeddings are applied before the exchange, with positions counted in
 # the whole sequence. Weights' gradients are combined over the ranks as in data parallelism, for
@@ -492,7 +520,8 @@ def setup() -> torch.device:
     gpus = torch.cuda.device_count()
     local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cpu")
-    how = f"gloo ({local_ranks} ranks and {gpus} GPUs here)"
+    some = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+    how = f"gloo ({local_ranks} ranks and {some} here)"
     if gpus >= local_ranks:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
@@ -503,7 +532,7 @@ def setup() -> torch.device:
     store.set(f"device of {RANK}", device.type)
     devices = store.multi_get([f"device of {rank}" for rank in range(WORLD_SIZE)])
     if len(set(devices)) > 1:
-        counted = f"{devices.count(b'cuda')} GPUs for {WORLD_SIZE} ranks"
+        counted = f"GPUs for {devices.count(b'cuda')} of {WORLD_SIZE} ranks"
         refuse(f"needs a GPU per rank, or none, got {counted}; hide all by CUDA_VISIBLE_DEVICES=")
     group = {"rank": RANK, "world_size": WORLD_SIZE, "store": store, "timeout": patience}
     own_gpu = device if device.type == "cuda" else None

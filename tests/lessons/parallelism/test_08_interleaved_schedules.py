@@ -19,6 +19,18 @@ ranks = st.integers(1, 8)
 costs = st.integers(1, 4)
 
 
+def slots_of(orders: list[list], slots: dict[str, int], message: int = 0) -> list[dict]:
+    """The slots of each action, as the lesson counts them."""
+    found = []
+    for actions in simulate(orders, slots, message):
+        found.append({one: range(slot, slot + slots[one[0]]) for one, slot in actions.items()})
+    return found
+
+
+def lists_of(p: int, m: int, v: int, hops: int) -> list[list]:
+    return [lesson.interleaved(rank, p, m, v, hops) for rank in range(p)]
+
+
 @given(ranks, st.integers(1, 5))
 def test_one_stage_and_one_forward_per_hop_is_1f1b(p: int, groups: int) -> None:
     for rank in range(p):
@@ -29,37 +41,81 @@ def test_one_stage_and_one_forward_per_hop_is_1f1b(p: int, groups: int) -> None:
 
 @settings(deadline=None)
 @given(ranks, st.integers(1, 5), st.integers(2, 4), st.sampled_from([1, 2]), costs, costs)
-def test_all_idle_as_the_formula_whatever_the_passes_cost(
+def test_it_idles_as_the_formula_whatever_the_passes_cost(
     p: int, groups: int, v: int, hops: int, f: int, b: int
 ) -> None:
     """(p-1) / (v m + p-1) for every m that p divides, with two forwards per hop and with one."""
     m = p * groups
-    slots = {"F": f, "B": b}
-    deep = [lesson.interleaved(rank, p, m, v, hops) for rank in range(p)]
-    wide = [lesson.breadth_first(rank, p, m, v) for rank in range(p)]
-    ahead = min((v - 1) * p + hops * (p - 1) + 1, v * m)
-    for orders, held in ((deep, ahead), (wide, v * m)):
-        complete(orders, v * p, m, "B")
-        assert held_at_most(orders[0]) == held
-        with patch.dict(lesson.SLOTS, slots):
-            idle = lesson.idle_share(simulate(orders, slots))
-        assert idle == Fraction(p - 1, v * m + p - 1)
+    orders = lists_of(p, m, v, hops)
+    complete(orders, v * p, m, "B")
+    assert held_at_most(orders[0]) == min((v - 1) * p + hops * (p - 1) + 1, v * m)
+    idle = lesson.idle_share(slots_of(orders, {"F": f, "B": b}))
+    assert idle == Fraction(p - 1, v * m + p - 1)
+
+
+@settings(deadline=None)
+@given(st.integers(2, 8), st.integers(2, 5), st.integers(1, 4), st.integers(0, 4))
+def test_two_forwards_per_hop_expose_the_first_and_the_last_micro_batch_s_messages(
+    p: int, groups: int, v: int, quarters: int
+) -> None:
+    """2 (v p - 1) c slots, for messages of c <= 1 slots; here all is in quarters of a slot."""
+    m = p * groups
+    slots = slots_of(lists_of(p, m, v, 2), {"F": 4, "B": 8}, quarters)
+    assert lesson.length(slots) == 12 * (v * m + p - 1) + 2 * (v * p - 1) * quarters
+
+
+@settings(deadline=None)
+@given(st.integers(2, 8), st.integers(2, 5), st.integers(0, 4))
+def test_one_forward_per_hop_waits_as_often_as_the_lesson_says(
+    p: int, groups: int, quarters: int
+) -> None:
+    m = p * groups
+    slots = slots_of(lists_of(p, m, 2, 1), {"F": 4, "B": 8}, quarters)
+    waits = (2 * m - p - 1) * (p - 1) // p
+    exposed = 2 * (2 * p - 1 + waits) * quarters
+    assert lesson.length(slots) == 12 * (2 * m + p - 1) + exposed
+
+
+def drawn(starts: list[dict], slots: dict[str, int], length: int) -> list[str]:
+    """The rows of a grid, as the lesson's text has them."""
+    rows = []
+    for rank, actions in enumerate(starts):
+        cells = [" ."] * length
+        for (kind, stage, k), slot in actions.items():
+            name = f"{kind if stage == rank else kind.lower()}{k}"
+            cells[slot : slot + slots[kind]] = slots[kind] * [name]
+        rows.append("".join(cells))
+    return rows
 
 
 def test_the_grids_of_the_text() -> None:
     """p = 2, m = 4: six slots of 30 are idle, then three of 27; a column is half a stage's."""
-    plain = [lesson.interleaved(rank, 2, 4, 1, hops=1) for rank in range(2)]
-    halves = [lesson.interleaved(rank, 2, 4, 2) for rank in range(2)]
-    assert lesson.idle_share(simulate(plain, lesson.SLOTS)) == Fraction(6, 30)
-    first, second = simulate(halves, lesson.SLOTS)
-    assert lesson.idle_share([first, second]) == Fraction(3, 27)
     text = (ROOT / LESSON).read_text(encoding="utf-8")
-    for rank, layers, starts in ((0, "0, 2", first), (1, "1, 3", second)):
-        cells = [" ."] * 27
-        for (kind, stage, k), slot in starts.items():
-            name = f"{kind if stage == rank else kind.lower()}{k}"
-            cells[slot : slot + lesson.SLOTS[kind]] = lesson.SLOTS[kind] * [name]
-        assert f"rank {rank}, layers {layers}   {''.join(cells)}" in text
+    for orders, slots, layers, length in (
+        (lists_of(2, 4, 1, 1), {"F": 2, "B": 4}, ("0, 1", "2, 3"), 30),
+        (lists_of(2, 4, 2, 2), {"F": 1, "B": 2}, ("0, 2", "1, 3"), 27),
+    ):
+        for rank, row in enumerate(drawn(simulate(orders, slots), slots, length)):
+            assert f"rank {rank}, layers {layers[rank]}   {row}\n" in text
+    slots = {"F": 1, "B": 2}
+    for hops, length in ((1, 19), (2, 17)):
+        starts = simulate(lists_of(2, 4, 1, hops), slots, message=1)
+        for rank, row in enumerate(drawn(starts, slots, length)):
+            assert f"   rank {rank}   {row}\n" in text
+
+
+def test_the_answers_numbers() -> None:
+    """Four ranks, slots of half a rank's layers: with 8 and 64 micro-batches."""
+
+    def length(m: int, v: int, hops: int, quarters: int) -> float:
+        slots = {"F": 8 // v, "B": 16 // v}
+        return lesson.length(slots_of(lists_of(4, m, v, hops), slots, quarters)) / 4
+
+    assert [length(8, 1, 1, 0), length(8, 2, 2, 0)] == [66, 57]
+    assert [length(8, 1, 2, 4), length(8, 2, 2, 4), length(8, 2, 1, 4)] == [72, 71, 87]
+    assert [length(8, 1, 2, 2), length(8, 2, 2, 2)] == [69, 64]
+    assert [length(64, 1, 1, 0), length(64, 2, 2, 0)] == [402, 393]
+    assert [length(8, 1, 2, 8), length(8, 2, 2, 8)] == [78, 92]
 
 
 def test_a_message_has_a_tag_of_its_own() -> None:
@@ -74,52 +130,58 @@ def test_a_share_is_of_the_medians() -> None:
 
 def PLAIN(played: Played) -> None:
     """The runs are drawn as grids, one row a rank."""
+    assert f"rank 3  ......{8 * 'FFBBBB'}............\n" in played.output
     assert "rank 0  FFFFffffFFF...bbFbb.fbbfbbfBBfBBBB.BB.bb.bb.bb.bbBBBBBBBB\n" in played.output
-    assert "rank 3  ...FFFFFFFFffffffffbbbbbbbbbbbbbbbbBBBBBBBBBBBBBBBB\n" in played.output
+    slow = f"{4 * 'fbb'}{4 * 'FBB'}{4 * 'fbb'}{4 * '.BB'}"
+    assert f"rank 3  ......FFFF....{slow}.........\n" in played.output
 
 
-NAMES = ("1F1B", "v = 2", "v = 4", "breadth first")
-ERRORS, IDLE, HELD = (
-    {f"{name}: {what}" for name in NAMES}
-    for what in ("error of the gradients", "share of slots idle", "micro-batches held")
+ERRORS, IDLE = (
+    {f"{name}: {what}" for name in ("1F1B", "v = 2")}
+    for what in ("error of the gradients", "share of slots idle")
 )
-SENT = {f"v = {v}: messages / 1F1B's" for v in (2, 4)}
-DEEP = {f"v = {v}: micro-batches held" for v in (2, 4)}
-TORCHS = ("Interleaved1F1B", "LoopedBFS")
-SEND = "dist.isend(result, rank, self.group, tag=tag_of(action))"
-UNLIKE = {name: f"torch's {name}: actions unlike our list's" for name in TORCHS}
+SENT = "v = 2: messages / 1F1B's"
+ONE_HELD, DEEP, PER_HOP_HELD = (
+    f"{name}: micro-batches held" for name in ("1F1B", "v = 2", "v = 2, one per hop")
+)
+WHOLE_ADDED, ADDED, PER_HOP_ADDED = (
+    f"{name}: slots that messages add" for name in ("v = 1", "v = 2", "v = 2, one per hop")
+)
+SEND = "dist.isend(message, rank, self.group, tag=tag_of(action))"
+UNLIKE = "torch's Interleaved1F1B: actions unlike our list's"
 LINES = {
-    "one forward per hop (Try)": (
-        ("hops: int = 2", "hops: int = 1"),
-        DEEP | {UNLIKE["Interleaved1F1B"]},
+    "a rank runs ahead by one per hop, whatever is asked": (
+        ("hops * (p - 1 - rank)", "(p - 1 - rank)"),
+        {DEEP, WHOLE_ADDED, ADDED, UNLIKE},
     ),
-    "breadth first goes back in order": (
-        ("for k in reversed(range(m))]", "for k in range(m)]"),
-        {UNLIKE["LoopedBFS"]},
+    "two forwards per hop where it should be one": (
+        ("v=2, hops=1, message", "v=2, hops=1 + 1, message"),
+        {PER_HOP_ADDED, PER_HOP_HELD},
     ),
-    "breadth first is interleaved in disguise": (
-        ('"breadth first": (breadth_first, 2)', '"breadth first": (interleaved, 2)'),
-        {"breadth first: micro-batches held"},
+    "1F1B's one forward per hop, with slow messages": (
+        ("v=1, hops=2, message", "v=1, hops=1, message"),
+        {WHOLE_ADDED},
     ),
+    "messages take no time": (("v=2, hops=2, message=MESSAGE", "v=2, hops=2"), {ADDED}),
     "a message's clock is not read": (
         ("        self.now = max(self.now, int(message[-1]))\n", ""),
-        IDLE,
+        IDLE | {WHOLE_ADDED, ADDED, PER_HOP_ADDED},
     ),
     "activations are kept": (
         ("self.held.pop((stage, k))", "self.held[stage, k]"),
-        HELD - {"breadth first: micro-batches held"},
+        {ONE_HELD, DEEP, PER_HOP_HELD},
     ),
     "the loss is a sum over micro-batches": (("[k]) / MICRO_BATCHES", "[k])"), ERRORS),
-    "every message counts twice": (
+    "messages of small stages count twice": (
         [
-            (f"self.sends.append({SEND})", f"self.sends += 2 * [{SEND}]"),
+            (f"self.sends.append({SEND})", f"self.sends += len(self.stages) * [{SEND}]"),
             ("for send in self.sends:", "for send in {*self.sends}:"),
         ],
-        SENT,
+        {SENT},
     ),
     "PyTorch minimizes another loss": (
         ("MICRO_BATCHES, loss_fn=F.mse_loss)", "MICRO_BATCHES, loss_fn=F.l1_loss)"),
-        {f"torch's {name}: error of the gradients" for name in TORCHS},
+        {"torch's Interleaved1F1B: error of the gradients"},
     ),
 }
-BREAKS = [Breaks(LINES)]
+BREAKS = [Breaks(LINES, alone=["a rank runs ahead by one per hop, whatever is asked"])]

@@ -138,19 +138,22 @@ BACKWARD = GRADIENTS | {SHORT}
 ERRORS = BACKWARD | {f"{name}: error of the output" for name in NAMES}
 SENT, SENT_BACK = (f"elements sent {way} / my keys" for way in ("forward", "backward"))
 KEPT = "other ranks whose keys and values are kept"
-PRODUCTS = "products of a piece: backward / forward"
+BLOCKS = "blocks of keys and values held at a time"
+BEHIND = "zig-zag: fewest pieces while a hop travels"
+BEHIND_BACK = "hops backward with pieces to hide behind"
 PIECES = "zig-zag: pieces of a rank"
 UNEQUAL = "consecutive: pieces, last rank / first"
 GAIN = "busiest rank's pieces: consecutive / zig-zag"
 
 HOP = "        hop = None if last else Hop(kv_2BHtK)\n        for i, j, diagonal"
-ADD = "            running[i].add(k_BHcK, v_BHcK, diagonal)\n"
+ADD = "            running[i].add(*kv_2BHtK.chunk(2, dim=3)[j], diagonal)\n"
 SAVED = "out_BHtK, lse_BHt1)\n        ctx.layout"
 RESCALED = "self.sum_BHcK = self.sum_BHcK * rescale_BHc1 + weight"
 MOST = "torch.maximum(self.most_BHc1, s_BHcc.amax(dim=-1, keepdim=True))"
 FOUND = "    found = []\n    for i, mine"
 SEND_ON = "        on_its_way = Hop(grad_2BHtK)\n"
-VISITOR = "    k_BHcK, v_BHcK = kv_2BHcK\n"
+LEFT = "        self.leaving = None  # it has left: its memory may be used again\n"
+IN_STEP = "            kv_2BHtK = hop.arrived()\n    out_BHtK"
 LINES = {
     "totals are not rescaled (Try)": (
         ("self.total_BHc1 * rescale_BHc1 +", "self.total_BHc1 +"),
@@ -174,15 +177,15 @@ LINES = {
     ),
     "the mask compares places on the rank, not in the sequence": (
         [("if theirs <= mine:", "if j <= i:"), ("(i, j, theirs == mine)", "(i, j, i == j)")],
-        ERRORS | {LARGE, PIECES, UNEQUAL, GAIN},
+        ERRORS | {LARGE, UNEQUAL, GAIN},
     ),
     "tokens are in zig-zag, the mask is not": (
         (FOUND, f"    layout = consecutive\n{FOUND}"),
-        ZIG_ZAG | {SHORT, LARGE, PIECES, GAIN},
+        ZIG_ZAG | {SHORT, LARGE, PIECES, GAIN, BEHIND, BEHIND_BACK},
     ),
     "zig-zag deals out the second half in the same direction": (
         ("return rank, 2 * WORLD_SIZE - 1 - rank", "return rank, WORLD_SIZE + rank"),
-        {PIECES, GAIN},
+        {PIECES, GAIN, BEHIND},
     ),
     "consecutive tokens are not": (
         ("return 2 * rank, 2 * rank + 1", "return rank, WORLD_SIZE + rank"),
@@ -203,7 +206,7 @@ LINES = {
     ),
     "keys and values are sent twice": (
         (HOP, f"        last or Hop(kv_2BHtK).arrived()\n{HOP}"),
-        {SENT},
+        {SENT, BEHIND},
     ),
     "gradients are sent twice": (
         (SEND_ON, f"        Hop(grad_2BHtK).arrived()\n{SEND_ON}"),
@@ -216,12 +219,24 @@ LINES = {
         ],
         {KEPT},
     ),
-    "scores are computed twice backward": (
-        (VISITOR, f"{VISITOR}    q_BHcK @ k_BHcK.mT\n"),
-        {PRODUCTS},
+    "a hop starts after the pieces of its step": (
+        [
+            (HOP, "        for i, j, diagonal"),
+            (IN_STEP, IN_STEP.replace("hop.arrived()", "Hop(kv_2BHtK).arrived()")),
+        ],
+        {BEHIND},
+    ),
+    "gradients are awaited before the next pieces": (
+        (SEND_ON, f"{SEND_ON}        on_its_way.arrived()\n"),
+        {BEHIND_BACK},
+    ),
+    "what has left is not let go": ((LEFT, ""), {BLOCKS}),
+    "visitors stay until the end of the pass": (
+        (ADD, f"            running[i].__dict__.setdefault('all', []).append(kv_2BHtK)\n{ADD}"),
+        {BLOCKS},
     ),
 }
-BREAKS = [Breaks(LINES, ranks=3)]
+BREAKS = [Breaks(LINES, ranks=3, alone=["what has left is not let go"])]
 
 SMALLER = ("131_072 // WORLD_SIZE", "1_024 // WORLD_SIZE")
 NO_FUSED_KERNELS = ("largest_error(*with_torch(device))", "0.0")  # they exist for CUDA alone

@@ -133,6 +133,9 @@ G_SENT, G_BACK, U_SENT, U_BACK = (
     for way in ("forward", "backward")
 )
 G_FLOPS, U_FLOPS = (f"{name}: FLOPs, last rank / first" for name in ("gathered", "Ulysses"))
+G_KEPT, U_KEPT = (
+    f"{name}: q, k and v kept / my keys and values" for name in ("gathered", "Ulysses")
+)
 CALLS = "Ulysses: all-to-alls forward"
 MOST = "32 heads: most ranks that Ulysses takes"
 
@@ -163,7 +166,7 @@ LINES = {
             ),
             ("new_empty(WORLD_SIZE * 2,", "new_empty(WORLD_SIZE * 3,"),
         ],
-        {G_SENT, G_BACK},
+        {G_SENT, G_BACK, G_KEPT},
     ),
     "Ulysses sees the future": (
         ("q_BhTK, k_BgTK, v_BgTK, is_causal=True", "q_BhTK, k_BgTK, v_BgTK"),
@@ -179,6 +182,14 @@ LINES = {
     "copies of keys lie in the wrong order (Try)": (
         ("x.repeat_interleave(copies, dim=1)", "x.repeat(1, copies, 1, 1)"),
         {FEW},
+    ),
+    "heads of keys are copied though they need not be": (
+        (COPIES, f"2 * ({COPIES})"),
+        {U_SENT, U_BACK, U_KEPT},
+    ),
+    "attention gets keys of its own": (
+        ("k_BGsK = k_BGTK[:, :, :seen]", "k_BGsK = k_BGTK[:, :, :seen].clone()"),
+        {G_KEPT},
     ),
     "no head of keys has more than two copies": ((COPIES, f"min(2, {COPIES})"), {MOST}),
     "no gradient is sent back": (

@@ -1,0 +1,695 @@
+"""Random state in tensor parallelism: initial values and dropout
+==============================================================
+
+**Question.** Tensor parallelism gives each rank a part of some tensors and a copy of others. Their
+initial values and their dropout masks are drawn at random. Which numbers must all ranks draw alike,
+and which must each rank draw apart? No mistake raises an error.
+
+**Predict**, and write it down before you run. Four ranks share an MLP of 384 hidden features.
+
+1. All ranks call `torch.manual_seed(0)`. Then each draws the weights of its 96 features, and their
+   dropout masks. After ten steps of training, how many of the 384 features are distinct?
+2. A small layer in front of the MLP is copied, and each rank draws its copy from a seed of its own.
+   All copies get the same gradients. After ten steps of plain SGD, how many times as far apart are
+   two copies as they were at the start?
+3. Each rank draws the dropout masks (p = 0.1) of its features from a seed of its own. In which
+   share of places do the masks of two ranks agree?
+4. A rank draws the masks of copied activations from torch's own generator, and those of split
+   activations from a second one. `torch.utils.checkpoint` computes activations again in the
+   backward pass. Which of them then get another mask: the copied, or the split ones?
+
+**Run.**
+
+    torchrun --standalone --nproc-per-node=4 22_tensor_parallel_random_state.py
+    python 22_tensor_parallel_random_state.py     # the same, started for you
+
+NCCL on 4 GPUs, else gloo. Not run on several GPUs.
+
+**Try.** In `seed_generators` leave out `+ RANK`: what fails, and does the comparison with one
+process notice? In `Part.forward` end with `dropout(y_TD, self.split)`: what fails now?
+
+**Before.** parallelism/06_tensor_parallel.py: f and g, columns and rows.
+
+**Next.** parallelism/25_grouped_query_heads.py: copies whose gradients must be added up.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import json
+import logging
+import math
+import os
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor import empty as empty_dtensor
+from torch.utils.checkpoint import checkpoint
+
+# A *rank* is one of WORLD_SIZE processes that run this same file. `claim(text, predicted,
+# measured)` prints one row of the ledger and must be called by every rank. It, `setup`, `print0`,
+# `blocked` and `finish` stand in the last cell, the same in every lesson; you need not read them.
+RANK = int(os.environ.get("RANK", "0"))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+Group = dist.ProcessGroup | None  # the ranks that share a layer; None: all ranks
+
+# Shapes: T tokens, D model width, E hidden features of the whole MLP, e = E / n of one rank.
+T, D, E = 384, 96, 384
+DROPPED = 0.1  # the share that dropout drops
+STD = 0.1  # of initial values: about 1 / sqrt(D)
+
+# %% [markdown]
+# ## 1. Alike or apart: two generators
+#
+# Ask of every tensor whether it is **split** (each rank has a part of it) or **copied** (all ranks
+# have the same). One rule follows for all that is drawn at random:
+#
+# - What is copied is drawn **alike** on all ranks, for it is one tensor.
+# - What is split is drawn **apart** on each rank, for the parts are different pieces of one tensor.
+#
+# The MLP of this lesson has both kinds. An adapter, a small layer in front, is not split:
+#
+#     x --> adapter --> f --> up --> GELU --> dropout --> down --> g --> dropout --> y
+#     [     copied      ]     [             split            ]     [     copied      ]
+#
+#     drawn alike    adapter     the mask after g
+#     drawn apart    up, down    the mask after GELU
+#
+# (What goes into g is of a third kind, a **partial sum**. Nothing is drawn there.) So a rank needs
+# two generators of random numbers: torch's own, which all ranks seed alike, and one that each rank
+# seeds with its number. Megatron-LM has these two, with these seeds:
+
+
+# %%
+def seed_generators(seed: int, device: torch.device) -> torch.Generator:
+    """Seed torch's own generator alike on all ranks; return one that is this rank's own."""
+    torch.manual_seed(seed)  # draws what is copied
+    return torch.Generator(device).manual_seed(seed + 2718 + RANK)  # draws what is split
+
+
+def dropout(x: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+    """Drop by the numbers of `generator`, or by those of torch's own."""
+    kept = torch.empty_like(x).bernoulli_(1 - DROPPED, generator=generator)
+    return x * kept / (1 - DROPPED)
+
+
+class Part(nn.Module):
+    """What one rank holds of adapter and MLP: (T, D) -> (T, D), the same on every rank."""
+
+    def __init__(self, split: torch.Generator) -> None:
+        super().__init__()
+        factory = {"device": split.device, "dtype": torch.float64}
+        self.split = split
+        self.adapter = nn.Parameter(torch.empty(D, D, **factory))
+        self.up = nn.Parameter(torch.empty(E // WORLD_SIZE, D, **factory))
+        self.down = nn.Parameter(torch.empty(D, E // WORLD_SIZE, **factory))
+        nn.init.normal_(self.adapter, std=STD)
+        nn.init.normal_(self.up, std=STD, generator=split)
+        nn.init.normal_(self.down, std=STD, generator=split)
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        x_TD = CopyToRanks.apply(F.linear(x_TD, self.adapter))  # f
+        hidden_Te = dropout(F.gelu(F.linear(x_TD, self.up)), self.split)
+        y_TD = ReduceFromRanks.apply(F.linear(hidden_Te, self.down))  # g
+        return dropout(y_TD)
+
+
+# %% [markdown]
+# `F.dropout`, and the dropout inside a fused attention kernel, draw from torch's own
+# generator and take no other. Megatron-LM therefore swaps *states*: inside
+# `with get_cuda_rng_tracker().fork():` torch's own generator is in the state of the second one.
+#
+# f and g are those of 06_tensor_parallel.py:
+
+
+# %%
+class CopyToRanks(torch.autograd.Function):
+    """f in Shoeybi et al. (2019), section 3: identity forward, all-reduce backward."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor, group: Group = None) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return all_reduce(grad, ctx.group), None  # None: a group has no gradient
+
+
+class ReduceFromRanks(torch.autograd.Function):
+    """g in Shoeybi et al. (2019), section 3: all-reduce forward, identity backward."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor, group: Group = None) -> torch.Tensor:
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+def all_reduce(x: torch.Tensor, group: Group = None) -> torch.Tensor:
+    """Return the sum over the group. `x` stays as it is: a gradient we are handed is not ours."""
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+# %% [markdown]
+# ## 2. Two states to keep
+#
+# A generator's **state** decides what it draws next. To draw something once more, one puts the
+# state back. That happens in two places, and each needs both states:
+#
+# - A training checkpoint holds them, and of the second generator it holds one per rank.
+# - **Activation recomputation** forgets a layer's activations and runs the layer again in the
+#   backward pass. It must drop what was dropped before: otherwise the gradients are those of a
+#   network that has never run forward.
+#
+# `torch.utils.checkpoint` puts torch's own generator back, and knows of no other. The second state
+# is ours to put back. `context_fn` returns two contexts, one for each of the two runs:
+
+
+# %%
+@contextlib.contextmanager
+def back_at(state: torch.Tensor, generator: torch.Generator) -> Iterator[None]:
+    """Inside, `generator` draws from `state` on; afterwards it goes on as if nothing had been."""
+    later = generator.get_state()
+    generator.set_state(state)
+    try:
+        yield
+    finally:  # the second run is left by an exception, as soon as it has what backward needs
+        generator.set_state(later)
+
+
+def recomputed(layer: Callable, x: torch.Tensor, split: torch.Generator) -> torch.Tensor:
+    """Return `layer(x, split)`; its activations are forgotten, and computed again in backward."""
+    contexts = (contextlib.nullcontext(), back_at(split.get_state(), split))
+    return checkpoint(layer, x, split, use_reentrant=False, context_fn=lambda: contexts)
+
+
+# %% [markdown]
+# ## 3. How it is measured
+#
+# First against one process. The oracle takes the weights and the masks of all ranks, puts the parts
+# together, and computes output and gradients alone, in float64. Errors are relative to the largest
+# element; ten operations in a row each add up at most E terms, in another order. This shows that
+# the computation is right. It cannot show that the numbers were *drawn* rightly; the rows after it
+# do.
+
+
+# %%
+TOLERANCE = 10 * E * 2**-53
+
+
+def relative_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest difference between two tensors, relative to the largest element."""
+    return ((ours - expected).abs().max() / expected.abs().max()).item()
+
+
+def gathered(x: torch.Tensor) -> list[torch.Tensor]:
+    """Every rank's `x`."""
+    mine = x.detach().contiguous()
+    everyone = [torch.empty_like(mine) for _ in range(WORLD_SIZE)]
+    dist.all_gather(everyone, mine)
+    return everyone
+
+
+def batch(device: torch.device) -> torch.Tensor:
+    """Inputs and targets, the same on every rank: (2, T, D)."""
+    own = torch.Generator(device).manual_seed(1)  # torch's stays as the checks have seeded it
+    return torch.randn(2, T, D, device=device, dtype=torch.float64, generator=own)
+
+
+def masks(split: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `Part.forward` multiplies by: this rank's (T, e) after GELU, and (T, D) after g."""
+    factory = {"device": split.device, "dtype": torch.float64}
+    mask_Te = dropout(torch.ones(T, E // WORLD_SIZE, **factory), split)
+    return mask_Te, dropout(torch.ones(T, D, **factory))
+
+
+def check_one_process(device: torch.device) -> None:
+    """Claim that the ranks compute what one process does with their weights and masks."""
+    x_TD, grad_TD = batch(device)
+    split = seed_generators(0, device)
+    part = Part(split)
+    state = split.get_state()
+    torch.manual_seed(2)
+    y_TD = part(x_TD)
+    y_TD.backward(grad_TD)
+    torch.manual_seed(2)
+    with back_at(state, split):
+        mask_Te, mask_TD = masks(split)
+
+    adapter_DD = part.adapter.detach().clone().requires_grad_()
+    up_ED = torch.cat(gathered(part.up)).requires_grad_()
+    down_DE = torch.cat(gathered(part.down), dim=1).requires_grad_()
+    hidden_TE = F.gelu(F.linear(F.linear(x_TD, adapter_DD), up_ED))
+    hidden_TE = hidden_TE * torch.cat(gathered(mask_Te), dim=1)
+    due_TD = F.linear(hidden_TE, down_DE) * mask_TD
+    due_TD.backward(grad_TD)
+    error = relative_error(y_TD.detach(), due_TD.detach())
+    claim("two generators: error of the output", 0, error, atol=TOLERANCE)
+    errors = [
+        relative_error(part.adapter.grad, adapter_DD.grad),
+        relative_error(part.up.grad, up_ED.grad.chunk(WORLD_SIZE)[RANK]),
+        relative_error(part.down.grad, down_DE.grad.chunk(WORLD_SIZE, dim=1)[RANK]),
+    ]
+    claim("two generators: error of the gradients", 0, max(errors), atol=TOLERANCE)
+
+
+# %% [markdown]
+# **Initial values.** After ten steps of training the hidden features of all ranks are compared. And
+# what do they suffice for? An output layer can fit T = 384 random targets if it has 384 independent
+# features to combine. With fewer, a share of the targets is out of reach. An orthonormal basis of
+# the features (by SVD) tells which.
+
+
+# %%
+def ten_steps(part: Part, device: torch.device) -> None:
+    """Train for ten steps; batch and masks of copied activations are alike on all ranks."""
+    x_TD, goal_TD = batch(device)
+    optimizer = torch.optim.SGD(part.parameters(), lr=0.005)
+    for _ in range(10):
+        optimizer.zero_grad()
+        ((part(x_TD) - goal_TD).square().sum() / T).backward()
+        optimizer.step()
+
+
+def hidden(part: Part, device: torch.device) -> torch.Tensor:
+    """This rank's hidden activations (T, e), before dropout."""
+    x_TD, _ = batch(device)
+    return F.gelu(F.linear(F.linear(x_TD, part.adapter), part.up)).detach()
+
+
+def distinct_features(part: Part) -> int:
+    """How many of the E hidden features have weights of their own."""
+    return len(torch.cat(gathered(part.up)).unique(dim=0))
+
+
+def out_of_reach(part: Part, device: torch.device) -> float:
+    """The share of random targets that no combination of all ranks' hidden features gives."""
+    hidden_TE = torch.cat(gathered(hidden(part, device)), dim=1)
+    basis_TE, sizes_E, _ = torch.linalg.svd(hidden_TE)
+    basis_TE = basis_TE[:, sizes_E > 1e-9 * sizes_E[0]]  # one vector per independent feature
+    target_TD = torch.randn(T, D, device=device, dtype=torch.float64)
+    rest_TD = target_TD - basis_TE @ (basis_TE.T @ target_TD)
+    return (rest_TD.square().sum() / target_TD.square().sum()).item()
+
+
+def check_initial_values(device: torch.device) -> None:
+    """Claim what training makes of features that are drawn apart, and alike."""
+    part = Part(seed_generators(0, device))
+    ten_steps(part, device)
+    claim("two generators: distinct hidden features", E, distinct_features(part))
+    together = torch.stack(gathered(part.adapter))
+    differ = (together != together[0]).sum()
+    claim("two generators: places where adapters differ", 0, differ)
+    claim("two generators: targets out of reach", 0, out_of_reach(part, device), atol=1e-9)
+    if WORLD_SIZE == 1:
+        blocked("split drawn alike: distinct hidden features", needs="2 ranks")
+        return
+    torch.manual_seed(0)
+    part = Part(torch.Generator(device).manual_seed(2718))  # the mistake: no RANK
+    ten_steps(part, device)
+    n = WORLD_SIZE
+    distinct = distinct_features(part)
+    claim("split drawn alike: distinct hidden features", E // n, distinct, question=1)
+    off = 5 * ((n - 1) / n**2 / (T * D / 2)) ** 0.5  # five standard deviations
+    missed = out_of_reach(part, device)
+    claim("split drawn alike: targets out of reach", 1 - 1 / n, missed, atol=off)
+
+
+# %% [markdown]
+# **Copies drawn apart.** How far are two ranks' adapters from each other before and after training?
+# And what becomes of the output if a checkpoint keeps only rank 0's, as it does with copies?
+
+
+# %%
+def distance_to_next(x: torch.Tensor) -> torch.Tensor:
+    """How far `x` is from the next rank's."""
+    return (gathered(x)[(RANK + 1) % WORLD_SIZE] - x.detach()).norm()
+
+
+def check_copies(device: torch.device) -> None:
+    """Claim that copies which are drawn apart stay apart, and that one does not stand for all."""
+    if WORLD_SIZE == 1:
+        blocked("copied drawn apart: distance after / before", needs="2 ranks")
+        return
+    split = seed_generators(0, device)
+    torch.manual_seed(RANK)  # the mistake: a RANK
+    part = Part(split)
+    start_DD = part.adapter.detach().clone()
+    before = distance_to_next(part.adapter)
+    ten_steps(part, device)
+    ratio = distance_to_next(part.adapter) / before
+    moved = (part.adapter.detach() - start_DD).norm() / before
+    print0(f"{'':13}ten steps move an adapter by {moved.item():.0%} of the distance between two")
+    claim("copied drawn apart: distance after / before", 1, ratio, atol=1e-12, question=2)
+    y_TD = all_reduce(F.linear(hidden(part, device), part.down.detach()))
+    dist.broadcast(part.adapter.data, src=0)
+    loaded_TD = all_reduce(F.linear(hidden(part, device), part.down.detach()))
+    change = (loaded_TD - y_TD).norm() / y_TD.norm()
+    claim("copied drawn apart: change by loading one copy", 0.7, change, ">=")
+
+
+# %% [markdown]
+# **Masks.** In a place two masks agree if both drop or both keep. Shares of N places may be five
+# standard deviations off. A mask that backward draws again shows in the gradient of dropout's
+# input, which is 0 where it drops.
+
+
+# %%
+def alike_next_rank(x: torch.Tensor) -> float:
+    """The share of places in which this rank has the same number as the next one."""
+    return (gathered(x)[(RANK + 1) % WORLD_SIZE] == x).double().mean().item()
+
+
+def check_masks(device: torch.device) -> None:
+    """Claim in which share of places ranks agree, with masks drawn rightly and wrongly."""
+    if WORLD_SIZE == 1:
+        blocked("split, drawn apart: places alike in two masks", needs="2 ranks")
+        return
+    agree = DROPPED**2 + (1 - DROPPED) ** 2
+    split = seed_generators(0, device)
+    part = Part(split)
+    mask_Te, _ = masks(split)
+    off = 5 * (agree * (1 - agree) / mask_Te.numel()) ** 0.5
+    alike = alike_next_rank(mask_Te)
+    claim("split, drawn apart: places alike in two masks", agree, alike, atol=off, question=3)
+    mask_Te, _ = masks(torch.Generator(device).manual_seed(2718))
+    claim("split, drawn alike: places alike in two masks", 1, alike_next_rank(mask_Te))
+    x_TD, _ = batch(device)
+    claim("copied, drawn alike: places alike in outputs", 1, alike_next_rank(part(x_TD).detach()))
+    torch.manual_seed(RANK)
+    alike = alike_next_rank(part(x_TD).detach())
+    off = 5 * (agree * (1 - agree) / x_TD.numel()) ** 0.5
+    claim("copied, drawn apart: places alike in outputs", agree, alike, atol=off)
+
+
+def alike_in_backward(run: Callable, device: torch.device) -> float:
+    """The share of places in which the mask that backward draws again is that of `run`."""
+    x_TD = torch.ones(T, D, device=device, dtype=torch.float64, requires_grad=True)
+    y_TD = run(x_TD)
+    y_TD.sum().backward()
+    return ((y_TD > 0) == (x_TD.grad > 0)).double().mean().item()
+
+
+def check_recomputation(device: torch.device) -> None:
+    """Claim which masks `torch.utils.checkpoint` draws again, and that ours are all drawn again."""
+    split = seed_generators(0, device)
+    agree = DROPPED**2 + (1 - DROPPED) ** 2
+    off = 5 * (agree * (1 - agree) / (T * D)) ** 0.5
+    again = alike_in_backward(lambda x: checkpoint(dropout, x, use_reentrant=False), device)
+    claim("recomputed, copied: places alike in two masks", 1, again)
+    again = alike_in_backward(lambda x: checkpoint(dropout, x, split, use_reentrant=False), device)
+    claim("recomputed, split: places alike in two masks", agree, again, atol=off, question=4)
+    again = alike_in_backward(lambda x: recomputed(dropout, x, split), device)
+    claim("recomputed, state kept: places alike in two masks", 1, again)
+
+
+# %% [markdown]
+# ## 4. The same in PyTorch: DTensor's random numbers
+#
+# DTensor knows what is split and what is copied. On GPUs it needs one seed: all ranks keep the same
+# state, and for a split tensor each rank draws from an offset of its own. On a CPU mesh DTensor
+# warns, and lets each rank draw its part from torch's generator: with one seed for all, the mistake
+# of question 1.
+
+
+# %%
+def check_dtensor(device: torch.device) -> None:
+    """Claim that the parts of a split DTensor are drawn alike on CPUs, and not on GPUs."""
+    if WORLD_SIZE == 1:
+        blocked("DTensor, all seeded alike: places alike", needs="2 ranks")
+        return
+    mesh = dist.init_device_mesh(device.type, (WORLD_SIZE,))
+    weight = empty_dtensor(E, D, device_mesh=mesh, placements=[Shard(0)])
+    torch.manual_seed(0)
+    with warnings.catch_warnings(action="ignore"):  # that of CPUs
+        nn.init.normal_(weight)
+    expected = 1 if device.type == "cpu" else 0
+    alike = alike_next_rank(weight.to_local())
+    claim("DTensor, all seeded alike: places alike", expected, alike)
+
+
+# %% [markdown]
+# ## What you should have seen
+#
+# 1. 96. Every rank has the same weights, drops the same, computes the same features and gets the
+#    same gradients: an MLP of 96 features, computed four times. It can fit a quarter of the random
+#    targets that 384 features fit. And its output is too large at the start: four equal summands
+#    give four times one of them, four independent ones only about twice.
+# 2. One. The sum in f makes the gradients equal, so all copies move by the same steps, and nothing
+#    draws them together. Each rank's features learn behind an adapter of their own. No single
+#    process could run that model: with rank 0's adapter for all, the output changes by about its
+#    own size.
+# 3. 0.82: both drop in 0.1**2 of the places, and both keep in 0.9**2. Drawn alike, they agree
+#    everywhere: feature j of every rank is dropped together, and 384 features share 96 masks.
+# 4. The split ones. Their second mask agrees with the first in 0.82 of the places, by chance. If
+#    the second generator is put back as well, the masks agree everywhere.
+#
+# Copied activations whose masks are drawn apart are the other mistake with masks: outputs that must
+# be equal agree in 82% of the places. From there on each rank computes with another x, and the next
+# f and g add up what belongs to different inputs.
+#
+# **Try.** Without `+ RANK` three rows fail: the distinct features and the targets out of reach of
+# two generators, and the masks of split activations. The comparison with one process passes: the
+# ranks compute rightly what they drew wrongly. With `dropout(y_TD, self.split)` three rows fail:
+# output and gradients, for one process has one mask there; and the outputs of two ranks, which now
+# agree in 0.82 of the places.
+#
+# **Where it bites.** A rank that draws one number more than the others from torch's own generator,
+# to print a sample for example, has other copied masks from then on. And a rank that draws its part
+# of `down` as an `nn.Linear(96, 96)` draws for 96 inputs, though the whole has 384: sqrt(4) = 2
+# times too wide. A standard deviation that does not depend on the layer's size, as here and in
+# GPT-2, avoids that.
+#
+# **It has happened.** OLMo-core drew sharded weights alike. The cure, a seed per rank, drew copies
+# apart. It showed at a restart: the checkpoint held one of them, and the run got better (pull
+# requests 307 and 319, 2025). Megatron Bridge drew parts of LoRA's weights by the part's own size:
+# on 4 ranks the final loss was 0.013 off that of one, on 8 ranks 0.021 (pull request 5843, 2026).
+#
+# **When to use it.** Two generators wherever something is drawn under tensor parallelism. Another
+# number of ranks then draws other numbers. Where 2 and 8 ranks must start alike, let each rank draw
+# the whole tensor and keep its part, layer by layer; Megatron-LM's `--use-cpu-initialization` does.
+# A model without dropout, as most large ones today, draws nothing once it is loaded.
+#
+# **With other axes.** Data-parallel replicas need the same initial values, and should have masks of
+# their own. Sequence parallelism splits by tokens what is copied here, so the mask after g is drawn
+# apart as well.
+#
+# **On GPUs** each GPU has a generator of torch's own, which `torch.manual_seed` seeds. A seed gives
+# other numbers than on a CPU, and DTensor's row is 0. A state is 16 bytes, a seed and an offset; a
+# CPU generator's is about 5 kB. CUDA graphs need the second generator registered
+# (`register_generator_state`), or every replay repeats the numbers of the capture.
+
+
+# %%
+def main() -> None:
+    command_line()
+    sizes = [ranks for ranks in range(1, E + 1) if E % ranks == 0]
+    launch(sizes)
+    if WORLD_SIZE not in sizes:
+        rule = f"ranks must share {E} hidden features evenly; got {WORLD_SIZE}"
+        refuse(f"{rule}; set --nproc-per-node to 1, 2, 3, 4, 6, 8, 12, 16 or so")
+    device = setup()
+    check_one_process(device)
+    check_initial_values(device)
+    check_copies(device)
+    check_masks(device)
+    check_recomputation(device)
+    check_dtensor(device)
+    finish()
+
+
+# %% [markdown]
+# ## Plumbing, the same in every lesson: join the group, print, check a claim, leave
+
+# %%
+ledger: list[dict] = []  # one row per claim, the same on every rank
+
+
+def command_line(flags: dict[str, dict] | None = None) -> argparse.Namespace:
+    """Read the flags, given as {name: arguments of add_argument}; --help and mistakes end here."""
+    as_it_is = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_it_is)
+    for name, arguments in (flags or {}).items():
+        parser.add_argument(name, **arguments)
+    parser.error = refuse
+    return parser.parse_args()
+
+
+def launch(world_sizes: range | list[int] = range(1, 1025)) -> None:
+    """Plain `python lesson.py`: be torchrun, one rank per GPU if there are several, else 4.
+
+    `world_sizes` are the numbers of ranks that the lesson takes: it gets the largest that fits.
+    """
+    if "RANK" in os.environ:
+        return  # torchrun has started this rank
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    gpus = torch.cuda.device_count()
+    ranks = max(size for size in world_sizes if size <= gpus) if gpus > 1 else 4
+    os.environ |= {"LAUNCHER": str(os.getpid()), "OMP_NUM_THREADS": "1"}  # ranks share the cores
+    logging.disable()  # the rank that fails says why
+    here = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}"]
+    try:
+        with tempfile.TemporaryDirectory() as logs:  # the one that torchrun makes would stay
+            torchrun([*here, f"--log-dir={logs}", *sys.argv])
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        sys.exit(f"rank {rank} was ended by {failure.signal_name()}" if failure.exitcode < 0 else 1)
+    except SignalException as error:
+        sys.exit(128 + error.sigval)
+    sys.exit()
+
+
+def setup() -> torch.device:
+    """Join the process group: NCCL if every rank has a GPU of its own, gloo if none has."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the launcher
+    if os.environ.pop("LAUNCHER", str(os.getppid())) != str(os.getppid()):
+        sys.exit(1)  # it was killed before that line
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank that waits inside C++ too
+    torch.set_float32_matmul_precision("highest")  # some images make TF32 the default
+    gpus = torch.cuda.device_count()
+    local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    device = torch.device("cpu")
+    some = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+    how = f"gloo ({local_ranks} ranks and {some} here)"
+    if gpus >= local_ranks:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        version = ".".join(map(str, torch.cuda.nccl.version()))
+        how = f"NCCL {version} on {torch.cuda.get_device_name()}"
+    patience = timedelta(minutes=2)
+    store, _, _ = next(dist.rendezvous("env://", timeout=patience))
+    store.set(f"device of {RANK}", device.type)
+    devices = store.multi_get([f"device of {rank}" for rank in range(WORLD_SIZE)])
+    if len(set(devices)) > 1:
+        counted = f"GPUs for {devices.count(b'cuda')} of {WORLD_SIZE} ranks"
+        refuse(f"needs a GPU per rank, or none, got {counted}; hide all by CUDA_VISIBLE_DEVICES=")
+    group = {"rank": RANK, "world_size": WORLD_SIZE, "store": store, "timeout": patience}
+    own_gpu = device if device.type == "cuda" else None
+    dist.init_process_group("nccl" if own_gpu else "gloo", device_id=own_gpu, **group)
+    sys.excepthook = crash  # only now: init_process_group sets one of its own
+    print0(f"{WORLD_SIZE} ranks, {how}, torch {torch.__version__}\n")
+    print0(f"{'':13}{'claim':50} {'predicted':22} {'measured':>11}")
+    return device
+
+
+def print0(*words: object) -> None:
+    """Print on rank 0 only."""
+    if RANK == 0:
+        print(*words, flush=True)
+
+
+def refuse(rule: str) -> None:
+    """End before the first collective with one message, from rank 0: rule, value, remedy."""
+    if RANK != 0:
+        time.sleep(30)  # the launcher ends us meanwhile
+    sys.exit(f"{sys.argv[0]}: {rule}")
+
+
+def crash(*error: object) -> None:
+    """Leave without ceremony, since peers may be stuck. The first rank that fails says why."""
+    first = dist.distributed_c10d._get_default_store().add("crashes", 1) == 1
+    time.sleep(1 if first else 30)  # the launcher ends us meanwhile, if a peer's death is the cause
+    print(f"rank {RANK}:", file=sys.stderr)
+    sys.__excepthook__(*error)
+    os._exit(1)
+
+
+def claim(
+    text: str,
+    predicted: float,
+    measured: float,
+    sign: str = "=",
+    atol: float = 0.0,
+    question: int | None = None,
+    kind: str = "measured",
+    timed: bool = False,
+    varies: bool = False,
+    rank: int | None = None,
+) -> None:
+    """Check `measured sign predicted` (=, <=, >=), give or take `atol`, on all ranks; all call.
+
+    The worst rank is shown, or `rank`. `question` is the number in *Predict* that this answers.
+    `kind` says what was measured: the real thing, or what is "simulated", or "theory". `timed` says
+    that a clock decides; `varies`, that the kernel's own traffic does, or how well a model learns.
+    """
+    p = float(predicted)
+    m = float(measured)
+    error = {"=": abs(m - p), "<=": m - p, ">=": p - m}[sign] - atol
+    found = [(math.inf if math.isnan(error) else error, RANK, p, m, float(atol))]
+    if dist.is_initialized():
+        found *= WORLD_SIZE
+        dist.all_gather_object(found, found[0])
+    worst = max(found, key=lambda one: one[0]) if rank is None else found[rank]
+    error, rank, p, m, slack = worst
+    verdict = "PASS" if error <= 0 else "FAIL"
+    mark = {"measured": " ", "simulated": "s", "theory": "t"}[kind]
+    answers = f"{question}." if question else ""
+    between = f"{sign:>2} {readable(p)}" + (f" ±{slack:.2g}" if slack else "")
+    print0(f"  {verdict} {mark}  {answers:2} {text:50} {between:22} {readable(m):>11}")
+    if verdict == "FAIL":
+        print0(f"{'':13}off by {m - p:.3g} on rank {rank}")
+    row = {"claim": text, "verdict": verdict, "sign": sign, "rank": rank, "slack": slack}
+    row |= {"predicted": p, "measured": m if math.isfinite(m) else str(m)}  # JSON knows no NaN
+    row |= {"question": question, "kind": kind, "timed": timed, "varies": varies}
+    ledger.append(row | {"line": sys._getframe(1).f_lineno})
+
+
+def readable(x: float) -> str:
+    """Whole numbers in full, others to six digits."""
+    return f"{x:,.0f}" if x.is_integer() and abs(x) < 1e12 else f"{x:,.6g}"
+
+
+def blocked(text: str, needs: str) -> None:
+    """Record what this machine cannot answer, and what would."""
+    print0(f"  BLOCKED    {text:50} needs {needs}")
+    row = {"claim": text, "verdict": "BLOCKED", "needs": needs}
+    ledger.append(row | {"line": sys._getframe(1).f_lineno})
+
+
+def finish() -> None:
+    """Write the ledger where LESSON_JSON says; exit 1 if a claim failed or none was made."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    counts = Counter((row.get("kind"), row["verdict"]) for row in ledger)
+    said = f"{counts['measured', 'PASS']} PASS, {counts['measured', 'FAIL']} FAIL"
+    said += f", {counts[None, 'BLOCKED']} BLOCKED"
+    for kind in ("simulated", "theory"):  # apart from what was measured
+        passed = counts[kind, "PASS"]
+        failed = counts[kind, "FAIL"]
+        said += f"; {kind} ({kind[0]}): {passed} PASS, {failed} FAIL" if passed + failed else ""
+    print0(f"\n  {said}")
+    verdicts = {row["verdict"] for row in ledger}
+    if verdicts == {"BLOCKED"}:
+        print0("  Nothing could be checked: BLOCKED rows say what they need.")
+    if RANK == 0 and "LESSON_JSON" in os.environ:
+        with open(os.environ["LESSON_JSON"], "w") as file:
+            json.dump({"ranks": WORLD_SIZE, "ledger": ledger}, file, indent=1)
+    code = int("FAIL" in verdicts or "PASS" not in verdicts)
+    if __name__ == "__main__":
+        os._exit(code)  # threads of a group that something still holds can abort a plain exit
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
