@@ -464,7 +464,7 @@ def check_ffcv(rows: dict[str, dict[str, float]], place: Path) -> None:
     """Claim what FFCV saves, of decoding and augmenting too, and what raw pixels cost in bytes."""
     for name, parts in rows.items():
         shown = [f"{station} {1e3 * seconds:.2f}" for station, seconds in parts.items()]
-        print0(f"{'':13}{name:11}ms of a core: {', '.join(shown)}")
+        print0(f"{'':13}{name:11}core ms: {', '.join(shown)}")
     theirs = rows["DataLoader"]
     ours = rows["FFCV, JPEG"]
     jpg = sum(theirs.values()) / sum(ours.values())

@@ -131,8 +131,8 @@ def open_at_once(pages: np.ndarray) -> int:
 #     page reads in random order  =  N (1 - r/p)          in quasi-random order  =  p
 #
 # This does not happen to a loader that reads each sample alone: each byte is then used once per
-# epoch in any order. But few things read so. The unit is a page of 8 MiB in FFCV's own cache, 1 MiB
-# in NFS, a range of some MiB on S3, and a sample is a small part of it.
+# epoch in any order. But much is read in larger units: 1 MiB in NFS, some MiB from S3, and 8 MiB
+# by a loader that reads whole pages of a .beton file. A sample is a small part of these.
 
 
 # %%
@@ -368,8 +368,10 @@ def check_ranks(path: Path) -> None:
 # `os_cache=False`, and neighbors for each rank. What lies together in the file then stays together
 # in the order, so write the file in random order once: sorted by class, it would be no shuffle.
 #
-# **Where it bites.** An ImageNet of JPEGs has about 80 samples in a page of 8 MiB. On a machine
-# whose memory holds half of it, random order would read 40 times the file. In a container the page
+# **Where it bites.** An ImageNet of JPEGs has about 80 samples in 8 MiB. Read in units of that size
+# and kept for as long as half of the file has room, random order would read 40 times the file. From
+# a local disk a sample is read alone, in pages of 4 KiB, and about half are read again. In a
+# container the page
 # cache counts against the container's limit, so a job that is fast on a free machine may read
 # everything again and again under Kubernetes or Slurm. (Neither was measured here.)
 #

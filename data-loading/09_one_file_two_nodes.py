@@ -323,7 +323,7 @@ def check_contents(server: socket.socket) -> None:
 # **What a step waits for** follows from the bytes. A loader that reads ahead hides a network that
 # is faster than the model; if it is slower, no depth of prefetching helps, and fewer bytes do. Many
 # clients share a server: 8 GPUs that take 20,000 images of 110 kB per second need 2.2 GB/s, and a
-# port of 10 Gbit/s brings 1.25. Times twenty, nothing helps.
+# port of 10 Gbit/s brings 1.25. In random order that is forty times as much, and nothing helps.
 #
 # **On a real cluster**, none of which was measured here, memory is the node's page cache, one for
 # all its ranks. *NFS* asks for at most 1,048,576 bytes at a time (nfs(5), `rsize`), and reads ahead

@@ -163,8 +163,9 @@ class FrozenCrop(Operation):
 #     first batch     compile, with the corners         compile the loop alone
 #     each batch      run what was compiled             read self.epoch, draw corners, run it
 #
-# Little is lost by that. FFCV calls each operation's function from Python anyway, once per batch,
-# whether it was compiled or not. What must not be Python is the loop over pixels, and it is not.
+# FFCV calls each operation's function from Python anyway, once per batch, whether it was compiled
+# or not. What must not be Python is the loop over pixels, and it is not. To draw takes some ten
+# microseconds per sample, little next to decoding a JPEG (data-loading/16).
 
 
 # %%

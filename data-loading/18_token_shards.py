@@ -93,11 +93,14 @@ END = 0  # the token after each document
 
 # %%
 def write_shards(folder: Path, tokens: np.ndarray) -> None:
-    """Write the windows, PER_SHARD in each file; each file ends with one target more."""
+    """Write the windows, PER_SHARD in each file; each file ends with one target more.
+
+    Zeros in the names keep files in order: by letters "10" would come before "2".
+    """
     for shard, first in enumerate(range(0, WINDOWS, PER_SHARD)):
         stop = min(first + PER_SHARD, WINDOWS)
         kept = tokens[first * T : stop * T + 1]
-        kept.astype(DTYPE).tofile(folder / f"tokens_{shard}.bin")
+        kept.astype(DTYPE).tofile(folder / f"tokens_{shard:05}.bin")
 
 
 def map_tokens(path: Path) -> np.ndarray:

@@ -13,8 +13,8 @@ first exchange data, and how does such a job end?
 3. torchrun runs on two machines and starts two processes on each. It numbers all four from 0 (the
    *rank*), and on each machine the two from 0 (the *local rank*). Which rank has local rank 1 on
    the second machine?
-4. One of four ranks skips the line `dist.all_reduce(x)` and goes on to its next line. How many of
-   the four ranks come past that line?
+4. On CPUs, over gloo, one of four ranks skips the line `dist.all_reduce(x)` and goes on to its next
+   line. How many of the four ranks come past that line?
 5. One of four ranks dies of an error. The other three are healthy and wait for nobody. How many of
    these three come to the end of their program?
 
@@ -79,6 +79,9 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 #   and leaves the sum in `x`, on every rank. A rank that comes first waits for the others.
 # - `print` runs in every process, so four lines appear, in any order.
 # - `destroy_process_group` says goodbye. Without it a finished program sometimes crashes at exit.
+#
+# On GPUs three things differ: `"nccl"`, first
+# `torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))`, and `device="cuda"` where `x` is made.
 
 # %%
 HELLO = """

@@ -16,8 +16,8 @@ a chunk against itself, counts half.
    compute as rank 0?
 4. The chunks are dealt out as evenly as can be. By what factor do the pieces of the busiest rank
    decrease?
-5. Gathered keys and values would be four blocks, one from each rank. How many blocks does a rank
-   hold at a time if they travel?
+5. Gathered keys and values would be four blocks, one from each rank. If they travel, how many
+   traveling blocks does a rank hold at a time, besides its own?
 
 **Run.**
 
@@ -449,7 +449,7 @@ def check_costs(device: torch.device) -> None:
     claim("consecutive: pieces, last rank / first", 2 * n - 1, ratio, question=3)
     text = "busiest rank's pieces: consecutive / zig-zag"
     claim(text, (2 * n - 1) / n, max(unequal) / max(dealt), question=4)
-    claim("blocks of keys and values held at a time", 2, found["blocks"], question=5)
+    claim("traveling blocks held at a time", 2, found["blocks"], question=5)
     others = (found["kept"] - 4 - 1 / K) / 2  # my q, k, v, out, and one number per query
     claim("other ranks whose keys and values are kept", 0, others)
 
@@ -522,8 +522,9 @@ def median_ms(work: Callable, repeats: int = 20) -> float:
 # 2. Fourteen: keys and values make three hops again, their gradients four: 2(n-1) + 2n.
 # 3. Seven, 2n-1: 14 pieces against 2. Rank 0 waits for the others most of the time.
 # 4. 14/8 = 1.75, and nearly 2 with many ranks: (2n-1) / n.
-# 5. Two: the one at work, and the one that arrives. For the backward pass a rank keeps neither, as
-#    all come once more: it keeps 1/n of what one process keeps.
+# 5. Two: the one at work, and the one that arrives. Its own block, which it needs again backward,
+#    is a third. Visitors are not kept, as all come once more, so a rank keeps 1/n of what one
+#    process keeps.
 #
 # **Try.** A total that is not rescaled gives wrong outputs, and its logarithm wrong weights
 # backward: every error fails, with short sequences and with scores of thousands too. (The outputs

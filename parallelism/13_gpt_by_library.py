@@ -467,8 +467,8 @@ def check_checkpoint(shape: Shape, whole: LlamaModel, device: torch.device) -> N
 # 5. None. A checkpoint of DCP knows whole parameters, and not how many ranks there were. The
 #    optimizer's state can be saved in the same way (fsdp/06).
 #
-# All meshes have the gradient of one process. **Nothing in sections 2 to 4 depends on the mesh**:
-# only the four numbers of its shape do. By hand (12_gpt_on_a_mesh.py) we needed the same sums, and
+# All meshes have the gradient of one process. **Model and plan say nothing of the mesh**: no
+# size of it stands in sections 2 and 3. By hand (12_gpt_on_a_mesh.py) we needed the same sums, and
 # a place in the code for each.
 #
 # **Try.** Without its line `norm1` stays a plain tensor. The step runs, and the gradient of `norm1`

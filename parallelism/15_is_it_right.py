@@ -10,8 +10,8 @@ it computes what one process would, and if it does not, where is the mistake?
    step differ from one process's: about 1e-7, 1e-5 or 1e-3 of it?
 2. By a mistake all gradients are twice as large, and nothing is clipped. In 8 steps, by how much
    does the loss differ at most: less than 1e-4, about 1e-2, or more?
-3. The mistake is on one axis of a mesh of data, pipeline and tensor parallelism. How many small
-   runs tell which axis?
+3. Three programs have a mistake each: in data, in pipeline and in tensor parallelism. Each program
+   is run with one axis at a time. Of how many do the runs name the right axis, and no other?
 4. Under tensor parallelism the gradients of the norms are not added up. How many of a block's nine
    parameters have a wrong gradient?
 5. By how much does that change the loss in the first step?
@@ -473,7 +473,7 @@ def check_curves(whole: LlamaModel) -> None:
 #    compare in float32 or float64 as long as you look for a mistake.
 # 2. Less than 1e-4: AdamW divides each gradient by its own size, and a factor cancels. SGD,
 #    clipping or another optimizer would bring it to light, perhaps weeks later.
-# 3. Three, one per axis. Each of the three mistakes is found in its own axis, and in no other.
+# 3. All three. Three small runs per program, one per axis, and each mistake shows in one of them.
 # 4. Two, `norm1` and `norm2`: their names are the finding.
 # 5. Not at all, beyond rounding: the forward pass is right. In training the losses differ from the
 #    right ones by less than a hundredth of what other batches change. So no curve shows it, and

@@ -96,7 +96,7 @@ def counts(expert_NK: torch.Tensor, experts: int) -> torch.Tensor:
 
 
 def imbalance(count_E: torch.Tensor) -> float:
-    """Copies of the fullest rank over the mean, with one expert on each rank."""
+    """Copies of the fullest over the mean: of experts, or of ranks with one expert each."""
     return (count_E.max() / count_E.double().mean()).item()
 
 
@@ -469,6 +469,7 @@ def tables_and_code(path: str | None) -> bytes:
 # 4. -1: down by one rate, as if it had got 10% too much. So a small rate is what makes the bias
 #    calm, and too small a one lets it lag behind the router.
 #
+# In the trainings the imbalance is that of *experts*: with several on a rank the ranks' is smaller.
 # Trained with neither, the fullest expert has nearly three times the mean; four times, E / K, would
 # be all tokens. Either cure brings that near 1.1, and predicts no worse: experts that get no tokens
 # were of no use. With the counts of all ranks, tables and code go to different experts for a fifth

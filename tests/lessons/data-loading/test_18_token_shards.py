@@ -53,7 +53,7 @@ def test_shards_hold_each_window_once_and_the_targets_between(tmp_path: Path) ->
     tokens = np.arange(NEEDED) % 65_521  # so that no two windows are alike
     lesson.write_shards(tmp_path, tokens)
     files = sorted(tmp_path.iterdir())
-    assert [file.name for file in files] == [f"tokens_{number}.bin" for number in range(3)]
+    assert [file.name for file in files] == [f"tokens_{number:05}.bin" for number in range(3)]
     assert [file.stat().st_size for file in files] == [122_882, 122_882, 61_442]
     raw = [np.fromfile(file, np.uint16) for file in files]
     assert (np.concatenate([one[:-1] for one in raw]) == tokens[:-1]).all()
