@@ -22,9 +22,11 @@ named as torch names them (..._rank_7). Logs: torchrun's, Slurm's, Kubernetes' w
 of any size. Steps: a file per rank, a number per line; or CSV with columns own (seconds until a
 rank is ready to communicate) and perhaps rank, step (the whole), data (waiting for the loader).
 
-Limits: stacks have no sequence numbers, so among stacks it votes; with tensor or pipeline groups
-only dumps are sure. Two ranks cannot outvote each other. Tried on gloo with torch 2.15, on made-up
-dumps and logs in NCCL's formats, on the words of public reports; not run on several GPUs.
+Limits: looks 6 s apart accuse a rank in a 60 s upload: look again, with --seconds; --job mixes two
+jobs of one name on a node; a copied dump looks as old as its file. Stacks have no sequence numbers,
+so among stacks it votes; with tensor or pipeline groups only dumps are sure. Two ranks cannot
+outvote each other. Tried on gloo with torch 2.15, on made-up dumps and logs in NCCL's formats, on
+the words of public reports; not run on several GPUs.
 """
 
 import argparse
@@ -62,7 +64,7 @@ no way out: Max retries exceeded with|HTTPSConnectionPool|URLError|LocalEntryNot
   a node without internet wants to download [datasets#1996] -> download elsewhere; HF_HUB_OFFLINE=1
 port taken: EADDRINUSE|[Aa]ddress already in use|server socket has failed
   another job has MASTER_PORT [pytorch#85604] -> ss -ltnp | grep :29500; torchrun --standalone
-unknown host name: gai ?error|nodename nor|Name or service not known|name resolution|no address of
+unknown host name: gai ?error|nodename nor|Name or service not known|ilure in name|no address of
   MASTER_ADDR leads nowhere [pytorch#131691] -> getent hosts $MASTER_ADDR $(hostname -f); use an IP
 wrong interface: Unable to find address for|connectFullMesh failed|[Nn]o (socket )?interface found
     |neither AF_INET|ss_family
@@ -99,16 +101,16 @@ too many open files: Too many open files|received \d+ items of ancdata
   loader workers share tensors by files [pytorch#973] -> ulimit -n 65536; fewer workers
 RDMA refused: ibv_\w+ failed
   locked memory, or a wrong address [nccl-tests#206, #185] -> ulimit -l; show_gids; NCCL_IB_HCA
-too little shared memory: /dev/shm|shared memory|</torch_\d+|[Bb]us error|SIGBUS|\bshm\.h:
-    |exitcode *: -7
+too little shared memory: (rror|ailed|able|space|out of|ufficient|raise).*(/dev/shm|shared memory)
+    |/dev/shm.*(rror|ailed|space left)|</torch_\d+|[Bb]us error|SIGBUS|\bshm\.h:|exitcode *: -7
   a container has 64 MB of it [pytorch#5040] -> df -h /dev/shm; --ipc=host; an emptyDir of Memory
 disk full: No space left on device|[Dd]isk quota exceeded|PytorchStreamWriter failed writing
   checkpoints, logs or caches fill a disk or a quota [dolly#139] -> df -h; df -i; quota -s
 time is up: DUE TO TIME LIMIT|DUE TO PREEMPTION|DeadlineExceeded
   the scheduler took the nodes [Slurm] -> sacct -j JOB; sbatch --signal=B:USR1@300; --requeue
-killed for memory: exitcode *: -9|SIGKILL|[Oo]ut [Oo]f [Mm]emory(: Killed|\s*$)
-    |killed by signal: Killed|[Oo][Oo][Mm].?[Kk]ill|exit code:? 137|\d+ Killed\s|: Killed$
-    |return code = -9|low on memory|OUT_OF_MEMORY
+killed for memory: exitcode *: -9|(?<!Signals\.)SIGKILL|[Oo]ut [Oo]f [Mm]emory(: Killed|\s*$)
+    |killed by signal: Killed|\b[Oo][Oo][Mm].?[Kk]ill(?!.disable| 0)|exit code:? 137|\d+ Killed\s
+    |: Killed$|return code = -9|low on memory|OUT_OF_MEMORY
   SIGKILL, mostly for host memory [ArjunaUsers#52] -> dmesg -T | grep -i 'out of mem'; fewer workers
 crash in native code: (exitcode *:|return code =) -(11|4|8)\b|SIGSEGV|[Ss]egmentation fault
     |SIGILL|SIGFPE
@@ -138,7 +140,7 @@ hang in training: Watchdog caught|operation timeout|Timed out waiting \d+ms for|
   a rank did not call what others did [LlamaFactory#7396] -> ~/.cache/torch/*_rank_N, then --dumps
 node missing: RendezvousTimeoutError|RendezvousClosedError
   another node's torchrun never came, or left [pytorch#116974] -> the same --rdzv-id on every node?
-hang at init: clients joined|wait timeout after|store based barrier|[mM]onitoredBarrier|no answer
+hang at init: clients joined|wait timeout after|store based barrier|[mM]onitoredBarrier|e no answer
   a rank never started, died, or waits elsewhere [torch, store] -> this tool with --job on each node
 nobody listens: client socket has (timed out|failed)|C10d store has failed
     |(?<!\d\] )Connection refused|socketStartConnect: Connect to .* failed
@@ -238,14 +240,14 @@ class Record:
     written: float = math.inf  # seconds since 1970
 
     def __post_init__(self) -> None:
-        self.collectives = {(c.group, c.seq): c for c in self.calls if c.peer is None}
-        self.oldest = {group: seq for group, seq in reversed(self.collectives)}
+        self.collectives = {(c.group, c.seq): c for c in reversed(self.calls) if c.peer is None}
+        self.oldest = {group: seq for group, seq in self.collectives}
         over = {c.group: c.seq for c in self.calls if not c.open and c.peer is None}
         stuck: dict[tuple, Call] = {}  # the first open call in each group, and all messages
         for call in self.calls:
             if call.open and (call.peer is not None or call.seq > over.get(call.group, -1)):
-                message = (call.name, call.peer, call.seq) if call.peer is not None else ()
-                stuck.setdefault((call.group, *message), call)
+                message = len(stuck) if call.peer is not None else -1
+                stuck.setdefault((call.group, message), call)
         self.stuck = list(stuck.values())
 
     def at(self, call: Call) -> Call | None:
@@ -268,8 +270,9 @@ def waits_of(rank: int, call: Call, records: dict[int, Record], ranks: list[int]
         return set()
     peer = ranks[call.peer]
     answer = ("recv" if call.name == "send" else "send", call.tensors, ranks.index(rank))
-    there = records[peer].stuck if peer in records else []
-    return set() if any(c[2:5] == answer for c in there) else {peer}
+    there = [c for c in (records[peer].stuck if peer in records else []) if c[2:5] == answer]
+    own = [c for c in records[rank].stuck if (c.group, *c[2:5]) == (call.group, *call[2:5])]
+    return set() if len(there) > [c is call for c in own].index(True) else {peer}
 
 
 def members_of(records: dict[int, Record]) -> dict[tuple, list[int]]:
@@ -287,7 +290,8 @@ def explain(records: dict[int, Record]) -> Finding:
     """The verdict on all ranks' calls."""
     members = members_of(records)
     calls = [(rank, call) for rank, record in records.items() for call in record.stuck]
-    old = [(r, c) for r, c in calls if records[r].written - c.created > PATIENCE]
+    newest = max([c.created for record in records.values() for c in record.calls], default=0)
+    old = [(r, c) for r, c in calls if max(records[r].written, newest) - c.created > PATIENCE]
     if not calls:
         ask = "if the job stands still, it does so outside of collectives: this tool with --job"
         return Finding("healthy", "every recorded call is over.", type_next=[ask])
@@ -364,14 +368,22 @@ def read_dump(path: Path) -> Record:
         ranks = {}
         for name, group in (dump.get("pg_config") or {}).items():
             ranks[name] = sys.intern(str(group["ranks"]))  # text keeps its hash
-        calls = [as_call(entry, ranks) for entry in dump.get("entries") or []]
+        found = dump.get("entries") or []  # in a coalesced group only the last has a state
+        last = {series(e): e["state"] for e in found if e["profiling_name"].endswith(":coalesced")}
+        calls = [as_call(e, ranks, last.get(series(e), e["state"])) for e in found]
     except Exception as error:
         raise ValueError(f"{path}: not a flight-recorder dump ({error})") from error
     rank = int(re.search(r"(\d+)(\.\w+)?$", path.name)[1])
     return Record(rank, calls, path.parent.name, str(path), path.stat().st_mtime)
 
 
-def as_call(entry: dict, ranks: dict[str, str]) -> Call:
+def series(entry: dict) -> tuple:
+    """What the calls of a coalesced group have in common with its last entry."""
+    kind = "p2p_seq_id" if entry.get("is_p2p") else "collective_seq_id"
+    return entry["process_group"][0], kind, entry[kind]
+
+
+def as_call(entry: dict, ranks: dict[str, str], state: str) -> Call:
     """An entry of a dump, less what is not needed."""
     library, _, said = entry["profiling_name"].rpartition(":")
     name, _, way = said.partition(" ")
@@ -379,7 +391,7 @@ def as_call(entry: dict, ranks: dict[str, str]) -> Call:
     message = name in ("send", "recv") or entry.get("is_p2p")
     side = "output" if name == "recv" else "input"
     sizes = zip(entry[f"{side}_sizes"], entry[f"{side}_dtypes"], strict=False)
-    over = entry["state"] == "completed" or name == "coalesced"
+    over = state == "completed"
     over |= bool(entry.get("retired")) and not library.startswith("nccl")
     group, about = entry["process_group"]
     return Call(
@@ -436,10 +448,10 @@ def diagnose_dumps(folder: str) -> Finding:
 # GPU is late; and a line per communicator, which says what rank of it a process is.
 
 CALLED = re.compile(
-    r"(\S+:\d+):\d+ \[\d+\] NCCL INFO ([A-Z]\w+): opCount .*"
+    r"(?<!\S)(\S+:\d+):\d+ \[\d+\] NCCL INFO ([A-Z]\w+): opCount .*"
     r"(count \d+ datatype \d+ op \d+ root \d+) comm (0x\w+)"
 )
-BORN = re.compile(r"(\S+:\d+):\d+ .* comm (0x\w+) rank (\d+) nranks (\d+) (.*) - Init COMPLETE")
+BORN = re.compile(r"(?<!\S)(\S+:\d+):\d+ .* comm (0x\w+) rank (\d+) nranks (\d+) (.*) - Init COM")
 
 
 def diagnose_nccl_logs(files: list[str]) -> Finding:
@@ -504,16 +516,18 @@ answer undefined writing param too srun family
 HINTS = HINT_WORDS.split()
 RANK = re.compile(r"\[(?:rank|default|Rank |RANK )(\d+)\]|^(\d+): |process (\d+) terminated")
 PLACE = re.compile(
-    r"\[pod/([\w.-]+)/|srun: error: ([\w.-]+): |^([\w.-]+):\d+:\d+ \[\d|([\w.-]+) kernel:"
+    r"\[pod/([\w.-]+)/|srun: error: ([\w.-]+): |^([\w.-]+):\d+:\d+ \[\d|(?<!\S)(\S+) kernel:"
 )
 TIME = re.compile(r"\d{4}-\d\d-\d\d[T _]\d\d:\d\d:\d\d")
 FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
 THROWN = re.compile(r"(?:^|[\s:|\]])(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Exit|Full|Empty)\b")
-WEAK = re.compile(r"\[W\d* |[Ww]arning|WARNING|[Rr]etry|errno: 97|NCCL INFO")  # it may go on
+WEAK = re.compile(r"\[W\d* |\bW\d{4} (?!.*death)|[Ww]arning|WARNING|[Rr]etry|errno: 97|NCCL INFO")
 WORK = re.compile(r"caught collective.*WorkNCCL\(SeqNum=(\d+), OpType=(\w+)(?:, (NumelIn=\d+))?")
 QUEUED = re.compile(r"\[PG (?:ID \d+ PG GUID )?(\S+).* Rank \d+\].*last enqueued .*work: (\d+),")
 LISTED = re.compile(r"\b(host|rank) {6}: (\S+)")  # torchrun's list of failures
 ABORTED = re.compile(r"Terminating (StepId|job step)|Job step aborted")
+INDENTED = re.compile(r"^(\S*:)?\s{2}")  # of a traceback, after a rank's prefix
+ENDS = re.compile(r"(?i)\b(train|job|run|all )\w*.{0,30}(done|finish|complete)|^\W*done|n_runtime")
 SOURCE = re.compile(r"(^|\s{2,})raise ")  # in a traceback; its last line tells more
 FAILED = re.compile(r"failed \(exitcode|core dumped|non-zero exit|ChildFailed|Process(Exit|Rais)ed")
 
@@ -525,7 +539,7 @@ def lines_of(files: list[str]) -> Iterator[tuple[str, int, str]]:
         with opened(0 if file == "-" else file, "rt", errors="replace") as stream:
             read = functools.partial(stream.readline, 1 << 16)
             for number, line in enumerate(iter(read, ""), 1):
-                yield file, number, line
+                yield file, number, line[:2000] + line[2000:][-1000:]  # patterns take their square
 
 
 def first_of(pattern: re.Pattern, line: str) -> str:
@@ -533,7 +547,7 @@ def first_of(pattern: re.Pattern, line: str) -> str:
     return next(filter(None, found.groups()), found[0]) if found else ""
 
 
-Hit = namedtuple("Hit", "when file number text rank host own_line")  # a line that fits a row
+Hit = namedtuple("Hit", "when file number text rank host own_line calm")  # a line that fits a row
 
 
 class Log:
@@ -551,11 +565,14 @@ class Log:
         self.failed = False  # a launcher says so
         self.aborted = False  # Slurm ends the job: what it kills from here on is no cause
         self.length: dict[str, int] = {}  # of each file, in lines
-        self.said: dict[str, int] = {}  # the number of each file's last line that is a hit
+        self.calm: dict[str, int] = Counter()  # the lines of each file outside of tracebacks
+        self.ends: dict[str, deque] = defaultdict(lambda: deque(maxlen=10))  # last lines
 
     def read(self, file: str, number: int, line: str) -> None:
         """Keep what a line says."""
         self.length[file] = number
+        self.calm[file] += not INDENTED.search(line)
+        self.ends[file].append(line)
         if found := LISTED.search(line):
             self.listed[found[1]] = found[2]
             if found[1] == "rank":
@@ -584,11 +601,12 @@ class Log:
             return
         own_line = self.own_line.get(rank, "") if rank in self.raising else ""
         self.raising.discard(rank)
-        self.said[file] = number
         if re.search(r"(exitcode|traceback) +: ", line):
             rank = self.listed["rank"]
-        hit = Hit(first_of(TIME, line), file, number, line, rank, first_of(PLACE, line), own_line)
+        about = (rank, first_of(PLACE, line), own_line, self.calm[file])
+        hit = Hit(first_of(TIME, line), file, number, line, *about)
         old = self.hits.get(row)
+        old = None if old and self.calm[old.file] - old.calm > 2000 else old  # it went on
         tells = old and rank == old.rank and own_line and not old.own_line
         if WEAK.search(line):
             self.weak[row] = hit
@@ -596,13 +614,10 @@ class Log:
             self.hits[row] = hit
 
     def found(self) -> dict[int, Hit]:
-        """The lines that count, by their rows; none if the job went on for long after them."""
-        since = [self.length[file] - number for file, number in self.said.items()]
-        if min(since, default=0) > 2000:
-            return {}
+        """The lines that count, by their rows."""
         late = {row: w for row, w in self.weak.items() if self.length[w.file] - w.number < 50}
         causes = {row: hit for row, hit in late.items() if row < RAISED}
-        return self.hits or causes
+        return {r: h for r, h in self.hits.items() if self.calm[h.file] - h.calm <= 2000} or causes
 
     def ends_oddly(self) -> list[str]:
         """The warning, near the end, of a job that lost a rank, or is just over."""
@@ -646,8 +661,9 @@ def diagnose_logs(files: list[str]) -> Finding:
     hits = log.found()
     if not hits:
         odd = log.ends_oddly()
-        kind = "cannot tell" if log.raising or log.failed or odd else "healthy"
-        what = "no words in there are known to end a job."
+        ended = any(ENDS.search(line) for lines in log.ends.values() for line in lines)
+        kind = "healthy" if ended and not (log.raising or log.failed or odd) else "cannot tell"
+        what = "no words in there are known to end a job" + ("." if ended else ", nor of its end.")
         if odd:
             what = "it ends with warnings only, as a job does that is over, or has lost a rank."
         ask = ["if it stands still: this tool with --job"]
@@ -709,18 +725,20 @@ def look_at(rank: int, pid: int, py_spy: str) -> Look:
     stat = proc(pid, f"task/{pid}/stat").rpartition(")")[2].split()
     if not stat or stat[0] in "ZX":
         return Look(rank, pid, False)
-    slept, forced = re.findall(r"ctxt_switches:\s(\d+)", proc(pid, f"task/{pid}/status"))
+    slept, *forced = re.findall(r"ctxt_switches:\s(\d+)", proc(pid, f"task/{pid}/status")) or "0"
     command = [py_spy, "dump", "--json", "--nonblocking", "--locals", "--pid", str(pid)]
     for _ in range(3):  # what runs may change while it is read
         ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
         if ran.returncode == 0:
             break
     else:
+        if not proc(pid, "cmdline"):  # it has just ended
+            return Look(rank, pid, False)
         return Look(rank, pid, True, error=ran.stderr.strip().partition("\n")[0] or "no stack")
     threads = json.loads(ran.stdout)
     frames = next((t for t in threads if t["os_thread_id"] == pid), threads[0])["frames"]
     stack = tuple(f"{frame['filename']}:{frame['line']}" for frame in frames)
-    computed = (*stat[11:13], forced)
+    computed = (*stat[11:13], *forced)
     look = Look(rank, pid, True, stack, line_of(frames), slept=slept, computed=computed)
     for frame in frames:
         if found := WAITING.search(f"{frame['filename']} {frame['name']}"):
@@ -807,7 +825,7 @@ def read_steps(files: list[str]) -> dict[int, list[dict[str, float]]]:
     """{rank: its steps}, each {"own": seconds, perhaps "step" and "data"}."""
     steps: dict[int, list[dict[str, float]]] = defaultdict(list)
     for place, file in enumerate(files):
-        lines = Path(file).read_text().splitlines()
+        lines = Path(file).read_text().splitlines() or [""]
         number = re.search(r"(\d+)\D*$", Path(file).name)
         named = not lines[0][:1].isdigit()
         for row in csv.DictReader(lines, None if named else ["own"]):
@@ -895,4 +913,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except Exception as error:
+        print(f"diagnose.py: cannot read {' '.join(sys.argv[1:])}: {error!r}", file=sys.stderr)
+        sys.exit(2)

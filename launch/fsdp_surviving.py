@@ -25,12 +25,14 @@ more fit into torchrun's --shutdown-timeout; the death of torchrun; a full disk.
 
 **It refuses** a GPU that is missing, bfloat16 that a GPU emulates, and input that does not fit: all
 ranks say why, and leave before any waits for another. It trains on CPUs where no node has a GPU, or
-where CUDA_VISIBLE_DEVICES is empty on all nodes.
+where CUDA_VISIBLE_DEVICES is empty on all nodes. A disk's error ends the start, renaming nothing.
 
 **Its limits**
-- A checkpoint made with another batch, number of steps, rate, data or shape is refused.
+- A checkpoint made with another batch, number of steps, rate, shape or data is refused; data is
+  known by its length and first million tokens. Load no stranger's: DCP's .metadata is a pickle.
 - All nodes share --checkpoints. A rank's host needs 8 bytes per sample, and for saving its share of
-  12 bytes per weight. Load no stranger's checkpoint: DCP's .metadata is a pickle.
+  12 bytes per weight. On NFS the lock of a dead node may be held for its lease, 90 s and more.
+- A rank that hangs while others wait for a save holds them for up to 3600 s, whatever --timeout is.
 - FSDP alone: no tensor, pipeline, context or expert parallelism, no experts, no float8. Logits are
   whole, and each micro-batch adds up its gradients over the ranks. By arithmetic, 8b wants 8 GPUs
   of 80 GB and --recompute.
@@ -266,7 +268,8 @@ def shape_of(args: Namespace, world_size: int) -> Shape:
     args.context = args.context or shape.max_position_embeddings
     if args.context > shape.max_position_embeddings:
         raise ValueError(f"--context: the model knows {shape.max_position_embeddings} positions")
-    if args.export and args.export.exists():
+    last = args.checkpoints / f"step-{args.steps:09}"  # if it exists, export() says what is there
+    if args.export and args.export.exists() and not last.exists():
         raise ValueError(f"--export {args.export} is there already")
     if world_size % args.replicas:
         raise ValueError(f"{world_size} ranks do not make --replicas {args.replicas}")
@@ -275,6 +278,10 @@ def shape_of(args: Namespace, world_size: int) -> Shape:
 
 def export(model: GPT, folder: Path, group: dist.ProcessGroup) -> None:
     """Write config.json and all weights in bfloat16, for Hugging Face. All ranks call it."""
+    there = [folder.exists()]
+    dist.broadcast_object_list(there, src=0, group=group)  # rank 0 decides for all
+    if there[0]:
+        return log.info("all steps are taken, and %s is there already: it stays", folder)
     how = {"save_distributed": True, "enable_consolidation": True}
     writer = dcp.HuggingFaceStorageWriter(f"{folder}.tmp", **how)
     state = {name: weight.detach().bfloat16() for name, weight in model.named_parameters()}
@@ -328,8 +335,9 @@ class Tokens:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Newest first. Neither step-N.RUN.tmp nor step-N.damaged is one."""
-    return sorted((path for path in folder.glob("step-*") if not path.suffix), reverse=True)
+    """Newest first. Neither step-N.RUN.tmp nor step-N.damaged is one, nor a user's step-best."""
+    found = [path for path in folder.glob("step-*") if path.name[len("step-") :].isdecimal()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -387,16 +395,20 @@ class Publisher(dcp.FileSystemWriter):
         remove_leftovers(self.final.parent)
 
 
-def damage_in(path: Path) -> str:
-    """What is wrong with this rank's share of a checkpoint's files; empty if nothing is."""
+def damage_in(path: Path) -> str | OSError | None:
+    """What is wrong with this rank's share of its files: "" if nothing, None if it is not there."""
     try:
+        if not path.is_dir():
+            return None
         sums = json.loads((path / CHECKSUMS).read_bytes())
         names = sorted({PROGRESS, ".metadata", *sums})
         for name in names[dist.get_rank() :: dist.get_world_size()]:
             if checksum(path / name) != sums.get(name):
                 return f"{name} does not have the checksum it had"
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+    except (FileNotFoundError, ValueError, AttributeError, TypeError) as error:
         return str(error)
+    except OSError as error:  # no damage: it may be whole
+        return OSError(f"rank {dist.get_rank()} on {socket.gethostname()}: {error}")
     return ""
 
 
@@ -407,15 +419,17 @@ def newest_whole(folder: Path) -> Path | None:
     listed, damaged = told[0]
     for path in listed:
         found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, damage_in(path) if path.is_dir() else None)
+        dist.all_gather_object(found, damage_in(path))
         if None in found:
             raise ValueError(f"rank {found.index(None)} does not see {path}: share the folder")
+        if errors := [error for error in found if isinstance(error, OSError)]:
+            raise ValueError(f"{path} cannot be read, and may be whole: {errors[0]}")
         if not any(found):
             return path
         if dist.get_rank() == 0:
             log.error("%s is damaged: %s. The one before is used.", path, max(found))
-            shutil.rmtree(path.with_suffix(".damaged"), ignore_errors=True)
-            path.rename(path.with_suffix(".damaged"))
+            again = f".{time.time_ns():x}" if path.with_suffix(".damaged").exists() else ""
+            path.rename(path.with_suffix(f"{again}.damaged"))
     if listed or damaged:
         raise ValueError(f"no checkpoint in {folder} is whole. Remove the folder to start anew.")
     return None
@@ -467,9 +481,10 @@ class Trainer:
         self.settings = {name: getattr(args, name) for name in same.split()}
         self.settings |= {"shape": shape._asdict(), "data": tokens.mark}
         told = [None] * self.ranks
-        dist.all_gather_object(told, (self.settings, f"{time.time_ns():x}"))
-        if any(settings != self.settings for settings, _ in told):
-            raise ValueError("some ranks were given other flags or other --data")
+        given = vars(args) | {"shape": shape._asdict(), "tokens": tokens.mark}
+        dist.all_gather_object(told, (given, f"{time.time_ns():x}"))
+        if other := {name for has, _ in told for name in has if has[name] != told[0][0][name]}:
+            raise ValueError(f"ranks were given different values of {', '.join(sorted(other))}")
         self.run = told[0][1]  # this run's name
         self.model = build_model(args, shape, device)
         matrices = [weight for weight in self.model.parameters() if weight.ndim > 1]
@@ -599,7 +614,7 @@ class Trainer:
         self.told = (time.perf_counter(), self.step)
         self.writer = None
         if SummaryWriter and self.rank == 0:  # what was written beyond this step is taken back
-            self.writer = SummaryWriter(folder / "tensorboard", purge_step=self.step)
+            self.writer = SummaryWriter(folder / "tensorboard", purge_step=self.step + 1)
 
     def report(self, loss: torch.Tensor) -> None:
         """A line of the log, and TensorBoard's scalars: of all ranks, since the last line."""

@@ -237,6 +237,44 @@ def test_each_damage_to_each_file_is_noticed(ranks: int, data: Path, tmp_path: P
         assert {line.partition(": ")[2] for line in said} == {"step-000000004, True"}
 
 
+def test_only_step_and_digits_is_a_checkpoint(tmp_path: Path) -> None:
+    for name in ("step-9", "step-10", "step-best", "step-0-old", "step-8.damaged", "step-7.1.tmp"):
+        (tmp_path / name).mkdir()
+    found = runpy.run_path(str(SCRIPT), run_name="imported")["checkpoints_in"](tmp_path)
+    assert [path.name for path in found] == ["step-10", "step-9"]
+
+
+def look_in_vain(folder: Path) -> str:
+    """What is said where rank 1 gets an error of its disk."""
+    look = runpy.run_path(str(SCRIPT), run_name="imported")["newest_whole"]
+
+    def broken(path: Path) -> None:
+        raise OSError(5, "Input/output error", str(path))
+
+    if dist.get_rank():
+        look.__globals__["checksum"] = broken
+    try:
+        return str(look(folder))
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.night
+def test_an_error_of_the_disk_is_no_damage_and_an_earlier_damaged_one_stays(tmp_path: Path) -> None:
+    (tmp_path / "step-1.damaged").mkdir()
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-1/checksums.json").write_text("{}")
+    names = {path.name for path in tmp_path.iterdir()}
+    (tmp_path / "step-1/.metadata").touch()
+    (tmp_path / "step-1/progress.json").touch()
+    for said in run(look_in_vain, 2, tmp_path):
+        assert re.search(r"cannot be read, and may be whole: rank 1 .*Input/output error", said)
+    assert {path.name for path in tmp_path.iterdir()} == names
+    for said in run(look_in_vain, 1, tmp_path):  # without the error: its checksums are wrong
+        assert "is whole. Remove the folder" in said
+    assert len([*tmp_path.glob("step-1.*damaged")]) == 2
+
+
 @pytest.mark.night
 def test_if_none_is_whole_nothing_starts_now_or_later(data: Path, tmp_path: Path) -> None:
     folder = leave(whole_run(data), tmp_path / "run", 6)
@@ -567,6 +605,38 @@ def test_what_changes_the_result_is_refused(name: str, data: Path, tmp_path: Pat
         assert outcome.kind == "exited"
         told = rf"was written with {name} \S+, this run has 3(\.0)?: take the same, or other"
         assert re.search(told, outcome.output), outcome.output
+
+
+@pytest.mark.night
+def test_ranks_with_different_flags_do_not_start(data: Path, tmp_path: Path) -> None:
+    for outcome in start(2, tmp_path, flags(data, micro_batch="1{rank}")):
+        assert outcome.kind == "exited", outcome
+        assert "ranks were given different values of micro_batch" in outcome.output
+
+
+@pytest.mark.night
+def test_with_its_export_made_a_complete_run_ends_well_and_another_is_refused(
+    data: Path, tmp_path: Path
+) -> None:
+    folder = leave(whole_run(data), tmp_path / "run", STEPS)
+    argv = flags(data, export="mine")
+    assert "the weights are in mine" in finish(2, folder, argv)
+    assert "all steps are taken, and mine is there already" in finish(2, folder, argv)
+    shutil.rmtree(checkpoint(folder, STEPS))
+    for outcome in start(2, folder, argv):
+        assert "--export mine is there already" in outcome.output, outcome
+
+
+POINT = "        self.writer = None\n"
+WATCHED = "        global SummaryWriter\n"
+WATCHED += "        SummaryWriter = lambda folder, purge_step: print(purge_step)\n"
+
+
+@pytest.mark.night
+def test_tensorboard_keeps_the_point_of_the_step_that_was_saved(data: Path, tmp_path: Path) -> None:
+    folder = leave(whole_run(data), tmp_path / "run", STEPS)
+    said = finish(1, folder, flags(data), changed(folder, (POINT, f"{WATCHED}{POINT}")))
+    assert f"\n{STEPS + 1}\n" in said  # from this one on, points are hidden
 
 
 # Against others: one process, and Hugging Face's Llama

@@ -153,7 +153,7 @@ def test_the_published_run_sends_what_the_answers_say() -> None:
 
 
 def axis_rows(axis: str) -> set[str]:
-    return {f"{axis}: bytes {which}" for which in ("handed over", "over the cable")}
+    return {f"{axis}: bytes {which}" for which in ("handed over", "that need the cable")}
 
 
 GRADIENT, ENDS = "error of every gradient", "ends: numbers added up, embedding"

@@ -52,7 +52,7 @@ CURVES = {
         {DOUBLED},
     ),
 }
-LEARNT = {
+LEARNED = {
     "the norms' run has another learning rate": (
         "AdamW(stage.parameters(), lr=3e-3)",
         'AdamW(stage.parameters(), lr=3e-2 if mistake == "tp" else 3e-3)',
@@ -63,7 +63,7 @@ FEW = ("        check_axes(whole)\n        check_names(whole)\n", "")
 BREAKS = [
     Breaks(LINES, ranks=4, changes=[NO_CURVES], deadline=150, alone=[*LINES]),
     Breaks(CURVES, ranks=4, changes=[FEW], deadline=150),
-    Breaks(LEARNT, ranks=4, changes=[FEW], deadline=150),
+    Breaks(LEARNED, ranks=4, changes=[FEW], deadline=150),
 ]
 
 WHY = "the pretended GPUs' tensors say that they are on the CPU, and FSDP refuses a DTensor there"
