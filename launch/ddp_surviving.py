@@ -182,8 +182,9 @@ class Seeded(Dataset):
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Newest first. Neither step-N.tmp nor step-N.damaged is one."""
-    return sorted((path for path in folder.glob("step-*") if not path.suffix), reverse=True)
+    """Newest first. Only step-DIGITS is one: no step-N.tmp or step-N.damaged, no copy step-best."""
+    found = [path for path in folder.glob("step-*") if path.name[len("step-") :].isdecimal()]
+    return sorted(found, reverse=True)
 
 
 def to_bytes(state: object) -> bytes:
@@ -579,7 +580,7 @@ class Display:
             self.bar = tqdm(total=trainer.total_steps, initial=trainer.step)
         if SummaryWriter:  # what a run before wrote beyond this step is taken back
             folder = trainer.args.checkpoints / "tensorboard"
-            self.writer = SummaryWriter(folder, purge_step=trainer.step)
+            self.writer = SummaryWriter(folder, purge_step=trainer.step + 1)
 
     def advance(self) -> None:
         if self.bar:

@@ -193,6 +193,19 @@ def test_in_float16_an_overflow_is_skipped_and_the_scale_resumed(tmp: Path, tmp_
     assert same(state(folder, LAST), state(whole, LAST))
 
 
+def test_only_digits_name_a_checkpoint(script: dict, tmp_path: Path) -> None:
+    for name in (
+        "step-000000900",
+        "step-000001000",
+        "step-best",
+        "step-000002000.tmp",
+        "step-1.damaged",
+    ):
+        (tmp_path / name).mkdir()
+    found = [path.name for path in script["checkpoints_in"](tmp_path)]
+    assert found == ["step-000001000", "step-000000900"]
+
+
 def test_the_last_checkpoints_are_kept(tmp: Path) -> None:
     folder, _ = whole_run(1, tmp, keep=2)
     left = sorted(path.name for path in (folder / "checkpoints").iterdir())
