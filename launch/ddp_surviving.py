@@ -1,7 +1,7 @@
 """Train on images with DistributedDataParallel, and survive: the complete file to copy.
 
     torchrun --standalone --nproc-per-node=2 --max-restarts=3 ddp_surviving.py
-    torchrun ... ddp_surviving.py --data FOLDER --epochs 90 --batch 64 --precision bfloat16
+    torchrun ... ddp_surviving.py --data FOLDER --epochs 90 --batch 256 --warm-up 1000 --workers 8
 
 FOLDER has train/ and val/ in it, and there a folder of images per class: ResNet-18 learns them.
 Without it a small CNN learns scikit-learn's digits. Put your own in `build_model` and `load_data`.
@@ -10,6 +10,9 @@ On several nodes launch_ddp.sh, next to this file, sets the variable that `join`
 
 **The claim.** Killed at any point and started again with as many ranks, it ends with the same
 weights, bit for bit, as if nothing had happened: on the same kind of machine and the same torch.
+On **another number of ranks** each step still takes the same images, cropped alike, and the mean
+over all of them, for --batch counts those of all ranks: only sums round otherwise, and dropout and
+batch norm's statistics, which are a rank's own, draw and see others. So it is with --micro-batch.
 
 **It survives**
 - a rank that is killed or raises: torchrun starts all ranks anew, from the last checkpoint;
@@ -29,11 +32,12 @@ weights, bit for bit, as if nothing had happened: on the same kind of machine an
 CPU where no node has a GPU, or where CUDA_VISIBLE_DEVICES is empty on all nodes.
 
 **It does not survive**
-- another number of ranks, another batch, another learning rate: refused, and told what differs;
+- another batch, another learning rate: refused, and told what differs;
+- a disk that fails to read (not: a file that is damaged): it ends, and puts no checkpoint aside;
 - the loss of the disk. On several nodes --checkpoints has to be a folder that all of them share:
-  after a restart another machine may be rank 0's, and the old one gone;
+  after a restart another machine may be rank 0's, and the old one gone. Every rank reads there;
 - wrong arithmetic: a GPU that computes nonsense has it saved with a correct checksum;
-- transforms that draw from numpy or from Python's `random`: a batch's seed is torch's alone.
+- transforms that draw from numpy or from Python's `random`: an image's seed is torch's alone.
 """
 
 import argparse
@@ -42,7 +46,9 @@ import hashlib
 import io
 import json
 import logging
+import math
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -55,7 +61,6 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from copy import deepcopy
 from datetime import timedelta
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -63,7 +68,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset
 
 try:
     from tqdm import tqdm
@@ -89,9 +94,11 @@ def read_flags() -> argparse.Namespace:
     flags.add_argument("--keep", type=int, default=3, help="how many checkpoints stay")
     flags.add_argument("--keep-every", type=int, default=100, help="and of all each so many-th")
     flags.add_argument("--epochs", type=int, default=6)
-    flags.add_argument("--batch", type=int, default=24, help="images of one rank at a time")
-    flags.add_argument("--accumulate", type=int, default=2, help="batches of a step")
+    flags.add_argument("--batch", type=int, default=96, help="images of a step, on all ranks")
+    flags.add_argument("--micro-batch", type=int, default=64, help="at most so many at a time")
     flags.add_argument("--learning-rate", type=float, default=0.1, help="falls to 0 by a cosine")
+    flags.add_argument("--warm-up", type=int, default=0, help="first steps, in which it rises")
+    flags.add_argument("--weight-decay", type=float, default=5e-5, help="of weights, not of biases")
     flags.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradients")
     flags.add_argument("--precision", choices=DTYPES, default="bfloat16")
     flags.add_argument("--loss-scale", type=float, default=2.0**16, help="first one, for float16")
@@ -105,6 +112,8 @@ def read_flags() -> argparse.Namespace:
         flags.error("--keep must be at least 2: the newest checkpoint may be the damaged one")
     if args.keep_every < 1:
         flags.error("--keep-every must be at least 1: each so many-th checkpoint stays for ever")
+    if args.batch < 1 or args.micro_batch < 1:
+        flags.error("--batch and --micro-batch must be at least 1")
     return args
 
 
@@ -147,22 +156,36 @@ def load_data(args: argparse.Namespace) -> tuple[Dataset, Dataset, int]:
 # Data that can go on anywhere
 
 
-class ResumingSampler(DistributedSampler):
-    """Torch's sampler, which can begin an epoch at any of its samples, and names the epoch."""
+class MicroBatches(Sampler):
+    """This rank's share of each step, in micro-batches of (epoch, index), from any step on.
 
-    first = 0  # how many samples of the epoch are done
+    A step's images, and their order, are the same on every number of ranks: they are dealt out like
+    cards. Images that are left over at an epoch's end wait for another epoch's order.
+    """
 
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        return ((self.epoch, index) for index in islice(super().__iter__(), self.first, None))
+    epoch = 0
+    first = 0  # how many steps of the epoch are done
 
-    def __len__(self) -> int:
-        return super().__len__() - self.first
+    def __init__(self, images: int, batch: int, most: int, seed: int) -> None:
+        self.images, self.batch, self.seed = images, batch, seed
+        self.steps = images // batch
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        share = len(range(self.rank, batch, self.ranks))
+        self.per_step = math.ceil(share / most)
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        dice = torch.Generator().manual_seed(seed_of(self.seed, self.epoch))
+        order = torch.randperm(self.images, generator=dice).tolist()
+        for step in range(self.first, self.steps):
+            mine = order[step * self.batch : (step + 1) * self.batch][self.rank :: self.ranks]
+            for part in range(self.per_step):  # of equal size, or one more
+                yield [(self.epoch, index) for index in mine[part :: self.per_step]]
 
 
 class Seeded(Dataset):
-    """Draws the augmentation of a batch from (seed, epoch, its first index) alone.
+    """Draws the augmentation of an image from (seed, epoch, index) alone.
 
-    So it does not matter which worker makes it, nor what was made before.
+    So it does not matter which rank or worker makes it, nor what was made before.
     """
 
     def __init__(self, data: Dataset, seed: int) -> None:
@@ -170,15 +193,21 @@ class Seeded(Dataset):
         self.seed = seed
 
     def __getitems__(self, places: list[tuple[int, int]]) -> list:
-        epoch, first = places[0]
+        found = []
         with torch.random.fork_rng(devices=[]):  # the model's own dropout must not notice
-            # 32 bits are all that torch's generator takes of a seed: sums would collide.
-            torch.default_generator.manual_seed(zlib.crc32(f"{self.seed} {epoch} {first}".encode()))
-            return [self.data[index] for _, index in places]
+            for place in places:
+                torch.default_generator.manual_seed(seed_of(self.seed, *place))
+                found.append(self.data[place[1]])
+        return found
 
 
-# Checkpoints: rank 0 alone writes and reads. Their folder must outlive rank 0's machine, and be
-# visible to the machine that is rank 0's after a restart: on several nodes, a shared folder.
+def seed_of(*numbers: int) -> int:
+    """A seed for these: 32 bits are all that torch's generator takes, so sums would collide."""
+    return zlib.crc32(" ".join(map(str, numbers)).encode())
+
+
+# Checkpoints: rank 0 alone writes, and chooses; then every rank reads. Their folder must outlive
+# rank 0's machine, and be visible to all: on several nodes, a shared folder.
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -238,26 +267,29 @@ def remove_leftovers(folder: Path) -> None:
         shutil.rmtree(leftover)
 
 
-def read_checkpoint(path: Path) -> dict[str, bytes]:
-    """Its files, each as it was written. Raises ValueError if one is not."""
+def check(path: Path) -> None:
+    """Raises ValueError if a file of a checkpoint is not as it was written, OSError if the disk
+    fails: then it may be whole.
+    """
     try:
         sums = json.loads((path / CHECKSUMS).read_bytes())
-        files = {name: (path / name).read_bytes() for name in PARTS}
-    except (OSError, ValueError) as error:
+        for name in PARTS:
+            with open(path / name, "rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+            if not isinstance(sums, dict) or sums.get(name) != found:
+                raise ValueError(f"{name} does not have the checksum it had")
+    except (FileNotFoundError, NotADirectoryError, ValueError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
-    for name, data in files.items():
-        if not isinstance(sums, dict) or sums.get(name) != hashlib.sha256(data).hexdigest():
-            raise ValueError(f"{path} is damaged: {name} does not have the checksum it had")
-    return files
 
 
-def newest_whole(folder: Path) -> dict[str, bytes]:
-    """On rank 0: the files of the newest whole checkpoint; none if there never was a checkpoint."""
+def newest_whole(folder: Path) -> Path | None:
+    """On rank 0: the newest whole checkpoint; None if there never was one."""
     remove_leftovers(folder)
     found = checkpoints_in(folder)
     for path in found:
         try:
-            return read_checkpoint(path)
+            check(path)
+            return path
         except ValueError as error:
             log.error("%s. It is put aside; the one before it is used.", error)
             aside = path.with_suffix(".damaged")
@@ -265,7 +297,7 @@ def newest_whole(folder: Path) -> dict[str, bytes]:
             path.rename(aside)
     if found or [*folder.glob("step-*.damaged")]:
         raise ValueError(f"no checkpoint in {folder} is whole. Remove the folder to start anew.")
-    return {}
+    return None
 
 
 def load_checkpoint(folder: Path, device: torch.device) -> dict[str, dict]:
@@ -275,17 +307,27 @@ def load_checkpoint(folder: Path, device: torch.device) -> dict[str, dict]:
     dist.all_gather_object(seen, newest)
     if max(seen) > seen[0]:
         raise ValueError(f"a rank sees {max(seen)[0]} in {folder}, and rank 0 does not: share it")
-    word = [None]
+    word = [None, ""]
     if dist.get_rank() == 0:
         try:
-            word = [newest_whole(folder)]
-        except ValueError as error:
-            word = [str(error)]
+            word[0] = newest_whole(folder)
+        except (ValueError, OSError) as error:
+            word[1] = str(error)
     dist.broadcast_object_list(word, src=0)  # rank 0 decides for all
-    if isinstance(word[0], str):
-        raise ValueError(word[0])
-    how = {"map_location": device, "weights_only": True}  # tensors and plain values: no code is run
-    return {name: torch.load(io.BytesIO(data), **how) for name, data in word[0].items()}
+    path, why_not = word
+    states = {}
+    if path:
+        how = {"map_location": device, "weights_only": True}  # plain values: no code is run
+        try:
+            check(path)  # what this rank's machine reads
+            states = {name: torch.load(path / name, **how) for name in PARTS}
+        except (ValueError, OSError, pickle.UnpicklingError) as error:
+            why_not = f"rank {dist.get_rank()} on {socket.gethostname()}: {error}"
+    reasons = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, why_not)
+    if any(reasons):
+        raise ValueError(max(reasons))
+    return states
 
 
 def lock(folder: Path) -> None:
@@ -353,36 +395,49 @@ class Trainer:
         self.device = device
         self.rank = dist.get_rank()
         train, self.test, classes = load_data(args)
-        self.sampler = ResumingSampler(train, seed=args.seed, drop_last=True)
+        if not dist.get_world_size() <= args.batch <= len(train):
+            told = f"--batch {args.batch}: at least one image for each of {dist.get_world_size()}"
+            raise ValueError(f"{told} ranks, and at most the {len(train)} there are")
+        self.sampler = MicroBatches(len(train), args.batch, args.micro_batch, args.seed)
         own = torch.Generator()  # else each new iterator draws from the generator of dropout
         how = {"num_workers": args.workers, "generator": own, "pin_memory": device.type == "cuda"}
-        self.loader = DataLoader(
-            Seeded(train, args.seed), args.batch, sampler=self.sampler, drop_last=True, **how
-        )
-        self.steps_per_epoch = len(self.sampler) // (args.batch * args.accumulate)
-        if self.steps_per_epoch == 0:
-            told = f"an epoch has {len(self.sampler)} images per rank, a step would take"
-            raise ValueError(f"{told} {args.batch} x {args.accumulate}: lower --batch")
+        self.loader = DataLoader(Seeded(train, args.seed), batch_sampler=self.sampler, **how)
+        self.steps_per_epoch = self.sampler.steps
         self.total_steps = args.epochs * self.steps_per_epoch
 
         torch.manual_seed(args.seed)
         model = build_model(args, classes).to(device)
         self.ddp = DistributedDataParallel(model)
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=args.learning_rate, momentum=0.9)
-        cosine = torch.optim.lr_scheduler.CosineAnnealingLR
-        self.scheduler = cosine(self.optimizer, self.total_steps)
+        weights = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+        others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+        groups = [{"params": weights, "weight_decay": args.weight_decay}, {"params": others}]
+        how = {"lr": args.learning_rate, "momentum": 0.9, "nesterov": True}
+        self.optimizer = torch.optim.SGD(groups, **how)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.rate)
         scales = args.precision == "float16"  # whose small gradients would else be 0
         self.scaler = torch.amp.GradScaler(device.type, args.loss_scale, enabled=scales)
         self.step = 0
         self.batches = None  # what is left of the epoch
-        self.warm_up([train[0], train[1]])
-        torch.manual_seed(args.seed + 1 + self.rank)  # each rank drops out others
-        random.seed(args.seed + 1 + self.rank)
-        same = ("epochs", "batch", "accumulate", "learning_rate", "clip", "precision", "seed")
-        self.settings = {name: getattr(args, name) for name in same}
-        self.settings |= {"ranks": dist.get_world_size(), "images": len(train)}
+        self.arrange_buckets([train[0], train[1]])
+        self.draw_anew()
+        same = ["epochs", "batch", "learning_rate", "warm_up", "weight_decay"]
+        same += ["clip", "precision", "seed"]
+        self.settings = {name: getattr(args, name) for name in same} | {"images": len(train)}
 
-    def warm_up(self, samples: list) -> None:
+    def rate(self, step: int) -> float:
+        """By what the learning rate is multiplied in a step, from 0: up a line, down a cosine."""
+        if step < self.args.warm_up:
+            return (step + 1) / (self.args.warm_up + 1)
+        left = max(1, self.total_steps - self.args.warm_up)
+        return (1 + math.cos(math.pi * (step - self.args.warm_up) / left)) / 2
+
+    def draw_anew(self) -> None:
+        """Seed this rank's generators, by the step: each rank drops out others."""
+        seed = seed_of(self.args.seed, self.step, dist.get_world_size(), self.rank)
+        torch.manual_seed(seed)
+        random.seed(seed)
+
+    def arrange_buckets(self, samples: list) -> None:
         """Let DDP do now what it does after its first backward: arrange its buckets anew.
 
         From three ranks on, a gradient's place in its bucket decides in which order the ranks'
@@ -394,23 +449,24 @@ class Trainer:
         self.ddp.module.load_state_dict(before)  # batch norm has counted along
 
     def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """The sum over a micro-batch."""
         x, y = x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
         dtype = DTYPES[self.args.precision]
         with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
-            return nn.functional.cross_entropy(self.ddp(x), y)
+            return nn.functional.cross_entropy(self.ddp(x), y, reduction="sum")
 
     def train_step(self) -> torch.Tensor:
-        """Take the next step; return this rank's loss of it."""
-        args = self.args
+        """Take the next step; return this rank's loss of it. The mean over ranks is the batch's."""
         epoch, done = divmod(self.step, self.steps_per_epoch)
         if self.batches is None or done == 0:
-            self.sampler.set_epoch(epoch)
-            self.sampler.first = done * args.batch * args.accumulate
+            self.sampler.epoch, self.sampler.first = epoch, done
             self.batches = iter(self.loader)
+        # DDP divides by the ranks. Their shares differ by an image if they do not divide a batch.
+        scale = dist.get_world_size() / self.args.batch
         total = 0
-        for left in reversed(range(args.accumulate)):
+        for left in reversed(range(self.sampler.per_step)):
             with self.ddp.no_sync() if left else nullcontext():  # one all-reduce per step
-                loss = self.loss(*next(self.batches)) / args.accumulate
+                loss = self.loss(*next(self.batches)) * scale
                 self.scaler.scale(loss).backward()
             total += loss.detach()
         self.update()
@@ -482,7 +538,7 @@ class Trainer:
             return
         model, optimizer, progress = (parts[name] for name in PARTS)
         for name, was in progress["settings"].items():
-            if (now := self.settings[name]) != was:
+            if (now := self.settings.get(name)) != was:
                 told = f"{self.args.checkpoints} was written with {name} {was}, this run has {now}"
                 raise ValueError(f"{told}: take the same, or other --checkpoints")
         self.ddp.module.load_state_dict(model)
@@ -490,7 +546,11 @@ class Trainer:
         self.scheduler.load_state_dict(progress["scheduler"])
         self.scaler.load_state_dict(progress["scaler"])
         self.step = progress["step"]
-        set_random_state(progress["random"][self.rank], self.device)
+        if len(progress["random"]) == dist.get_world_size():
+            set_random_state(progress["random"][self.rank], self.device)
+        else:
+            log.info("was saved by %d ranks: draws anew", len(progress["random"]))
+            self.draw_anew()
         log.info("goes on after step %d of %d", self.step, self.total_steps)
 
 

@@ -6,6 +6,13 @@
 #     launch_ddp.sh --ranks 4 train.py                     # so many ranks on this machine
 #     launch_ddp.sh --nodes 2 --head 10.0.0.1 train.py     # the same on both, at about the same time
 #     launch_ddp.sh --max-restarts 3 train.py              # if a rank dies, all start anew, 3 times
+#     launch_ddp.sh --nodes 1:2 --head 10.0.0.1 --max-restarts 9 train.py  # goes on with one of two
+#
+# With --nodes 1:2 a node that dies costs one restart: the others go on without it, after 30 seconds
+# in which it may come back, and take it in again as soon as the same line is typed on it. Each
+# change of the nodes is a restart, and one of --max-restarts. The head must live: it keeps the list
+# of the nodes. The script must go on from its checkpoint on another number of ranks, as
+# ddp_surviving.py and fsdp_surviving.py do, and give up a silent rank in time (their --timeout).
 #
 # --head is the address of one of the nodes, any, as the others reach it: an IPv4 address, or a name
 # that means the same everywhere (Debian's /etc/hosts lets a host's own name mean 127.0.1.1).
@@ -37,7 +44,7 @@ while [[ ${1:-} == --* ]]; do
   shift 2
 done
 [[ $# -gt 0 ]] || { sed -n '2,/^set/{/^set/!s/^# \{0,1\}//p}' "$0" >&2; exit 2; }
-if [[ $nodes -gt 1 && -z $head ]]; then
+if [[ ${nodes#*:} -gt 1 && -z $head ]]; then
   echo "$0: $nodes nodes need --head ADDRESS, the address of one of them" >&2
   exit 2
 fi

@@ -4,6 +4,8 @@
 #
 #     two_nodes_here.sh                          # distributed_hello.py, 2 ranks per node
 #     two_nodes_here.sh --ranks 1 train.py       # your script
+#     two_nodes_here.sh --outage 20:40 --nodes 1:2 --ranks 1 --max-restarts 9 train.py
+#         # after 20 seconds node1 is dead: cable cut, processes killed; it comes back 40 s later
 #
 #     +- node0 -----------+                        +- node1 -----------+
 #     | torchrun          |                        | torchrun          |
@@ -61,6 +63,11 @@ for interface in lo cable; do
 done
 set +e
 
+outage=
+if [[ ${1:-} == --outage ]]; then
+  outage=$2
+  shift 2
+fi
 [[ $# -gt 0 ]] || set -- "$here/distributed_hello.py"
 export GLOO_SOCKET_IFNAME=cable # else gloo takes what the host's name means, often 127.0.0.1
 export CUDA_VISIBLE_DEVICES=    # both nodes would take the same GPUs
@@ -71,8 +78,31 @@ told=
 trap 'told=yes; kill -TERM "${node0:-$!}" "${node1:-$!}" 2>/dev/null' TERM
 nsenter --net=/proc/self/fd/3 unshare --uts bash -c "$as_host" node0 "${launch[@]}" &
 node0=$!
-unshare --uts bash -c "$as_host" node1 "${launch[@]}" &
-node1=$!
+apart=() # a node that dies takes all its processes with it
+[[ -z $outage ]] || apart=(--pid --fork --kill-child=KILL)
+start_node1() {
+  unshare --uts "${apart[@]}" bash -c "$as_host" node1 "${launch[@]}" &
+  node1=$!
+}
+start_node1
+
+if [[ -n $outage ]]; then
+  trap 'told=yes; kill -TERM "$node0"; kill -KILL "$node1" 2>/dev/null' TERM
+  sleep "${outage%:*}"
+  ip link set cable down
+  kill -KILL "$node1"
+  wait "$node1"
+  echo "node1 is dead"
+  sleep "${outage#*:}"
+  ip link set cable up
+  if kill -0 "$node0" 2>/dev/null; then
+    echo "node1 comes back"
+    start_node1
+  else
+    echo "node0 has ended meanwhile"
+    node1=$node0
+  fi
+fi
 
 # If one node fails, the other sees that too and says so. If it does not within 10 s, end it; and if
 # it waits for the first inside C++, where torchrun hears no SIGTERM, kill it.

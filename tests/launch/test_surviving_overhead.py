@@ -4,7 +4,6 @@ import runpy
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 
@@ -41,7 +40,8 @@ def bare_loop(args: object, trainer: object) -> Callable[[], None]:
     model, optimizer, scheduler = trainer.ddp, trainer.optimizer, trainer.scheduler
     train = trainer.loader.dataset.data
     sampler = DistributedSampler(train, drop_last=True)
-    loader = DataLoader(train, args.batch, sampler=sampler, drop_last=True)
+    share = args.batch // dist.get_world_size()
+    loader = DataLoader(train, share, sampler=sampler, drop_last=True)
 
     def batches() -> Iterator:
         while True:
@@ -51,12 +51,10 @@ def bare_loop(args: object, trainer: object) -> Callable[[], None]:
 
     def steps() -> None:
         for _ in range(STEPS):
-            for left in reversed(range(args.accumulate)):
-                x, y = next(endless)
-                with model.no_sync() if left else nullcontext():
-                    with torch.autocast("cpu", torch.bfloat16):
-                        loss = nn.functional.cross_entropy(model(x), y) / args.accumulate
-                    loss.backward()
+            x, y = next(endless)
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), args.clip)
             optimizer.step()
             optimizer.zero_grad()
@@ -71,6 +69,7 @@ def race(folder: Path) -> dict[str, float]:
     sys.argv = ["train", f"--checkpoints={folder}", "--epochs=1000"]
     args = script["read_flags"]()
     assert (args.listen_every, args.save_every) == (STEPS, SAVE_EVERY)
+    assert args.batch // dist.get_world_size() <= args.micro_batch, "one backward per step, as bare"
     script["Trainer"].__init__.__globals__["build_model"] = wide_model
     trainer = script["Trainer"](args, torch.device("cpu"))
     stop = script["Stop"]()
