@@ -1,6 +1,7 @@
 """`course start`, `hint`, `solution` and `reset`: the learner's own file, answers/NN_name.py."""
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -31,6 +32,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         "hint", help="one hint more", description="Show the hints seen so far, and one more."
     )
     parser.add_argument("exercise", **N_OR_CURRENT)
+    parser.add_argument("only", metavar="K", type=int, nargs="?", help="hint K alone")
     parser.set_defaults(run=hint)
     parser = commands.add_parser(
         "solution",
@@ -103,18 +105,33 @@ def write_stub(exercise: Exercise) -> None:
 
 
 def hint(options: argparse.Namespace) -> int:
-    """Show the hints seen so far, and one more."""
+    """Show the hints seen so far, and one more; or hint K alone."""
     exercise = chosen(options.exercise)
-    seen = progress.read()["hints"].get(exercise.name, 0)
     hints = exercise.hints
+    if options.only is not None and not 1 <= options.only <= len(hints):
+        sys.exit(f"Exercise {exercise.number} has hints 1 to {len(hints)}, no {options.only}.")
     print(paint(f"{exercise.number:02d} {exercise.title}", "bold"))
-    for number, text in enumerate(hints[: seen + 1], 1):
-        print(f"\n{paint(f'Hint {number} of {len(hints)}', 'bold')}\n{text}")
+    if options.only is not None:
+        show_hint(options.only, hints)
+        return 0
+    seen = progress.read()["hints"].get(exercise.name, 0)
+    for number in range(1, min(seen + 1, len(hints)) + 1):
+        show_hint(number, hints)
     if seen < len(hints):
         progress.remember("hints", exercise.name, seen + 1)
-    else:
+    for number, text in enumerate(hints[seen + 1 :], seen + 2):
+        about = re.match(r"Functions? [^.]*(?=\.)", text)
+        if about:
+            print(f"\n{about[0]}: {command('hint', exercise.number, number)}", end="")
+    if seen + 1 < len(hints):
+        print()
+    elif seen == len(hints):
         print(f"\nNo more hints. Ours: {command('solution', exercise.number, '--anyway')}")
     return 0
+
+
+def show_hint(number: int, hints: list[str]) -> None:
+    print(f"\n{paint(f'Hint {number} of {len(hints)}', 'bold')}\n{hints[number - 1]}")
 
 
 def solution(options: argparse.Namespace) -> int:
