@@ -88,7 +88,7 @@ SLOW = {
     "what workers spend is counted twice": (
         "for process in [me, *me.children()]]",
         "for process in [me, *me.children(), *me.children()]]",
-        {WORKERS, DECODE, AUGMENT},
+        {WORKERS},
     ),
     "images are taken as fast as they come": (
         "        time.sleep(max(0.0, start + taken / rate - time.perf_counter()))\n",
