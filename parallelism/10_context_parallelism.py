@@ -17,7 +17,7 @@ a chunk against itself, counts half.
 4. The chunks are dealt out as evenly as can be. By what factor do the pieces of the busiest rank
    decrease?
 5. Gathered keys and values would be four blocks, one from each rank. If they travel, how many
-   traveling blocks does a rank hold at a time, besides its own?
+   traveling blocks does a rank hold at a time in the forward pass, besides its own?
 
 **Run.**
 
@@ -135,8 +135,8 @@ def scores(q_BHcK: torch.Tensor, k_BHcK: torch.Tensor, diagonal: bool) -> torch.
 #     step 3     k1 v1      k2 v2      k3 v3      k0 v0
 #
 # A hop starts before a rank computes, and is awaited afterwards, so it can hide behind the work. Of
-# what travels a rank holds two blocks, however many ranks there are: the keys and values that it
-# works on and sends on, and those that are about to arrive.
+# what travels forward a rank holds two blocks, however many ranks there are: the keys and values
+# that it works on and sends on, and those that are about to arrive.
 
 
 # %%
@@ -524,7 +524,7 @@ def median_ms(work: Callable, repeats: int = 20) -> float:
 # 4. 14/8 = 1.75, and nearly 2 with many ranks: (2n-1) / n.
 # 5. Two: the one at work, and the one that arrives. Its own block, which it needs again backward,
 #    is a third. Visitors are not kept, as all come once more, so a rank keeps 1/n of what one
-#    process keeps.
+#    process keeps. Backward the gradients' blocks are added, as many again, however many ranks.
 #
 # **Try.** A total that is not rescaled gives wrong outputs, and its logarithm wrong weights
 # backward: every error fails, with short sequences and with scores of thousands too. (The outputs

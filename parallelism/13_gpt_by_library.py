@@ -30,7 +30,7 @@ gradients too large?
 
 **Before.** parallelism/12_gpt_on_a_mesh.py: the same step, by hand. fsdp/01_fsdp_basics.py.
 
-**Next.** parallelism/15_is_it_right.py: how to know that such a run is right.
+**Next.** parallelism/14_which_mesh_is_fastest.py: which mesh to put it on.
 """
 
 import argparse
@@ -264,7 +264,8 @@ ENDS = {
 #
 # The schedule runs the pipeline: the first stage gets tokens, the last one targets. It averages
 # over micro-batches, FSDP over dp. With FSDP it also postpones the reduce-scatter to the last
-# micro-batch. A stage may be the only one; then the schedule accumulates gradients.
+# micro-batch. A stage may be the only one; then the schedule accumulates gradients. (Here both are
+# made anew for each step, to have a step in one place. A training makes them once.)
 
 
 # %%

@@ -1,8 +1,10 @@
 """Mistakes found in their axis, and claims against broken lines."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from course.playing import Lazily, play
+from course.playing import Lazily, load, play
 from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
 
 LESSON = "parallelism/15_is_it_right.py"
@@ -89,6 +91,18 @@ def test_losses_stand_on_unequally_many_tokens() -> None:
     counts = {int((part != lesson.NONE).sum()) for part in batch.next_BT.chunk(4)}
     assert len(counts) > 1
     assert (batch.next_BT[:, 0] != lesson.NONE).all()
+
+
+def test_what_is_no_number_is_wrong_and_so_is_what_another_rank_found() -> None:
+    """`max` loses a NaN, and so does a comparison with `>`."""
+    own = load(LESSON)
+    others = [False]
+    own.dist = SimpleNamespace(all_gather_object=lambda out, mine: out.extend([mine, *others]))
+    assert own.any_is_wrong(1e-7, float("nan"))
+    assert own.any_is_wrong(1e-7, 2e-4, 0.0)
+    assert not own.any_is_wrong(1e-7, 0.0)
+    others = [True]
+    assert own.any_is_wrong(1e-7, 0.0)
 
 
 @pytest.mark.night
