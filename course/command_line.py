@@ -4,12 +4,14 @@
 """
 
 import argparse
+import codecs
 import os
 import signal
 import sys
 
 from course import answers, check, doctor, new, overview, plan_command, predict, write
 from course.book import ROOT
+from course.terminal import plain
 
 PARTS = (
     overview,
@@ -46,8 +48,9 @@ def run(argv: list[str] | None = None) -> int:
         )
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what started us may ignore it
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what we have started ends with us
+    codecs.register_error("plain", plain)
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # a terminal that knows no ticks
+        stream.reconfigure(errors="plain")  # a terminal that knows no ticks
     options = parser().parse_args(argv)
     try:
         status = options.run(options)

@@ -16,6 +16,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from course.terminal import command
+
 ROOT = Path(__file__).resolve().parents[1]
 LESSON = "fundamentals/00_check_your_machine.py"
 OLDEST = (3, 11)  # of Python
@@ -199,7 +201,7 @@ def run(options: argparse.Namespace) -> int:
     if bad:
         print(f"\nTo be repaired: {', '.join(bad)}")
     elif lesson.returncode == 0:
-        print("\nNothing to repair. What is marked ! or BLOCKED can wait.")
+        print(f"\nNothing to repair. What is marked ! or BLOCKED can wait. Next: {command()}")
     return 1 if bad else lesson.returncode
 
 

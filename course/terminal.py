@@ -12,7 +12,8 @@ import textwrap
 from pathlib import Path
 
 COLORS = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow": 33}
-WIDTH = 99  # of a line that is wrapped
+WIDTH = 99  # of a line that is wrapped, unless the terminal is narrower
+PLAIN = {"✓": "+", "✗": "x", "◐": "/", "·": ".", "→": ">"}  # in ASCII
 
 
 def paint(text: str, color: str) -> str:
@@ -29,6 +30,12 @@ def tick(done: bool, blocked: bool = False) -> str:
     return paint("✓", "green") if done else "·"
 
 
+def plain(error: UnicodeEncodeError) -> tuple[str, int]:
+    """What stands for signs that the encoding of the terminal or of a pipe does not know."""
+    signs = error.object[error.start : error.end]
+    return "".join(PLAIN.get(sign, "?") for sign in signs), error.end
+
+
 def pending(text: str = "") -> None:
     """Say on a terminal what is waited for; the next such line, or none, takes its place."""
     if sys.stdout.isatty():
@@ -38,11 +45,12 @@ def pending(text: str = "") -> None:
 
 def say(text: str, indent: int = 0) -> None:
     """Print text at once, long lines wrapped, each below its own first word."""
+    width = min(WIDTH, shutil.get_terminal_size().columns) if sys.stdout.isatty() else WIDTH
     for line in text.splitlines():
         room = " " * (indent + len(line) - len(line.lstrip()))
         whole = {"break_long_words": False, "break_on_hyphens": False}  # paths, to be copied
         print(
-            textwrap.fill(line.strip(), WIDTH, initial_indent=room, subsequent_indent=room, **whole)
+            textwrap.fill(line.strip(), width, initial_indent=room, subsequent_indent=room, **whole)
         )
     sys.stdout.flush()
 

@@ -539,7 +539,7 @@ def failures_are_recognized() -> None:
     for name, answer in answers.items():
         said, found, _, _, _, remedy = diagnose(str(answer(60)))
         right += found == name
-        show(found, f'"{shortened(said, 76)}"\n{remedy}')
+        show(found, f'provoked: "{shortened(said, 66)}"\n{remedy}')
     claim("failures provoked here and named rightly", len(FAILURES), right, question=3)
 
 
@@ -783,9 +783,8 @@ def what_runs_here() -> None:
         print0(f"  {place:54} {'all but what needs ' + short if short else 'all'}")
     if not course:
         print0("  This file was copied out of the course; there it lists them.")
-    step = "course" if course else "any lesson of the course"
-    failed = any(row["verdict"] == "FAIL" for row in ledger)
-    print0("\nFix the first FAIL, then run this again." if failed else f"\nAll well. Next: {step}")
+    if any(row["verdict"] == "FAIL" for row in ledger):
+        print0("\nFix the first FAIL, then run this again.")
 
 
 # %% [markdown]

@@ -189,6 +189,8 @@ class ZeRO1:
         if len(dtypes) != 1:
             got = f"got {len(dtypes)}: build a ZeRO1 for each"
             raise ValueError(f"trained parameters must have one dtype, {got}")
+        if any(isinstance(p, nn.UninitializedParameter) or p.is_meta for p in trained):
+            raise ValueError("parameters must have values, got none: load weights first")
         sizes = [p.numel() for p in trained]
         padding = -sum(sizes) % WORLD_SIZE
         self.weights_N = F.pad(torch.cat([p.detach().flatten() for p in trained]), (0, padding))

@@ -158,7 +158,8 @@ def in_buckets(parameters: list[nn.Parameter], capacity: float) -> list[Bucket]:
 #
 # Equal gradients keep equal weights equal, so rank 0's are copied to all ranks once, at the start.
 # **Buffers**, such as the running statistics of batch norm, have no gradients to keep them
-# together. They are copied from rank 0 before each forward that trains.
+# together. They are copied from rank 0 before each forward that trains. In eval mode each rank has
+# its own statistics, and so its own metrics; PyTorch's DDP copies rank 0's there, too.
 
 
 # %%
@@ -248,7 +249,7 @@ class BucketedDDP(nn.Module):
 #   activation checkpointing wraps a layer that is used twice. Use `use_reentrant=False`.
 #
 # Ours takes what gets no gradient, and raises KeyError for a second one. Parameters of several
-# dtypes and sparse gradients it refuses when it is built.
+# dtypes or without values, and sparse gradients, it refuses when it is built.
 
 
 # %%
@@ -261,6 +262,10 @@ def torch_ddp(model: nn.Module) -> DistributedDataParallel:
 
 def refuse_odd(module: nn.Module, trained: list[nn.Parameter]) -> None:
     """Raise ValueError for what BucketedDDP has no bucket for."""
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.UninitializedParameter) or parameter.is_meta:
+            rule = f"parameters must have values, got none for {name}"
+            raise ValueError(f"{rule}: load weights, or run a lazy module once")
     dtypes = {parameter.dtype for parameter in trained}
     if len(dtypes) > 1:
         raise ValueError(f"trained parameters must have one dtype, got {len(dtypes)}: use DDP")

@@ -220,10 +220,11 @@ def compute(unit: Unit, x: Tensor) -> Tensor:
 
 # %%
 class ZeRO(nn.Module):
-    """A chain of modules without buffers, each of them a unit, the same on every rank.
+    """A chain of modules, each of them a unit, the same on every rank.
 
-    It is stage 3, or 2 with `keep`. `parameters()` are this rank's shards, for an optimizer that
-    treats each element by itself. Call `free` after each of its steps.
+    They have no buffers and no hooks on parameters, and return no views of their weights. It is
+    stage 3, or 2 with `keep`. `parameters()` are this rank's shards, for an optimizer that treats
+    each element by itself. Call `free` after each of its steps.
     """
 
     def __init__(

@@ -126,6 +126,7 @@ def messages(stage: int, p: int, done: Action | None, todo: Action | None) -> li
 # nothing, either all lists are done, or the stages that are left hang.
 #
 # With `together=False` a stage posts its send alone, and its receive once the send is through.
+# `check_schedule` first refuses a list that has a B before its own F, which no message shows.
 
 
 # %%
@@ -157,6 +158,11 @@ def simulate(
 
 def check_schedule(schedule: Sequence[list[Action]], together: bool = True) -> None:
     """Raise ValueError if the stages cannot all finish; say which waits for which message."""
+    for s, actions in enumerate(schedule):
+        for i, (direction, k) in enumerate(actions):
+            if direction == "B" and ("F", k) not in actions[:i]:
+                rule = "a micro-batch must go forward before it goes back"
+                raise ValueError(f"{rule}, got B{k} first on stage {s}; reorder its list")
     done, waits = simulate(schedule, together)
     stuck = []
     for s, ends in enumerate(waits):

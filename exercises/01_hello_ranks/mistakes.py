@@ -116,4 +116,11 @@ MISTAKES = [
         "test_cost",
         "rank 0: collectives: expected 1, got 2",
     ),
+    (
+        "the weights of four ranks written down",
+        "(rank + 1) * shard.sum()",
+        "[1, 2, 3, 4][rank] * shard.sum()",
+        "test_greeting_and_checksum",
+        "rank 4: IndexError: list index out of range",
+    ),
 ]

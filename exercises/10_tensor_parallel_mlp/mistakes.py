@@ -220,4 +220,28 @@ MISTAKES = [
         "test_parts",
         "H = 12, rank 0: w1 is the caller's tensor itself; make a copy",
     ),
+    (
+        "every x kept in a list",
+        "        h_BTh = F.gelu(F.linear(Enter.apply(x_BTD), self.w1, self.b1))\n",
+        '        self.seen = [*getattr(self, "seen", []), x_BTD]\n'
+        "        h_BTh = F.gelu(F.linear(Enter.apply(x_BTD), self.w1, self.b1))\n",
+        "test_nothing_of_x_stays",
+        "rank 0: x still has memory when the caller is done with it: keep it nowhere",
+    ),
+    (
+        "the last x kept, detached",
+        "        h_BTh = F.gelu(F.linear(Enter.apply(x_BTD), self.w1, self.b1))\n",
+        "        self.last_x = x_BTD.detach()\n"
+        "        h_BTh = F.gelu(F.linear(Enter.apply(x_BTD), self.w1, self.b1))\n",
+        "test_nothing_of_x_stays",
+        "rank 0: x still has memory when the caller is done with it: keep it nowhere",
+    ),
+    (
+        "contiguous for a copy",
+        "nn.Parameter(part.detach().clone()) for part in (w1_hD, b1_h, w2_Dh, b2_D)\n",
+        "nn.Parameter(part.detach().contiguous() if part is w2_Dh else part.detach().clone())\n"
+        "            for part in (w1_hD, b1_h, w2_Dh, b2_D)\n",
+        "test_parts",
+        "H = 2, rank 2: w2 is a view, which keeps the whole tensor alive",
+    ),
 ]

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from course.grading import Wrong, expect, grade, same
 
@@ -227,3 +228,23 @@ def test_cost(answer: Path, seed: int, n: int) -> None:
 def test_x_wants_no_gradient(answer: Path, seed: int) -> None:
     """If x wants no gradient, nothing is sent backward"""
     check_cost(answer, seed, 3, False)
+
+
+def lives_on(answer, wire, seed: int) -> bool:
+    """Whether x's memory is still there after backward, when the caller holds x no more."""
+    *weights, x, grad = whole(seed, 12)
+    model = answer.ParallelMLP(*weights)
+    y = model(x.requires_grad_())
+    y.backward(grad)
+    memory = StorageWeakRef(x.untyped_storage())
+    del x, y
+    gc.collect()
+    return not memory.expired()
+
+
+def test_nothing_of_x_stays(answer: Path, seed: int) -> None:
+    """After backward nothing of x is kept"""
+    for rank, lives in enumerate(grade(answer, lives_on, 2, seed, forbid=FORBIDDEN)):
+        if lives:
+            told = "x still has memory when the caller is done with it: keep it nowhere"
+            raise Wrong(f"rank {rank}: {told}")

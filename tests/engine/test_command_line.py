@@ -685,6 +685,16 @@ def test_texts_are_utf_8_whatever_the_locale(home: Path, monkeypatch: pytest.Mon
     assert "é" in (home / f"answers/{FIRST}.py").read_text(encoding="utf-8")
 
 
+def test_marks_can_be_told_apart_in_ascii(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    answer(home, LAST, FAILED)
+    assert "  + sums\n  x counts\n" in ask(home, "check", "4").stdout
+    ask(home, "tick", "launching")
+    text = ask(home).stdout
+    for row in ("+ 02  Launching", ". 03  Measuring", "> 01 hello ranks", ". 04 ring all reduce"):
+        assert row in text
+
+
 @pytest.mark.parametrize(
     ("source", "word"),
     [

@@ -41,6 +41,14 @@ def test_each_way_out_shifts_any_size_and_dtype(ranks: int) -> None:
     assert told == [[True] * 24] * ranks
 
 
+def test_heat_goes_to_the_neighbors_and_fades() -> None:
+    """By hand: a quarter to each side; and the largest difference never grows."""
+    heat = load(LESSON).heat
+    assert heat(torch.tensor([0.0, 0.0, 1.0, 0.0, 0.0])).tolist() == [0.25, 0.5, 0.25]
+    zigzag = torch.tensor([0.0] + [1.0, -1.0] * 4 + [0.0])
+    assert heat(zigzag).abs().max() < zigzag.abs().max()
+
+
 def rods(cases: list[tuple[int, int, int]]) -> list[float]:
     """The largest distance from one process, for each (length, steps, seed)."""
     here, off = load(LESSON), []

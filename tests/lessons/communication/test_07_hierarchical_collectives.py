@@ -51,6 +51,24 @@ def apart(nodes: int, local: int, length: int, dtype: torch.dtype) -> int:
     return wrong
 
 
+def digits_lost() -> float:
+    """The largest relative error of any way's sum of numbers that need all of float32's digits."""
+    lesson = load(LESSON)
+    generator = torch.Generator().manual_seed(0)
+    brought = [1e5 * (1 + torch.rand(50, generator=generator)) for _ in range(4)]
+    due = sum(x.double() for x in brought)
+    worst = 0.0
+    for name, way in lesson.ways().items():
+        if name != "hierarchy in torch":
+            way.run(x := brought[lesson.RANK].clone())
+            worst = max(worst, float((x.double() / due - 1).abs().max()))
+    return worst
+
+
+def test_sums_keep_the_digits_of_their_dtype() -> None:
+    assert max(run(digits_lost, 4)) < 3 * 2**-24
+
+
 @settings(max_examples=12, deadline=None)
 @given(
     st.sampled_from([(1, 1), (1, 3), (2, 1), (2, 2), (3, 1), (4, 1)]),

@@ -55,6 +55,15 @@ def low_rank(r: int) -> torch.Tensor:
     return torch.cat([part.flatten() for part in parts])
 
 
+def half_of_the_largest() -> list[float]:
+    x = torch.full((2,), 40_000.0, dtype=torch.float16)  # two of them overflow
+    return load(LESSON).mean([x])[0].tolist()
+
+
+def test_the_mean_of_large_float16_is_finite() -> None:
+    assert run(half_of_the_largest, 2) == [[40_000.0, 40_000.0]] * 2
+
+
 def exact_on_low_rank(r: int) -> bool:
     noise = mine()
     x = low_rank(r) + noise - mean_over_ranks(noise)  # only the mean has rank r

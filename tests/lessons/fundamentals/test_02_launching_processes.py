@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock, patch
 
 import pytest
 
@@ -137,6 +138,15 @@ def test_what_is_started_does_not_take_itself_for_a_rank(monkeypatch: pytest.Mon
     (line,) = lesson.lines_of([process])
     assert not [name for name in line.split() if name.startswith(lesson.OURS)]
     assert "KEPT" in line.split()
+
+
+def test_hello_adds_up_any_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    """As rank 39 of 40, whose sum no byte holds."""
+    others = {"get_rank": lambda: 39, "get_world_size": lambda: 40}
+    others |= {"all_reduce": lambda x: x.add_(sum(range(39))), "init_process_group": Mock()}
+    with patch.multiple("torch.distributed", **others, destroy_process_group=Mock()):
+        exec(load(LESSON).HELLO, {})
+    assert capsys.readouterr().out == "I am rank 39 of 40, and the ranks sum to 780\n"
 
 
 def test_a_program_that_fails_is_not_read_as_one_that_says_nothing() -> None:

@@ -1,7 +1,7 @@
 """Your machine by the clock: copies, roofline, pairs of GPUs; what a wrong line does to them."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 
@@ -519,6 +519,41 @@ def test_copies_at_once_are_all_started_before_any_is_waited_for(monkeypatch) ->
     rate = lesson.rate_together(transfers)
     assert rate == pytest.approx(lesson.SIZES[-1] / 0.01 / 1e9)
     assert set(waited) == {0, 1, 2, 3}
+
+
+def test_both_streams_wait_for_each_other_around_copies_at_once() -> None:
+    """Else the events on the main stream do not see the other copy end: a rate too high."""
+    lesson = load(LESSON)
+    log = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: "Stream") -> None:
+            log.append(f"{self.name} waits for {other.name}")
+
+    @contextlib.contextmanager
+    def stream(one: Stream) -> Iterator[None]:
+        log.append(f"on {one.name}:")
+        yield
+        log.append("on main:")
+
+    def copy(name: str) -> Callable[[int], Callable[[], None]]:
+        return lambda n: partial(log.append, f"{name} {n}")
+
+    main = Stream("main")
+    cuda = SimpleNamespace(current_stream=lambda: main, stream=stream)
+    lesson.torch = SimpleNamespace(cuda=cuda)
+    lesson.at_once(copy("up"), copy("down"), Stream("side"))(64)()
+    assert log == [
+        "side waits for main",
+        "on side:",
+        "down 64",
+        "on main:",
+        "up 64",
+        "main waits for side",
+    ]
 
 
 def test_every_pair_is_tried_and_the_ring_leads_to_right_neighbors(monkeypatch) -> None:

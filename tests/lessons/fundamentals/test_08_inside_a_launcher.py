@@ -270,6 +270,15 @@ def test_a_launcher_by_hand_returns_how_each_rank_ended_and_what_it_said() -> No
     assert statuses == [3]
 
 
+@pytest.mark.parametrize("how", ["sys.exit(3)", "os.kill(os.getpid(), 9)"])
+def test_however_a_rank_ends_the_others_are_ended(how: str) -> None:
+    program = f"import os, sys, time\nif os.environ['RANK'] == '1': {how}\ntime.sleep(60)"
+    began = time.monotonic()
+    statuses, _ = load(LESSON).launch_by_hand(program, 2)
+    assert statuses == [-signal.SIGTERM, 3 if "exit" in how else -signal.SIGKILL]
+    assert time.monotonic() - began < 50
+
+
 def test_a_child_is_told_nothing_of_the_rank_that_starts_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -143,6 +143,18 @@ def test_parameters_of_two_dtypes_are_refused() -> None:
     assert run(of_two_dtypes, 1) == [rule]
 
 
+def without_values(layer: nn.Module) -> str:
+    with pytest.raises(ValueError, match="have values") as raised:
+        load(LESSON).ZeRO1(layer.parameters(), torch.optim.SGD, lr=0.1)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("layer", [nn.LazyLinear(2), nn.Linear(3, 2, device="meta")], ids=type)
+def test_parameters_without_values_are_refused(layer: nn.Module) -> None:
+    rule = "parameters must have values, got none: load weights first"
+    assert run(without_values, 2, layer) == [rule] * 2
+
+
 def replaced() -> str:
     """The module's own zero_grad drops the gradients that lie in the flat tensor."""
     layer = nn.Linear(3, 3)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from course.playing import load
@@ -355,6 +356,34 @@ def test_backward_waits_for_the_all_reduces() -> None:
     assert first != second
 
 
+class Asked(TorchDispatchMode):
+    """Counts how often the host asks for a tensor's value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.name() == "aten::_local_scalar_dense":
+            self.times += 1
+        return func(*args, **(kwargs or {}))
+
+
+def values_asked_for(*changes: tuple[str, str]) -> int:
+    ours = load(LESSON, *changes).BucketedDDP(Roads(), 1e-6)
+    with Asked() as asked:
+        loss(ours, 0, dist.get_rank()).backward()
+    return asked.times
+
+
+def test_a_backward_asks_for_no_value() -> None:
+    """A GPU's host would wait at each, and the next all-reduce start late; no claim counts them."""
+    assert run(values_asked_for, 2) == [0, 0]
+    send = "            self.works.append("
+    asks = (send, f"            bucket.flat.sum().item()\n{send}")
+    assert min(run(values_asked_for, 2, asks)) > 0
+
+
 # Several backwards, failure and recovery
 
 
@@ -538,6 +567,20 @@ def test_several_dtypes_are_refused() -> None:
 def test_sparse_gradients_are_refused() -> None:
     rule = "gradients must be dense, got a module with sparse=True: set it False"
     assert run(refused, 1, Sparse) == [rule]
+
+
+class Lazy(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lazy = nn.LazyLinear(2)
+
+
+@pytest.mark.parametrize(
+    ("build", "name"), [(Lazy, "lazy.weight"), (lambda: Net().to("meta"), "scale")]
+)
+def test_parameters_without_values_are_refused(build: Callable[[], nn.Module], name: str) -> None:
+    rule = f"parameters must have values, got none for {name}: load weights, or run a lazy module"
+    assert run(refused, 2, build) == [f"{rule} once"] * 2
 
 
 def wrap_a_copy() -> None:

@@ -1,6 +1,8 @@
 """ZeRO-2 and ZeRO-3: each claim fails when the line that it guards is broken."""
 
 import copy
+import math
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -146,9 +148,9 @@ class Scale(nn.Module):
         return x * self.weight
 
 
-def train_odd(keep: bool) -> float:
+def train_odd(keep: bool, *changes: tuple[str, str]) -> float:
     """How far three steps are from one process; no unit's elements divide by 2, 3 or 4 ranks."""
-    lesson = load(LESSON)
+    lesson = load(LESSON, *changes)
     rank = dist.get_rank()
     n = dist.get_world_size()
     torch.manual_seed(0)
@@ -182,6 +184,35 @@ def train_odd(keep: bool) -> float:
 @pytest.mark.parametrize("keep", [False, True])
 def test_padded_units_train_as_in_one_process(keep: bool, n: int) -> None:
     assert max(run(train_odd, n, keep)) < 1e-13  # some hundred roundings of 2**-53
+
+
+def train_with_late_gathers(keep: bool, *changes: tuple[str, str]) -> float:
+    """As train_odd; what a gather brings is there when somebody has waited, and NaN before."""
+    real = dist.all_gather_into_tensor
+
+    def late(whole_N: torch.Tensor, mine_K: torch.Tensor, async_op: bool = False) -> object:
+        if not async_op:
+            return real(whole_N, mine_K)
+        shard_K = mine_K.clone()
+        whole_N.fill_(torch.nan)
+        to_do = [shard_K]
+
+        def wait() -> None:
+            if to_do:  # waiting again does nothing
+                real(whole_N, to_do.pop())
+
+        return SimpleNamespace(wait=wait)
+
+    with patch.object(dist, "all_gather_into_tensor", late):
+        return train_odd(keep, *changes)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_each_gather_is_waited_for_before_its_weights_are_used(keep: bool) -> None:
+    """gloo is fast here: without the wait the values may be right by luck."""
+    assert all(error < 1e-13 for error in run(train_with_late_gathers, 2, keep))
+    no_wait = ("        self.units[k].gathering.wait()\n", "")
+    assert all(math.isnan(error) for error in run(train_with_late_gathers, 2, keep, no_wait))
 
 
 def micro_batches() -> list[bool]:

@@ -100,6 +100,15 @@ def test_what_cannot_finish_is_refused_with_rule_value_remedy() -> None:
             lesson().check_schedule(schedule)
 
 
+@pytest.mark.parametrize("late", [[("B", 0), ("F", 0)], [("F", 1), ("B", 0), ("F", 0), ("B", 1)]])
+def test_a_backward_pass_needs_its_own_forward_pass(late: list) -> None:
+    early = sorted(late, key=lambda action: "FB".index(action[0]))
+    lesson().check_schedule([early])
+    words = "must go forward before it goes back, got B0 first on stage 1; reorder"
+    with pytest.raises(ValueError, match=words):
+        lesson().check_schedule([early, late])
+
+
 def test_sends_that_wait_for_their_receivers_are_checked_as_such() -> None:
     one_f_one_b = lists_of("one_f_one_b", 4, 8)
     lesson().check_schedule(one_f_one_b)

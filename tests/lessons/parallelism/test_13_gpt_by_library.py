@@ -3,8 +3,11 @@
 import re
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from course.playing import load, play
+from course.ranks import run
 from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
 
 LESSON = "parallelism/13_gpt_by_library.py"
@@ -69,6 +72,20 @@ def test_there_are_20_meshes_of_eight_ranks() -> None:
     found = load(LESSON, ("LAYERS = 4", "LAYERS = 8")).all_meshes(8)
     assert len(found) == len(set(found)) == 20
     assert all(pp * replicas * shards * tp == 8 for pp, replicas, shards, tp in found)
+
+
+def ranks_along_each_axis() -> dict[str, list[int]]:
+    lesson = load(LESSON)
+    mesh = lesson.make_mesh((2, 1, 2, 2), torch.device("cpu"))
+    groups = {name: mesh.get_group(name) for name in lesson.AXES}
+    return {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
+
+
+def test_tp_is_innermost_and_pp_outermost() -> None:
+    """Groups are found by name: no claim tells where their ranks are."""
+    found = run(ranks_along_each_axis, 8)
+    assert found[0] == {"pp": [0, 4], "dp_replicate": [0], "dp_shard": [0, 2], "tp": [0, 1]}
+    assert found[7] == {"pp": [3, 7], "dp_replicate": [7], "dp_shard": [5, 7], "tp": [6, 7]}
 
 
 @pytest.mark.night

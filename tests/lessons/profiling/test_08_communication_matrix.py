@@ -4,7 +4,9 @@ import itertools
 import math
 import random
 import re
+import sys
 from collections import Counter
+from types import SimpleNamespace
 from unittest.mock import MagicMock, Mock
 
 import pytest
@@ -225,6 +227,39 @@ def descriptors_left_open() -> int:
 
 def test_looking_at_sockets_leaves_no_descriptors() -> None:
     assert max(run(descriptors_left_open, 2)) < 10
+
+
+class Told:
+    """A socket of which the kernel tells: 7 bytes arrived, 100 sent, 30 of these once more."""
+
+    def __init__(self, fileno: int) -> None:
+        self.fileno = fileno
+
+    def __enter__(self) -> "Told":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def getsockopt(self, level: int, option: int, length: int) -> bytes:
+        info = bytearray(length)
+        for at, value in ((128, 7), (200, 100), (208, 30)):  # as in linux/tcp.h
+            info[at : at + 8] = value.to_bytes(8, sys.byteorder)
+        return bytes(info)
+
+    def getsockname(self) -> tuple[str, int]:
+        return "10.0.0.1", 4000
+
+    def getpeername(self) -> tuple[str, int]:
+        return "10.0.0.2", 5000
+
+
+def test_what_tcp_sends_again_is_not_counted_again() -> None:
+    own = load(LESSON)
+    own.Path = lambda folder: SimpleNamespace(glob=lambda pattern: [SimpleNamespace(name="7")])
+    own.os = SimpleNamespace(readlink=lambda path: "socket:[1]", dup=lambda number: number)
+    own.socket = SimpleNamespace(socket=Told, IPPROTO_TCP=6, TCP_INFO=11)
+    assert own.counters() == {(("10.0.0.1", 4000), ("10.0.0.2", 5000)): (7, 70)}
 
 
 # NCCL's log
