@@ -22,11 +22,10 @@ named as torch names them (..._rank_7). Logs: torchrun's, Slurm's, Kubernetes' w
 of any size. Steps: a file per rank, a number per line; or CSV with columns own (seconds until a
 rank is ready to communicate) and perhaps rank, step (the whole), data (waiting for the loader).
 
-Limits: looks 6 s apart accuse a rank in a 60 s upload: look again, with --seconds; --job mixes two
-jobs of one name on a node; a copied dump looks as old as its file. Stacks have no sequence numbers,
-so among stacks it votes; with tensor or pipeline groups only dumps are sure. Two ranks cannot
-outvote each other. Tried on gloo with torch 2.15, on made-up dumps and logs in NCCL's formats, on
-the words of public reports; not run on several GPUs.
+Limits: looks 6 s apart accuse a rank in a 60 s upload: look again, with --seconds; a copied dump
+looks as old as its file. Stacks have no sequence numbers, so among stacks it votes; with tensor or
+pipeline groups only dumps are sure. Two ranks cannot outvote each other. Tried on gloo with torch
+2.15, on made-up dumps and logs in NCCL's formats, on words of public reports; not on several GPUs.
 """
 
 import argparse
@@ -55,100 +54,107 @@ LATE, WINDOW, FALSE_ALARM = 1.1, 20, 0.01  # a straggler: so many times the medi
 LIBRARY = re.compile(r"(site|dist)-packages/|/lib(64)?/python3|/bin/|^<|torch/(distributed|_)")
 HOST = os.uname().nodename
 
-# A row: its name and the words that give it away; what they mean, and where they were seen (numbers
-# are issues on GitHub) -> what to type and to do. Causes stand first and consequences last, for one
-# failure speaks in many voices: of all rows whose words occur in a log, the first one counts.
+# A row: its name: the words that give it away; what they mean [where seen; # is an issue on GitHub]
+# -> what to type. Causes first, consequences last: of all rows whose words occur the first counts.
 LAST_WORDS = r"""
-no way out: Max retries exceeded with|HTTPSConnectionPool|URLError|LocalEntryNotFoundError
-    |ProxyError
+no way out: Max retries exceeded|HTTPSConnectionPool|URLError|LocalEntryNotFound|ProxyError
   a node without internet wants to download [datasets#1996] -> download elsewhere; HF_HUB_OFFLINE=1
 port taken: EADDRINUSE|[Aa]ddress already in use|server socket has failed
   another job has MASTER_PORT [pytorch#85604] -> ss -ltnp | grep :29500; torchrun --standalone
+no ssh: \bssh\b.*exit (status|code) 255|Permission denied \(publickey|Host key verification failed
+  the launcher cannot log in to a node [DeepSpeed#4907] -> ssh NODE hostname; ssh-copy-id NODE
 unknown host name: gai ?error|nodename nor|Name or service not known|ilure in name|no address of
   MASTER_ADDR leads nowhere [pytorch#131691] -> getent hosts $MASTER_ADDR $(hostname -f); use an IP
-wrong interface: Unable to find address for|connectFullMesh failed|[Nn]o (socket )?interface found
-    |neither AF_INET|ss_family
+wrong interface: find address for|FullMesh failed|o (socket )?interface found|r AF_INET|ss_family
   it leads to no node [pytorch#29482] -> ip -br a; set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME
 no NCCL: doesn't have NCCL built in|requires at least one CUDA device|no GPUs found|No CUDA GPUs are
   torch is a CPU build, or sees no GPU [torch] -> nvidia-smi; python -m torch.utils.collect_env
 two ranks on a GPU: Duplicate GPU detected|Multiple Ranks are using the same GPU
   no set_device, or more ranks than GPUs [verl#161] -> torch.cuda.set_device(LOCAL_RANK) first
-more ranks than GPUs: invalid device ordinal
+more ranks than GPUs: invalid device ordinal|You requested gpu
   a rank's GPU is not there, or hidden [stanford_alpaca#67] -> nvidia-smi -L; fewer --nproc-per-node
 wrong GPU: ProcessGroupNCCL2? is bound to device
   tensors on one GPU, group on another [torch 2.15] -> set_device(LOCAL_RANK) before any tensor
 versions differ: [Mm]ismatched NCCL version|NCCL version mismatch|undefined symbol: nccl
   nodes run different builds of NCCL [nccl, init.cc] -> torch.cuda.nccl.version() on every node
-driver too old: driver version is insufficient|driver on your system is too old|no kernel image
+driver too old: version is insufficient|r system is too old|no kernel image|named symbol not found
   driver or GPU does not fit this torch [CUDA] -> nvidia-smi; python -m torch.utils.collect_env
 fabric manager: system not yet initialized|CUDA error 802|Error 802
   the NVSwitches are not set up [CUDA] -> systemctl status nvidia-fabricmanager; start it
-broken GPU: Xid(?: \(.*?\):)? (48|6[34]|74|79|9[245]|119|120|14[4-9]|150)\b|ECC error|off the bus
+broken GPU: Xid(?: \(.*?\):)? (48|6[34]|74|79|9[245]|119|120|14[4-9]|150)\b|off the bus
+    |ECC error|uncorrectable \w+ error|determine the device handle|RESET_REQUIRED
   memory, link or card gave up [open-gpu-kernel-modules#1151] -> dmesg | grep -i xid; drain the node
-index out of range: device-side assert|cudaErrorAssert|Assertion `.*([Ii]ndex|target|Src).*failed
+index out of range: side assert triggered|cudaErrorAssert|Assertion `.*([Ii]ndex|target|Src).*failed
   a label or token beyond the layer's size [lm-evaluation-harness#2293] -> CUDA_LAUNCH_BLOCKING=1
 wild kernel: illegal memory access|misaligned address|unspecified launch failure|_EXECUTION_FAILED
-    |illegal instruction|Xid(?: \(.*?\):)? (13|31|43|45)\b
+    |illegal instruction|Memory access fault by GPU|Xid(?: \(.*?\):)? (13|31|43|45)\b
   the program's fault before the card's [NVIDIA, Xid] -> CUDA_LAUNCH_BLOCKING=1, compute-sanitizer
 another Xid: \bXid\b
   hardware, driver or program [NVIDIA, Xid] -> its number at docs.nvidia.com/deploy/xid-errors
-GPU memory full: CUDA out of memory|torch\.OutOfMemoryError|CUDA error: out of memory|_ALLOC_FAILED
-    |Cuda failure.*out of memory|Failed to CUDA calloc
+GPU memory full: (CUDA|HIP|XPU) out of memory|torch\.OutOfMemoryError|CUDA error: out of memory
+    |_ALLOC_FAILED|Cuda failure.*out of memory|Failed to CUDA calloc
   it needs more than is left [trl#3436] -> nvidia-smi; smaller micro-batch, checkpointing, sharding
 kernel too greedy: out of resource: shared memory|OutOfResources
   a Triton kernel wants more than an SM has [triton] -> smaller blocks, fewer num_stages
 too many open files: Too many open files|received \d+ items of ancdata
   loader workers share tensors by files [pytorch#973] -> ulimit -n 65536; fewer workers
+too many processes: (thread|fork).*Resource temporarily un|can't start new thread
+  a user's or a pod's limit of processes and threads [verl#472] -> ulimit -u; OMP_NUM_THREADS=1
 RDMA refused: ibv_\w+ failed
   locked memory, or a wrong address [nccl-tests#206, #185] -> ulimit -l; show_gids; NCCL_IB_HCA
 too little shared memory: (rror|ailed|able|space|out of|ufficient|raise).*(/dev/shm|shared memory)
-    |/dev/shm.*(rror|ailed|space left)|</torch_\d+|[Bb]us error|SIGBUS|\bshm\.h:|exitcode *: -7
+    |/dev/shm.*(rror|ailed|space left)|</torch_\d+|[Bb]us error|SIGBUS|\bshm\.h:(?!.*Cuda)
+    |(code|status)( *[:=])? (-7|135)\b
   a container has 64 MB of it [pytorch#5040] -> df -h /dev/shm; --ipc=host; an emptyDir of Memory
 disk full: No space left on device|[Dd]isk quota exceeded|PytorchStreamWriter failed writing
   checkpoints, logs or caches fill a disk or a quota [dolly#139] -> df -h; df -i; quota -s
+storage gone: Stale file handle|Transport endpoint is|Input/output error
+  a file server, its mount or the terminal is gone [Linux] -> df; dmesg -T | tail; tmux
 time is up: DUE TO TIME LIMIT|DUE TO PREEMPTION|DeadlineExceeded
   the scheduler took the nodes [Slurm] -> sacct -j JOB; sbatch --signal=B:USR1@300; --requeue
-killed for memory: exitcode *: -9|(?<!Signals\.)SIGKILL|[Oo]ut [Oo]f [Mm]emory(: Killed|\s*$)
-    |killed by signal: Killed|\b[Oo][Oo][Mm].?[Kk]ill(?!.disable| 0)|exit code:? 137|\d+ Killed\s
-    |: Killed$|return code = -9|low on memory|OUT_OF_MEMORY
+killed for memory: (code|status)( *[:=])? (-9|137)\b|(?<!Signals\.)SIGKILL|EXIT CODE: 9\b
+    |[Oo]ut [Oo]f [Mm]emory(: Killed|\s*$)|killed by signal: Killed|[Ss]ignal 9\b|\d+ Killed\s
+    |\b[Oo][Oo][Mm].?[Kk]ill(?!.disable| 0)|: Killed$|low on memory|OUT_OF_MEMORY
   SIGKILL, mostly for host memory [ArjunaUsers#52] -> dmesg -T | grep -i 'out of mem'; fewer workers
-crash in native code: (exitcode *:|return code =) -(11|4|8)\b|SIGSEGV|[Ss]egmentation fault
-    |SIGILL|SIGFPE
+crash in native code: (code|status)( *[:=])? (-(11|4|8)|139)\b|SIGSEGV|[Ss]egmentation fault
+    |SIGILL|SIGFPE|[Ss]ignal (11|4|8)\b
   torch's, a library's or your compiled code [Megatron-LM#1880] -> python -X faulthandler train.py
 package missing: ModuleNotFoundError|No module named|cannot open shared object file
+    |execve\(\): [\w.-]+: No such|(run|python3?|accelerate|deepspeed): (command )?not found
   another Python, or an image that lacks it [Python] -> sys.executable, pip list on every node
 unused parameter: Expected to have finished reduction in the prior iteration
   the loss does not depend on a parameter [pytorch#43259] -> TORCH_DISTRIBUTED_DEBUG=DETAIL names it
 gradient twice: marked as ready twice|mark a variable ready only once
   reentrant checkpointing, or two forwards [torch, reducer.cpp] -> use_reentrant=False; static_graph
 calls differ: [Mm]ismatch between collectives|Received data size doesn't match|preamble.length
-    |Mismatched collective|DDP expects same model across all ranks
-    |not to match (sizes|strides) of the same param
+    |Mismatched collective|DDP expects same model|not to match (sizes|strides) of the same param
   another collective, order, shape or dtype [nccl#296] -> --dumps; TORCH_DISTRIBUTED_DEBUG=DETAIL
 a loader died: DataLoader worker (\(pid(\(s\))? ?[\d, ]+\) )?(exited|is killed)
     |Caught \w+ in DataLoader
   its worker raised or was killed [pytorch#5040] -> num_workers=0; dmesg -T | grep -i 'out of mem'
+loss is NaN: [Ll]oss (is|became) (infinite or )?(NaN|nan)\b(?!.*skip)
+  numbers overflow, or the data holds bad ones [Detectron#83] -> a lower rate; clip_grad_norm_
 exception of the program: THE LAST LINE OF A TRACEBACK
   a rank raised, and the others end or wait for it [Python] -> that line, with this rank's data
-ended from outside: got signal: |Received \d+ death signal|CANCELLED AT|KeyboardInterrupt|DUE TO
-    |NodeLost|\b[Ee]victed\b|low on resource
+ended from outside: got signal: |Received \d+ death signal|CANCELLED AT(?!.* TASK)|KeyboardInterrupt
+    |DUE TO(?! TASK)|NodeLost|\b[Ee]victed\b|low on resource
   scheduler, Ctrl-C (2), closed terminal (1) [Chinese-Vicuna#73] -> sacct -j JOB; kubectl describe
-RDMA gave up: NET/IB.*(status|error)[= ]12|RETRY_EXC_ERR|NET/OFI.*error
+RDMA gave up: NET/IB.*(status|error)[= ]12|RETRY_EXC_ERR|NET/OFI.*error|mlx5:.* got completion
   a bad link, card, or a dead peer [nccl#1814] -> ibstat; ib_write_bw between them; one card always?
 hang in training: Watchdog caught|operation timeout|Timed out waiting \d+ms for|watchdog got stuck
-    |Timeout at NCCL work
+    |Timeout at NCCL work|\[(missing|ready) ranks:
   a rank did not call what others did [LlamaFactory#7396] -> ~/.cache/torch/*_rank_N, then --dumps
 node missing: RendezvousTimeoutError|RendezvousClosedError
   another node's torchrun never came, or left [pytorch#116974] -> the same --rdzv-id on every node?
-hang at init: clients joined|wait timeout after|store based barrier|[mM]onitoredBarrier|e no answer
+hang at init: clients joined|wait timeout after|based barrier|onitoredBarrier(?!, but)|e no answer
   a rank never started, died, or waits elsewhere [torch, store] -> this tool with --job on each node
 nobody listens: client socket has (timed out|failed)|C10d store has failed
     |(?<!\d\] )Connection refused|socketStartConnect: Connect to .* failed
   rank 0 is not there, or a firewall [pytorch#79388] -> nc -vz $MASTER_ADDR $MASTER_PORT
 a peer died: [Cc]onnection (was )?(closed|reset)|ncclRemoteError|remote process exited
-    |[Bb]roken pipe
+    |[Bb]roken pipe|lost communication with|Barrier, but|Horovod has been shut|ly disconnected
   this rank only noticed [nccl#2076] -> this tool with --log and the logs of all ranks
-NCCL stopped: unhandled (system|cuda|internal) error|nccl(System|UnhandledCuda|Internal)Error
+NCCL stopped: (NCCL|Cuda) ([Ee]rror|failure)\b|unhandled \w+ error|nccl[A-Z]\w*Error
   it says no more unasked [pytorch#111187] -> run again with NCCL_DEBUG=WARN, then --log
 """
 ROWS = re.findall(r"^(\w.+?): (.+)\n  (.+) -> (.+)", re.sub(r"\n {4}", "", LAST_WORDS), re.M)
@@ -511,7 +517,7 @@ Traceback Uncaught return AF_INET alloc space uota CANCEL DUE NET/ fault victed 
 onnection refused ready reduction nterrupt clients arrier ddress Duplicate Multiple interface bound
 ordinal match expects insufficient kernel initialized bus ssert illegal aligned OutOf ibv_ shm core
 odule NodeLost low RETRY endezvous store ocket remote roken unhandled nown resol nodename GPUs NCCL
-answer undefined writing param too srun family
+answer undef writing param too srun family found lost ranks: EXIT denied thread connected NaN nan,
 """
 HINTS = HINT_WORDS.split()
 RANK = re.compile(r"\[(?:rank|default|Rank |RANK )(\d+)\]|^(\d+): |process (\d+) terminated")
@@ -520,7 +526,9 @@ PLACE = re.compile(
 )
 TIME = re.compile(r"\d{4}-\d\d-\d\d[T _]\d\d:\d\d:\d\d")
 FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
-THROWN = re.compile(r"(?:^|[\s:|\]])(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Exit|Full|Empty)\b")
+THROWN = re.compile(r"(^|[\s:|\]])(\w+\.)*([A-Z]\w*(Error|Exit|Full|Empty)|\w*Exception)\b")
+BARE = re.compile(r"^(\[rank\d+\]: )?(\w+\.)*([A-Z]\w*Error|\w*Exception)(: |$)")
+GUESSES = re.compile(r"\(1\) .*\(2\) ")  # a launcher that lists what the cause may be
 WEAK = re.compile(r"\[W\d* |\bW\d{4} (?!.*death)|[Ww]arning|WARNING|[Rr]etry|errno: 97|NCCL INFO")
 WORK = re.compile(r"caught collective.*WorkNCCL\(SeqNum=(\d+), OpType=(\w+)(?:, (NumelIn=\d+))?")
 QUEUED = re.compile(r"\[PG (?:ID \d+ PG GUID )?(\S+).* Rank \d+\].*last enqueued .*work: (\d+),")
@@ -529,7 +537,10 @@ ABORTED = re.compile(r"Terminating (StepId|job step)|Job step aborted")
 INDENTED = re.compile(r"^(\S*:)?\s{2}")  # of a traceback, after a rank's prefix
 ENDS = re.compile(r"(?i)\b(train|job|run|all )\w*.{0,30}(done|finish|complete)|^\W*done|n_runtime")
 SOURCE = re.compile(r"(^|\s{2,})raise ")  # in a traceback; its last line tells more
-FAILED = re.compile(r"failed \(exitcode|core dumped|non-zero exit|ChildFailed|Process(Exit|Rais)ed")
+FAILED = re.compile(
+    r"failed \(exitcode|core dumped|non-zero exit|ChildFailed|Process(Exit|Rais)ed"
+    r"|(Actor\w*|RayTask)Error|[Ss]ee .*root cause"
+)
 
 
 def lines_of(files: list[str]) -> Iterator[tuple[str, int, str]]:
@@ -596,9 +607,11 @@ class Log:
             self.queued.setdefault(int(rank), found.groups())
         self.failed |= bool(FAILED.search(line))
         self.aborted |= bool(ABORTED.search(line))
-        row = row_of(line, rank in self.raising)
-        if row is None or (self.aborted and line.startswith("srun: error")):
+        raising = rank in self.raising or "Uncaught " in line
+        row = row_of(line, THROWN if raising else BARE)
+        if row is None or GUESSES.search(line) or (self.aborted and line.startswith("srun: error")):
             return
+        weak = WEAK.search(line) or (row == RAISED and not raising)
         own_line = self.own_line.get(rank, "") if rank in self.raising else ""
         self.raising.discard(rank)
         if re.search(r"(exitcode|traceback) +: ", line):
@@ -608,22 +621,10 @@ class Log:
         old = self.hits.get(row)
         old = None if old and self.calm[old.file] - old.calm > 2000 else old  # it went on
         tells = old and rank == old.rank and own_line and not old.own_line
-        if WEAK.search(line):
+        if weak:
             self.weak[row] = hit
         elif not old or tells or (rank and not old.rank) or "" < hit.when < old.when:
             self.hits[row] = hit
-
-    def found(self) -> dict[int, Hit]:
-        """The lines that count, by their rows."""
-        late = {row: w for row, w in self.weak.items() if self.length[w.file] - w.number < 50}
-        causes = {row: hit for row, hit in late.items() if row < RAISED}
-        return {r: h for r, h in self.hits.items() if self.calm[h.file] - h.calm <= 2000} or causes
-
-    def ends_oddly(self) -> list[str]:
-        """The warning, near the end, of a job that lost a rank, or is just over."""
-        peer = self.weak.get(NAMES.index("a peer died"))
-        late = peer and self.length[peer.file] - peer.number < 50
-        return [f"{peer.file}:{peer.number}: {peer.text[:150]}"] if late else []
 
     def timeouts(self) -> Finding:
         """Who did not come, as far as the watchdogs say which calls they gave up on."""
@@ -642,13 +643,12 @@ class Log:
         return explain(records)
 
 
-def row_of(line: str, raising: bool) -> int | None:
-    """The row that a line fits: by its words, or because it ends a traceback."""
+def row_of(line: str, thrown: re.Pattern) -> int | None:
+    """The row that a line fits: by its words, or as an exception's last line."""
     for row, pattern in enumerate(PATTERNS):
         if pattern.search(line):
             return row
-    thrown = (raising or "Uncaught " in line) and THROWN.search(line)
-    if thrown and not FAILED.search(line) and not SOURCE.search(line):
+    if thrown.search(line) and not FAILED.search(line) and not SOURCE.search(line):
         return RAISED
     return None
 
@@ -658,9 +658,12 @@ def diagnose_logs(files: list[str]) -> Finding:
     log = Log()
     for file, number, line in lines_of(files):
         log.read(file, number, line)
-    hits = log.found()
+    late = {row: weak for row, weak in log.weak.items() if log.length[weak.file] - weak.number < 50}
+    causes = {row: hit for row, hit in late.items() if row <= RAISED}
+    hits = {row: h for row, h in log.hits.items() if log.calm[h.file] - h.calm <= 2000} or causes
     if not hits:
-        odd = log.ends_oddly()
+        peer = late.get(NAMES.index("a peer died"))
+        odd = [f"{peer.file}:{peer.number}: {peer.text[:150]}"] if peer else []
         ended = any(ENDS.search(line) for lines in log.ends.values() for line in lines)
         kind = "healthy" if ended and not (log.raising or log.failed or odd) else "cannot tell"
         what = "no words in there are known to end a job" + ("." if ended else ", nor of its end.")
@@ -669,15 +672,13 @@ def diagnose_logs(files: list[str]) -> Finding:
         ask = ["if it stands still: this tool with --job"]
         ask += ["if it died: all ranks' logs, by torchrun --log-dir D -r 3 -t 3; dmesg -T | tail"]
         return Finding(kind, what, evidence=odd, type_next=ask)
-    row = min(hits)
-    name, _, meaning, remedy = ROWS[row]
-    first = hits[row]
+    name, _, meaning, remedy = ROWS[min(hits)]
+    first = hits[min(hits)]
     rank = first.rank
     host = first.host or log.hosts.get(rank, "")
     local = re.search(r"local_rank: \d+", first.text)
     who = [f"rank {rank}" if rank else local and local[0], host and f"on {host}"]
-    who += [first.own_line and f"at {first.own_line}"]
-    said = " ".join(filter(None, who))
+    said = " ".join(filter(None, [*who, first.own_line and f"at {first.own_line}"]))
     evidence = [f"{h.file}:{h.number}: {h.text[:150]}" for _, h in sorted(hits.items())]
     finding = Finding(name, f"{said or 'some rank'}: {meaning}", [said] if said else [])
     if name == "hang in training" and log.timeouts().kind in (name, "calls differ"):
@@ -750,8 +751,8 @@ def look_at(rank: int, pid: int, py_spy: str) -> Look:
     return look
 
 
-def find_ranks(name: str) -> dict[int, int]:
-    """{rank: pid} of this node's ranks whose command has `name`; 0 for those that are missing."""
+def find_jobs(name: str) -> list[dict[int, int]]:
+    """{rank: pid} on this node, 0 for a missing one, of each job whose command has `name`."""
     ranks = []
     for path in Path("/proc").glob("[0-9]*"):
         pid = int(path.name)
@@ -759,16 +760,16 @@ def find_ranks(name: str) -> dict[int, int]:
         if "RANK" in about and name in proc(pid, "cmdline").replace("\0", " "):
             ranks.append((pid, about))
     # A pod's RANK is its node's, also in torchrun's environment; torchrun gives each a LOCAL_RANK.
-    of_torchrun = [one for one in ranks if "LOCAL_RANK" in one[1]]
-    found: dict[int, int] = {}
-    missing = set()
-    for pid, about in sorted(of_torchrun or ranks):
+    jobs: dict[tuple, dict[int, int]] = defaultdict(dict)
+    for pid, about in sorted([one for one in ranks if "LOCAL_RANK" in one[1]] or ranks):
         rank = int(about["RANK"])
         first = rank - int(about.get("LOCAL_RANK", 0))
-        missing |= set(range(first, first + int(about.get("LOCAL_WORLD_SIZE", 1))))
+        job = jobs[about.get("MASTER_ADDR"), about.get("MASTER_PORT")]
+        for one in range(first, first + int(about.get("LOCAL_WORLD_SIZE", 1))):
+            job.setdefault(one, 0)
         if pid != os.getpid():
-            found.setdefault(rank, pid)  # its loader's workers came later
-    return dict.fromkeys(missing, 0) | found
+            job[rank] = job.get(rank) or pid  # its loader's workers came later
+    return list(jobs.values())
 
 
 def diagnose_ranks(pids: dict[int, int], seconds: float) -> Finding:
@@ -856,9 +857,8 @@ def diagnose_steps(files: list[str]) -> Finding:
         ask = f"3 ranks' own times of {WINDOW} steps: from an all-reduce's end to the next call"
         return Finding("cannot tell", "too few ranks or steps.", type_next=[ask])
     enough = WINDOW + 1  # so many late steps that chance would make an alarm in 1 of 100 windows
-    while len(own) * sum(math.comb(WINDOW, i) for i in range(enough - 1, WINDOW + 1)) <= (
-        FALSE_ALARM * 2**WINDOW
-    ):
+    chance = FALSE_ALARM * 2**WINDOW / len(own)
+    while sum(math.comb(WINDOW, i) for i in range(enough - 1, WINDOW + 1)) <= chance:
         enough -= 1
     late = late_in(own)
     slow = [rank for rank, windows in late.items() if median(windows) >= enough]
@@ -894,14 +894,14 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=6, help="how long to look at processes")
     given = parser.parse_args()
     answers = {
-        "job": lambda name: diagnose_ranks(find_ranks(name), given.seconds),
         "pids": lambda pids: diagnose_ranks(dict(enumerate(pids)), given.seconds),
         "dumps": diagnose_dumps,
         "log": diagnose_logs,
         "nccl_logs": diagnose_nccl_logs,
         "steps": diagnose_steps,
     }
-    findings = []
+    jobs = find_jobs(given.job) or [{}] if given.job else []
+    findings = [diagnose_ranks(pids, given.seconds) for pids in jobs]
     for name, answer in answers.items():
         if getattr(given, name):
             findings.append(answer(getattr(given, name)))

@@ -1,4 +1,11 @@
-"""The file to point at one's own job: made-up dumps and logs, words of strangers, real hangs."""
+"""The file to point at one's own job: made-up dumps and logs, words of strangers, real hangs.
+
+Two sets of strangers' last words were read once before the table was amended for them. "later", 75
+threads, 60 with a known cause: 5 wrong (7 %), 42 "cannot tell" (56 %), 31 of these with a known
+cause. "last", 62 threads, 44 with a known cause, by the table amended for "later": 6 wrong (10 %),
+27 "cannot tell" (44 %), 11 of these with a known cause (25 % of 44). The tests here see the table
+amended for both: they guard it, and say nothing of a next set.
+"""
 
 import functools
 import gzip
@@ -32,6 +39,7 @@ from tests.helpers.warm_launch import run_warm
 
 SCRIPT = ROOT / "launch/diagnose.py"
 WORDS = ROOT / "tests/launch/last_words.toml"
+SETS = ["seen", "unseen", "fresh", "later", "last"]
 HANGS = "profiling/04_debugging_hangs.py"
 CHECK_MACHINE = ROOT / "fundamentals/00_check_your_machine.py"
 
@@ -363,7 +371,9 @@ def test_nccl_s_logs_name_who_called_otherwise_or_not_at_all(tmp_path: Path) -> 
 
 
 def cases(which: str) -> list[dict]:
-    return tomllib.loads(WORDS.read_text(encoding="utf-8"))[which]
+    files = sorted(WORDS.parent.glob("last_words*.toml"))
+    texts = [file.read_text(encoding="utf-8") for file in files]
+    return next(words[which] for words in map(tomllib.loads, texts) if which in words)
 
 
 def told(folder: Path, *texts: str) -> object:
@@ -375,9 +385,9 @@ def told(folder: Path, *texts: str) -> object:
     return diagnose().diagnose_logs([str(file) for file in files])
 
 
-@pytest.mark.parametrize("which", ["seen", "unseen", "fresh"])
+@pytest.mark.parametrize("which", SETS)
 def test_strangers_last_words_are_understood(which: str, tmp_path: Path) -> None:
-    """At most one in twenty wrong, one in four not told; words that tell nothing count as that."""
+    """At most one in twenty wrong; of those whose cause the thread knows, one in four not told."""
     wrong = []
     unknown = []
     for case in cases(which):
@@ -388,14 +398,17 @@ def test_strangers_last_words_are_understood(which: str, tmp_path: Path) -> None
         elif said != case["class"]:
             wrong.append(line)
     total = len(cases(which))
-    print(f"\n{which}: {total} threads, {len(wrong)} wrong, {len(unknown)} not told")
+    known = sum(case["class"] != "cannot tell" for case in cases(which))
+    missed = [line for line in unknown if ": cannot tell, and" not in line]
+    print(f"\n{which}: {total} threads, {len(wrong)} wrong, {len(unknown)} 'cannot tell'")
+    print(f"{len(missed)} of {known} with a known cause are not told")
     print("\n".join(wrong + unknown))
     assert len(wrong) <= 0.05 * total
-    assert len(unknown) <= 0.25 * total
+    assert len(missed) <= 0.25 * known
 
 
 def test_words_are_from_many_threads_and_of_many_kinds() -> None:
-    every = cases("seen") + cases("unseen") + cases("fresh")
+    every = [case for which in SETS for case in cases(which)]
     threads = [(c["repository"], c["number"]) for c in every]
     assert len(set(threads)) == len(threads) >= 60
     kinds = {case["class"] for case in every}
@@ -451,6 +464,17 @@ STEPS = (
     "".join([f"step {step} loss {1 / (step + 1):.4f} error 0.1\n" for step in range(3000)])
     + "done\n"
 )
+
+
+def test_guesses_and_bare_exceptions_count_less(tmp_path: Path) -> None:
+    """A launcher's list of possible causes is none; an exception without traceback, a late one."""
+    guess = "A worker died. (1) SIGKILL by the OOM killer. (2) SIGSEGV\n"
+    assert told(tmp_path, guess).kind == "cannot tell"
+    assert told(tmp_path, "[rank1]: ValueError: bad label\n").kind == "exception of the program"
+    assert told(tmp_path, "ValueError: tried again\n" + STEPS).kind == "healthy"
+    head = "Traceback (most recent call last):\n"
+    assert told(tmp_path, head + "Exception: no data\n").kind == "exception of the program"
+    assert told(tmp_path, guess + "x: mpi: exited on signal 9\n").kind == "killed for memory"
 
 
 def test_healthy_logs_accuse_nobody(tmp_path: Path) -> None:
@@ -679,14 +703,16 @@ def test_ranks_are_found_by_name_and_one_that_is_missing_is_noticed() -> None:
     code.append("look_for_me.py")
     launcher, local = {"RANK": "0"}, {"LOCAL_WORLD_SIZE": "3"}
     here = [local | {"RANK": str(r), "LOCAL_RANK": str(r - 8)} for r in (8, 9)]
+    other = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": "29501"}  # a job of the same name
     how = {"stdout": subprocess.PIPE}
-    started = [subprocess.Popen(code, env=env, **how) for env in [launcher, *here, here[1]]]
+    started = [subprocess.Popen(code, env=env, **how) for env in [launcher, *here, here[1], other]]
     try:
         for one in started:
             one.stdout.readline()
         pids = [one.pid for one in started]
-        assert diagnose().find_ranks("look_for_me.py") == {8: pids[1], 9: min(pids[2:]), 10: 0}
-        assert diagnose().find_ranks("nobody.py") == {}
+        job = {8: pids[1], 9: min(pids[2:4]), 10: 0}
+        assert diagnose().find_jobs("look_for_me.py") == [job, {0: pids[4]}]
+        assert diagnose().find_jobs("nobody.py") == []
     finally:
         for one in started:
             one.kill()
