@@ -29,8 +29,8 @@ Not run on several GPUs. Rows marked t hold the equation against what others hav
 **Before.** parallelism/16_planning_memory.py: what fits. communication/04_alpha_beta.py: what a
 collective costs.
 
-**Next.** fsdp/02_deepspeed_config.py. For a model of your own, `course plan --model llama-70b
---gpus 64 --gpu h100`.
+**Next.** parallelism/26_dry_run_of_1024_ranks.py: the plan against the program. For a model of
+your own, `course plan --model llama-70b --gpus 64 --gpu h100`.
 """
 
 import argparse
