@@ -276,6 +276,7 @@ def loss_of(logits_bTv: torch.Tensor, next_bT: torch.Tensor, tp: Group) -> torch
     """Return the cross-entropy of each token, (b, T)."""
     most_bT = logits_bTv.detach().amax(dim=-1)
     dist.all_reduce(most_bT, op=dist.ReduceOp.MAX, group=tp)
+    HANDED_OVER[tp] += most_bT.nbytes
     shifted_bTv = logits_bTv - most_bT[..., None]
     right_bT = (shifted_bTv * one_hot(next_bT, tp)).sum(dim=-1)
     total_bT, right_bT = g(torch.stack([shifted_bTv.exp().sum(dim=-1), right_bT]), tp)
@@ -407,7 +408,7 @@ def check_axes(stage: Llama, dp: int, pp: int, tp: int) -> None:
     tokens = B // dp * T
     A = 8 * tokens * D  # bytes of a rank's activations, in float64
     due = {
-        "tp": 4 * LAYERS // pp * A + stage.first * A + stage.last * (A + 16 * tokens),
+        "tp": 4 * LAYERS // pp * A + stage.first * A + stage.last * (A + 24 * tokens),
         "dp": sum(parameter.nbytes for parameter in stage.parameters()),
         "pp": (2 - stage.first - stage.last) * A,
     }
@@ -439,7 +440,7 @@ def check_axes(stage: Llama, dp: int, pp: int, tp: int) -> None:
 #    More tokens make tp and pp larger, and leave dp as it is.
 # 5. pp, the outermost: rank 0's partner there is rank 4. (With the sum of the ends 0.26 MB cross.)
 #
-# **Try.** Where tp has two ranks, both norms and losses of all steps fail, and every gradient is
+# **Try.** Where tp has two ranks, the two rows of norms and losses fail, and every gradient is
 # right. With tp outermost all values are right. What fails is the distance to the next rank, for tp
 # and for pp: 1.77 MB cross now. On a cluster nothing fails, and every block waits four times for
 # the slowest link. **HSDP** makes two axes of dp, and shards on the outer one are the same mistake.
@@ -454,8 +455,9 @@ def check_axes(stage: Llama, dp: int, pp: int, tp: int) -> None:
 # backward (04_buckets_and_overlap.py). With sequence parallelism (06_tensor_parallel.py) norms meet
 # other tokens along tp, and the exception goes: their gradients are summed over dp and tp.
 #
-# **When.** tp first, as small as memory allows; then pp, with many more micro-batches than stages;
-# the rest is dp. If a model fits with FSDP on fast links, tp and pp only cost: sums and a bubble.
+# **When.** If a model fits with FSDP on fast links, tp and pp only cost: sums and a bubble. Else
+# take tp up to the NVLink domain, then pp across nodes until the model fits, with many more
+# micro-batches than stages; the rest is dp.
 
 
 # %%

@@ -124,17 +124,18 @@ class Step(NamedTuple):
 # ## 2. One axis at a time
 #
 # If the run with dp x pp x tp is wrong, run each axis alone, from the same seed checkpoint. A few
-# ranks are enough: an axis that is right on 4 ranks is hardly wrong on 64.
+# ranks show most mistakes; some show only where groups cross nodes or outnumber heads.
 #
 #     dp 4    right               dp 4    right               dp 4    wrong
 #     pp 4    right               pp 4    wrong               pp 4    right
 #     tp 4    wrong               tp 4    right               tp 4    right
 #
-#     tp: which parameters?       pp: which layers?           dp: loss or gradients?
+#     tp: loss or gradients?      pp: loss or gradients?      dp: loss or gradients?
 #
-# Within the axis that is wrong, the *names* of the wrong gradients say the rest. All of them: the
-# loss, or a factor. Those of one kind, such as norms: a sum that only they need. Those of some
-# layers: a stage. If each axis is right alone, take two together.
+# If the loss is wrong, so are all gradients, and you look forward: layer by layer, where does the
+# output part from one process's? If the loss is right, the *names* of the wrong gradients say the
+# rest. Those of one kind, such as norms: a sum that only they need. All of them: a factor. If each
+# axis is right alone, take two together.
 
 
 # %%
@@ -475,13 +476,13 @@ def check_curves(whole: LlamaModel) -> None:
 #
 # 1. About 1e-7, the last digit of a float32. In bfloat16 half a percent is right as well, so
 #    compare in float32 or float64 as long as you look for a mistake.
-# 2. Less than 1e-4: AdamW divides each gradient by its own size, and a factor cancels. SGD,
-#    clipping or another optimizer would bring it to light, perhaps weeks later.
+# 2. Less than 1e-4: AdamW divides each gradient by its own size, and a factor cancels. SGD would
+#    bring it to light, and so would a clip that is reached now and then, perhaps weeks later.
 # 3. All three. Three small runs per program, one per axis, and each mistake shows in one of them.
 # 4. Two, `norm1` and `norm2`: their names are the finding.
 # 5. Not at all, beyond rounding: the forward pass is right. In training the losses differ from the
-#    right ones by less than a tenth of what other batches change. So no curve shows it, and neither
-#    does a second run of the same program.
+#    right ones by less than a tenth of what other batches change. So no curve of another run shows
+#    it, and a second run of the same program has the same mistake.
 #
 # **Try.** The line says "a mistake in nothing: found in pp". Three claims fail: the loss in
 # float32, the axes found wrong without a mistake, and the three mistakes, which are found in pp as
