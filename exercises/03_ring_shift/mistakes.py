@@ -281,4 +281,20 @@ MISTAKES = [
         "test_cost",
         "rank 0 of 2, shift 1: messages received: expected 1, got 2",
     ),
+    (
+        "two buffers in turn, so that the third call overwrites what the first returned",
+        (
+            "def ring_shift(",
+            "    came = torch.empty_like(x, memory_format=torch.contiguous_format)\n",
+        ),
+        (
+            "pairs = {}\n\n\ndef ring_shift(",
+            "    if (x.shape, x.dtype) not in pairs:\n"
+            "        pairs[x.shape, x.dtype] = [torch.empty_like(x) for _ in '12']\n"
+            "    pairs[x.shape, x.dtype].reverse()\n"
+            "    came = pairs[x.shape, x.dtype][0]\n",
+        ),
+        "test_values",
+        "it shares memory with what an earlier call returned",
+    ),
 ]

@@ -269,4 +269,16 @@ MISTAKES = [
         "test_both_ways_at_once",
         "rank 0: 24 sends and receives were started, 12 waited for",
     ),
+    (
+        "room for what comes kept by its length, not by its dtype",
+        ("def ring_all_reduce(", "            came = torch.empty_like(into)\n"),
+        (
+            "rooms = {}\n\n\ndef ring_all_reduce(",
+            "            if (way, len(into)) not in rooms:\n"
+            "                rooms[way, len(into)] = torch.empty_like(into)\n"
+            "            came = rooms[way, len(into)]\n",
+        ),
+        "test_dtypes_after_one_another",
+        "call 2, the first of int64",
+    ),
 ]

@@ -35,7 +35,7 @@ def call(answer, wire, length: int, dtype: torch.dtype, seed: int) -> tuple:
     return x, wire.calls("send")
 
 
-def compare(results: list[torch.Tensor], parts: list[torch.Tensor]) -> None:
+def compare(results: list[torch.Tensor], parts: list[torch.Tensor], told: str = "") -> None:
     """With the sum; known mistakes are called by their names. And all ranks with each other."""
     n = len(parts)
     dtype = parts[0].dtype
@@ -48,7 +48,7 @@ def compare(results: list[torch.Tensor], parts: list[torch.Tensor]) -> None:
     for rank, x in enumerate(results):
         known = named(parts[rank].to(wide), due, n)
         known = {mistake: value.to(dtype) for mistake, value in known.items()}
-        same(x, due.to(dtype), f"rank {rank}", atol, instead=known)
+        same(x, due.to(dtype), f"rank {rank}{told}", atol, instead=known)
     for rank, x in enumerate(results):
         same(x, results[0], f"rank {rank} next to rank 0, to the bit")
 
@@ -77,6 +77,21 @@ def test_dtypes(answer: Path, seed: int, dtype: torch.dtype) -> None:
     """The sum, {dtype}"""
     results = grade(answer, call, 3, 13, dtype, seed)
     compare([x for x, _ in results], [operand(r, 13, dtype, seed) for r in range(3)])
+
+
+AFTER_ONE_ANOTHER = [torch.float64, torch.int64, torch.float32]
+
+
+def several(answer, wire, seed: int) -> list[torch.Tensor]:
+    return [call(answer, wire, 13, dtype, seed)[0] for dtype in AFTER_ONE_ANOTHER]
+
+
+def test_dtypes_after_one_another(answer: Path, seed: int) -> None:
+    """The sum, of another dtype in each call: what one call leaves is nothing to the next"""
+    results = grade(answer, several, 3, seed)
+    for at, dtype in enumerate(AFTER_ONE_ANOTHER):
+        told = f", call {at + 1}, the first of {str(dtype)[6:]}"
+        compare([xs[at] for xs in results], [operand(r, 13, dtype, seed) for r in range(3)], told)
 
 
 @pytest.mark.parametrize("n", [4, 3, 2])

@@ -213,7 +213,7 @@ MISTAKES = [
         "(*module.parameters(), *module.buffers()):",
         "module.state_dict().values():",
         "test_start",
-        "buffer scale once the module is wrapped",
+        "buffer scale (state_dict() leaves it out) once the module is wrapped",
     ),
     (
         "what step 0 has not used left out for ever",

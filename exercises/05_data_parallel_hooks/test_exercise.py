@@ -150,7 +150,8 @@ def test_start(answer: Path, seed: int) -> None:
     for rank, start in enumerate(run(answer, wrap, 3, seed)):
         for name, due in held(Net(seed)).items():
             kind = "buffer" if name in dict(Net(seed).named_buffers()) else "parameter"
-            same(start[name], due, f"rank {rank}, {kind} {name} once the module is wrapped")
+            left = "" if name in Net(seed).state_dict() else " (state_dict() leaves it out)"
+            same(start[name], due, f"rank {rank}, {kind} {name}{left} once the module is wrapped")
 
 
 def late(answer, wire, seed: int) -> None:

@@ -302,4 +302,22 @@ MISTAKES = [
         "test_over_epochs",
         "in sum over epochs 0 to 1: the same as in epoch 0 are repeated",
     ),
+    (
+        "the whole program seeded anew until the last sample has come",
+        (
+            "        order = list(range(self.length))\n",
+            "            generator = torch.Generator().manual_seed(self.seed + self.epoch)\n",
+            "torch.randperm(self.length, generator=generator)",
+            "        return iter(order[self.rank : total : self.n])\n",
+        ),
+        (
+            "        state = torch.get_rng_state()\n        order = list(range(self.length))\n",
+            "            torch.manual_seed(self.seed + self.epoch)\n",
+            "torch.randperm(self.length)",
+            "        yield from order[self.rank : total : self.n]\n"
+            "        torch.set_rng_state(state)\n",
+        ),
+        "test_orders",
+        "torch's global random numbers have moved while samples are still to come",
+    ),
 ]

@@ -108,6 +108,14 @@ def states() -> dict[str, object]:
     }
 
 
+def unmoved(before: dict[str, object], when: str = "") -> None:
+    """Refuse an answer that has moved what others draw from."""
+    for whose, state in states().items():
+        if state != before[whose]:
+            moved = f"{whose}'s global random numbers have moved{when}"
+            raise Wrong(f"{moved}: draw from a Generator of your own")
+
+
 def orders(answer, wire, seed: int) -> dict[str, list[int]]:
     torch.manual_seed(dist.get_rank())
     before = states()
@@ -125,10 +133,10 @@ def orders(answer, wire, seed: int) -> dict[str, list[int]]:
     for epoch in (0, 1):
         it.set_epoch(epoch)
         drawn[f"epoch {epoch} with seed 0"] = [int(i) for i in it]
-    for whose, state in states().items():
-        if state != before[whose]:
-            moved = f"{whose}'s global random numbers have moved"
-            raise Wrong(f"{moved}: draw from a Generator of your own")
+    unmoved(before)
+    samples = iter(it)
+    next(samples)
+    unmoved(before, " while samples are still to come")  # dropout draws then, and augmentation
     return drawn
 
 

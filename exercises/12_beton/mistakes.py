@@ -208,6 +208,6 @@ MISTAKES = [
             "ImageFolder(str(folder), loader=upright)",
         ),
         "test_file",
-        "expected",
+        "turned upright; asked for are pixels as PIL decodes them",
     ),
 ]

@@ -139,7 +139,10 @@ def test_file(answer: Path, seed: int, photos: tuple, beton: Path) -> None:
         for j, other in enumerate(pixels):
             if j != i and near(got, stored(other)):
                 raise Wrong(f"sample {i}: expected {names[i]}, got {names[j]}")
-        expect((width, height), ought.shape[1::-1], f"sample {i}, {names[i]}: width and height")
+        where = f"sample {i}, {names[i]}"
+        if (width, height) == ought.shape[:2] and width != height:
+            where += ", turned upright; asked for are pixels as PIL decodes them"
+        expect((width, height), ought.shape[1::-1], f"{where}: width and height")
         if not near(got, ought):
             swapped = ": its channels are blue, green, red" * near(got[..., ::-1], ought)
             raise Wrong(f"sample {i}, {names[i]}: the pixels are wrong{swapped}")

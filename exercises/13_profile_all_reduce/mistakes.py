@@ -305,4 +305,11 @@ MISTAKES = [
         "test_share",
         "three steps, and what lies between them: us of communication: expected",
     ),
+    (
+        "a GPU known by the kernels of any rank",
+        "    if kernels:\n",
+        '    if any(e["ph"] == "X" and e["cat"] == "kernel" for e in events):\n',
+        "test_share",
+        "other ranks' events: us of communication: expected 40, got 0",
+    ),
 ]

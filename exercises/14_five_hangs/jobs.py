@@ -121,8 +121,8 @@ def given(job: int, n: int, seed: int = 0) -> list[tuple]:
                 y[1] = 1e300
                 x, y = batches[5]
                 x[1] = 0
-                x[1, 2] = 1  # and here one is finite, and its square is not
-                y[1] = 2.0**600
+                x[1, 2:4] = 1  # and here two are finite, their sum and their squares are not
+                y[1] = 2.0**1023
             of_rank.append((batches, w))
     return of_rank
 

@@ -272,6 +272,13 @@ MISTAKES = [
         "if not grad.isfinite().all():",
         "if not grad.norm().isfinite():",
         "test_job_5",
-        "w after 6 steps, the bad ones left out: element",
+        "the last step was left out, though each element of its gradient is finite",
+    ),
+    (
+        "job 5 looks at the sum of the gradient's elements",
+        "if not grad.isfinite().all():",
+        "if not grad.sum().isfinite():",
+        "test_job_5",
+        "the last step was left out, though each element of its gradient is finite",
     ),
 ]

@@ -300,4 +300,12 @@ MISTAKES = [
         "test_gap",
         "rows of token.weight lie in no shard, and load says nothing",
     ),
+    (
+        "the one shard of a scalar unpacked, whose error names no tensor",
+        "        missing = stop - start\n",
+        "        missing = stop - start\n"
+        '        if about["shape"] == []:\n            [_] = about["shards"]\n',
+        "test_gap",
+        "rows of step lie in no shard, and the error does not name it",
+    ),
 ]

@@ -221,4 +221,11 @@ MISTAKES = [
         "test_inputs",
         "AttributeError",
     ),
+    (
+        "gradients for floats alone, and none for complex numbers",
+        "requires_grad_(tensor.requires_grad)",
+        "requires_grad_(tensor.requires_grad and tensor.is_floating_point())",
+        "test_inputs",
+        "complex numbers: gradient of a: expected a tensor, got None",
+    ),
 ]

@@ -112,7 +112,7 @@ def test_random_numbers(answer: Path, seed: int) -> None:
 
 
 def weigh(places: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return (a * b.square()).flatten()[places].sum()
+    return (a * b.square()).flatten()[places].sum().abs()
 
 
 def called(answer, wire, seed: int) -> dict[str, tuple]:
@@ -120,10 +120,12 @@ def called(answer, wire, seed: int) -> dict[str, tuple]:
     x, shift = data(seed)
     places = torch.arange(0, B * D, 2)
     found = {}
-    for case in ("one tensor twice", "transposed", "the second alone", "backward twice"):
+    cases = ("one tensor twice", "transposed", "the second alone", "backward twice")
+    for case in (*cases, "complex numbers"):
         gradients = []
         for call in (answer.recompute, plainly):
-            a = x.clone().requires_grad_(case != "the second alone")
+            a = torch.complex(x, x.flip(0)) if case == "complex numbers" else x.clone()
+            a.requires_grad_(case != "the second alone")
             b = a if case == "one tensor twice" else shift.repeat(B, 1).requires_grad_()
             y = call(weigh, places, *((a.T, b.T) if case == "transposed" else (a, b)))
             y.backward(retain_graph=True)
@@ -137,7 +139,7 @@ def called(answer, wire, seed: int) -> dict[str, tuple]:
 
 
 def test_inputs(answer: Path, seed: int) -> None:
-    """Tensors given twice, transposed, or after others; two backward passes through one output"""
+    """Tensors given twice, transposed, after others, complex; two backward passes for one output"""
     (pairs,) = grade(answer, called, 1, seed, group=False, forbid=CHECKPOINT)
     for name, (got, due) in pairs.items():
         same(got, due, name)

@@ -124,4 +124,12 @@ MISTAKES = [
         "test_made_dumps",
         "outside the circle, and waits for one in it. rank: expected",
     ),
+    (
+        "a chain ends in a rank that is in no call, or in a circle",
+        "    rank = scores.index(max(scores))\n",
+        "    ends = [r for r in range(len(dumps)) if not calls[r] or r in chains[r]]\n"
+        "    rank = max(ends, key=lambda r: scores[r])\n",
+        "test_made_dumps",
+        "ValueError: max()",
+    ),
 ]

@@ -201,6 +201,20 @@ def far_ahead(rng: random.Random) -> tuple[list[dict], Due]:
     return made.dumps, (late, "0", number, "broadcast")
 
 
+def never_out_again(rng: random.Random) -> tuple[list[dict], Due]:
+    """One rank is still in a call that all have made, and has not made the next."""
+    ranks = 5
+    made = Recorders(rng, {"0": list(range(ranks))}, ranks)
+    made.shared_past()
+    late = rng.randrange(ranks - 1)
+    for rank in range(ranks):
+        made.call(rank, "0", "all_reduce", [[8]], retired=rank != late)
+    for rank in range(ranks):
+        if rank != late:
+            number = made.call(rank, "0", "broadcast", [[8]], retired=False)
+    return made.dumps, (late, "0", number, "broadcast")
+
+
 def nothing_called(rng: random.Random) -> tuple[list[dict], Due]:
     """One rank has called nothing at all."""
     made = Recorders(rng, {"0": [0, 1, 2, 3]}, 4)
@@ -225,6 +239,7 @@ CASES = {
     "the oldest calls are lost": buffer_full,
     "the call itself is lost": far_ahead,
     "one rank has called nothing": nothing_called,
+    "one rank is still in a call that all have made": never_out_again,
 }
 
 

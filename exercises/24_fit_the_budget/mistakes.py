@@ -76,7 +76,7 @@ MISTAKES = [
         "for pieces in [k for k in range(1, job.B + 1) if job.B % k == 0]:",
         "for pieces in [k for k in (1, 2, 4, 8, 16) if job.B % k == 0]:",
         "test_cheapest",
-        " s would do",
+        "(36 micro-batches, recompute=True, stage 3), got None",
     ),
     (
         "gradients of stage 2 whole while they are summed",
@@ -107,5 +107,12 @@ MISTAKES = [
         "flops = (6 * P + (P - 8 * job.D**2 if plan.recompute else 0)) * job.B",
         "test_seconds",
         "1 micro-batches, recompute=True, stage 0: expected",
+    ),
+    (
+        "pairs of divisors, without the root of a square",
+        "for pieces in [k for k in range(1, job.B + 1) if job.B % k == 0]:",
+        "for pieces in [k for k in range(1, job.B + 1) if job.B % k == 0 and k * k != job.B]:",
+        "test_cheapest",
+        " s would do (6 micro-batches, recompute=False, stage 3)",
     ),
 ]

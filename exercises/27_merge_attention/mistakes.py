@@ -86,4 +86,12 @@ MISTAKES = [
         "test_cost",
         "its calls",
     ),
+    (
+        "no lse below -10,000",
+        "    return o_BHTD, lse_BHT\n",
+        "    lse_BHT = lse_BHT.where(lse_BHT > -1e4, -torch.inf)\n"
+        "    return o_BHTD.where(lse_BHT.unsqueeze(-1) > -1e4, 0), lse_BHT\n",
+        "test_large_scores",
+        "scores of 20,000 or -20,000: o",
+    ),
 ]

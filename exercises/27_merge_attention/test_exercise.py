@@ -10,10 +10,14 @@ from course.grading import Wrong, expect, grade, same
 
 B, H, T, D = 2, 3, 5, 4
 KEYS = 6  # of each part
-# Float64, values below 10: a softmax is a quotient of two sums of at most 24 terms, in another
-# order; the exponent of a difference of numbers below 2,000 is exact to 2,000 eps.
-ATOL = 10 * (2 * 24 + 2 * 2000) * 2**-53
 NOTHING = -torch.inf
+
+
+def atol(size: float) -> float:
+    """Float64, values below 10: a softmax is a quotient of two sums of at most 24 terms, in another
+    order; the exponent of a difference of numbers below 2 s is exact to 2 s eps.
+    """
+    return 10 * (2 * 24 + 4 * max(size, 1000.0)) * 2**-53
 
 
 def scores_and_values(
@@ -83,8 +87,9 @@ def merged(answer, wire, seed: int, size: float, nothing: float) -> tuple:
 def check(seed: int, size: float, found: tuple, told: str) -> None:
     parts = scores_and_values(seed, 2, size)
     o, lse = oracle(parts)
-    same(found[0], o, f"{told}: o", ATOL, mistaken(parts))
-    same(found[1], lse, f"{told}: lse", ATOL, {"this is the sum of both lse": sum_of_lse(parts)})
+    same(found[0], o, f"{told}: o", atol(size), mistaken(parts))
+    added = {"this is the sum of both lse": sum_of_lse(parts)}
+    same(found[1], lse, f"{told}: lse", atol(size), added)
 
 
 def sum_of_lse(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
@@ -109,9 +114,11 @@ def test_small_scores(answer: Path, seed: int) -> None:
     check(seed, 0.0, grade(answer, merged, 1, seed, 0.0, 0.0)[0], "scores near 0")
 
 
-def test_large_scores(answer: Path, seed: int) -> None:
-    """The same where the scores are 1,000 or -1,000"""
-    check(seed, 1000.0, grade(answer, merged, 1, seed, 1000.0, 0.0)[0], "scores of 1,000 or -1,000")
+@pytest.mark.parametrize("size", [1000, 20_000])
+def test_large_scores(answer: Path, seed: int, size: int) -> None:
+    """The same where the scores are {size:,} or -{size:,}"""
+    found = grade(answer, merged, 1, seed, float(size), 0.0)[0]
+    check(seed, float(size), found, f"scores of {size:,} or {-size:,}")
 
 
 def test_nan_where_no_key_is(answer: Path, seed: int) -> None:
@@ -140,7 +147,7 @@ def test_ranks(answer: Path, seed: int, n: int) -> None:
     due, _ = oracle(scores_and_values(seed, n, 10.0))
     found = grade(answer, of_ranks, n, seed, torch.nan)
     for rank, (o, _) in enumerate(found):
-        same(o, due, f"rank {rank}: o", ATOL)
+        same(o, due, f"rank {rank}: o", atol(10.0))
         same(o, found[0][0], f"rank {rank}: o next to rank 0's, to the bit")
 
 

@@ -90,4 +90,14 @@ MISTAKES = [
         "test_cost",
         "all-to-alls, forward",
     ),
+    (
+        "a row of zeros for an expert for which none came",
+        "        y_RD = y_RD.index_add(0, mine_R, expert(came_RD[mine_R]))\n",
+        "        rows_RD = came_RD[mine_R]\n"
+        "        if len(mine_R) == 0:\n"
+        "            rows_RD = came_RD.new_zeros(1, came_RD.shape[1])\n"
+        "        y_RD = y_RD.index_add(0, mine_R, expert(rows_RD)[: len(mine_R)])\n",
+        "test_calls",
+        "(1, 0)], got",
+    ),
 ]

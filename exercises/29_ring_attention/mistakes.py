@@ -84,4 +84,14 @@ MISTAKES = [
         "test_values",
         "all_gather",
     ),
+    (
+        "all that comes is kept",
+        ("    here = torch.stack([k_BHtD, v_BHtD])\n", "        here = came\n"),
+        (
+            "    here = torch.stack([k_BHtD, v_BHtD])\n    kept = []\n",
+            "        here = came\n        kept.append(came)\n",
+        ),
+        "test_memory",
+        "it holds the keys and values of 5 other ranks at a time",
+    ),
 ]

@@ -52,8 +52,9 @@ def ring_attention(q_BHtD: Tensor, k_BHtD: Tensor, v_BHtD: Tensor) -> Tensor:
     q, k, v: this rank's rows, those of `places(T, n, rank)`; they stay as they are. Without
     gradients.
 
-    Keys and values travel round the ring, n - 1 times to the next rank, and are never gathered: in
-    all, a rank sends 2 (n - 1) B H t D numbers. Only point-to-point.
+    Keys and values travel round the ring, n - 1 times to the next rank, and are never gathered, on
+    no rank: what is computed with and passed on is let go. In all, a rank sends 2 (n - 1) B H t D
+    numbers. Only point-to-point.
 
     Of the scores between this rank's queries and another's keys exactly half are visible, and they
     form one block: no others are computed. With its own keys a rank may compute all t x t. So every

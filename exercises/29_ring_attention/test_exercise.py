@@ -5,6 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from course.grading import Wrong, expect, grade, same
@@ -97,3 +100,41 @@ def test_work(answer: Path, seed: int, n: int) -> None:
         if not least <= scores <= most:
             told = f"expected {t} x {t} and {n - 1} times half of it, {most}, got {scores:g}"
             raise Wrong(f"rank {rank}: scores computed: {told}")
+
+
+class Came(TorchDispatchMode):
+    """Knows the memory that messages were received into, and the most of it alive at a receive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rooms: dict[StorageWeakRef, int] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "recv" in func._schema.name:
+            for leaf in tree_leaves(args):
+                if isinstance(leaf, torch.Tensor):
+                    room = leaf.untyped_storage()
+                    self.rooms[StorageWeakRef(room)] = room.nbytes()
+            alive = [nbytes for room, nbytes in self.rooms.items() if not room.expired()]
+            self.most = max(self.most, sum(alive))
+        return func(*args, **(kwargs or {}))
+
+
+def held(answer, wire, seed: int, T: int) -> int:
+    mine = zigzag(T, dist.get_world_size(), dist.get_rank())
+    given = [x[:, :, mine] for x in whole(seed, T)]
+    with Came() as came, torch.no_grad():
+        answer.ring_attention(*given)
+    return came.most
+
+
+def test_memory(answer: Path, seed: int) -> None:
+    """What is computed with and passed on is let go, on 6 ranks"""
+    n = 6
+    T = 48
+    each = 8 * 2 * B * H * (T // n) * D
+    for rank, most in enumerate(grade(answer, held, n, seed, T, forbid=FORBIDDEN)):
+        if most > 3 * each:  # what comes, what goes on meanwhile, and a send not yet forgotten
+            told = f"it holds the keys and values of {most // each} other ranks at a time"
+            raise Wrong(f"rank {rank} of {n}: {told}: let go of what is passed on and used")
