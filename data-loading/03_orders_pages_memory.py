@@ -1,32 +1,31 @@
 """Traversal orders and pages: what a shuffle costs a loader
 =========================================================
 
-**Question.** A file is read in pages, and each page holds many samples. How much of the file must
-memory hold for the order in which the samples are taken, and what does it cost if it cannot?
+**Question.** A loader reads a file in pages, and each page holds many samples. How many pages must
+it keep for the order in which it takes the samples, and what does it cost to keep fewer?
 
-**Predict**, and write it down before you run. A file has 576 samples in 8 pages of 72. A page is
-*open* from its first sample in an epoch to its last.
+**Predict**, and write it down before you run. A file has 5,760 samples in 8 pages of 720. A sample
+whose page is not kept has the whole page read. When there is no room, the page goes that was not
+used for longest.
 
-1. The order is random. How many of the 8 pages are open at once, at most?
-2. The same order, but memory has room for 4 of the 8 pages. A sample whose page is not there has
-   the whole page read; the page that was not used for longest goes. How many page reads does an
-   epoch cost?
-3. FFCV's quasi-random order takes samples from two pages at a time. FFCV keeps these pages in
-   memory of its own, and reads a page three samples before its first one is due. How many pages
-   does it hold at most?
-4. n ranks share a random epoch as `DistributedSampler` deals it, and each keeps all pages that it
-   has read. How many page reads does the epoch cost all ranks together?
+1. The order is random, and there is room for 7 of the 8 pages. How many page reads does an epoch
+   cost, to within a tenth?
+2. Now samples are drawn at random from two pages at a time; when one is used up, the next one
+   opens. There is room for 3 pages. How many page reads does an epoch cost?
+3. The same order with room for 2. How many page reads does an epoch cost, on average?
+4. FFCV's quasi-random order draws from twice as many pages at a time as a batch has samples. How
+   many of the 8 pages does it hold for batches of 4?
 
 **Run.**
 
     torchrun --standalone --nproc-per-node=4 03_orders_pages_memory.py   # one rank per GPU, or gloo
     python 03_orders_pages_memory.py                                     # the same
 
-Not run on several GPUs. One node. FFCV needs the Debian packages of packages.txt, then `pip install
--e '.[ffcv]'`.
+Not run on several GPUs, where nothing differs. Question 4 needs FFCV: the Debian packages of
+packages.txt, then `pip install -e '.[ffcv]'`; without it that part is BLOCKED.
 
-**Try.** Set `ROOM` to 2: which claim fails, although two pages are open at once? In `check_orders`
-open the QUASI_RANDOM loader with batches of 4: which claims fail now?
+**Try.** In `quasi_random` let three pages be open at a time, `len(left) < 3`: which claims fail?
+Set `PER_PAGE` to 72: which claims fail, and what do the others count?
 
 **Before.** data-loading/02_beton_file.py: what lies in a page, and what a loader's buffers are.
 
@@ -36,22 +35,19 @@ open the QUASI_RANDOM loader with batches of 4: which claims fail now?
 import argparse
 import contextlib
 import ctypes
-import functools
-import gc
 import json
 import logging
 import math
-import multiprocessing
 import os
 import signal
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import shared_memory
-from pathlib import Path
 from types import SimpleNamespace
+from typing import BinaryIO
 
 import numpy as np
 import psutil
@@ -64,98 +60,120 @@ import torch.distributed as dist
 RANK = int(os.environ.get("RANK", "0"))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
-Loader = None
+QuasiRandom = None
 if "RANK" in os.environ or WORLD_SIZE > 1:  # a launcher needs none of it
     os.environ["NUMBA_OPT"] = "0"  # compile quickly: nothing here is timed
     with contextlib.suppress(ImportError):  # the extra [ffcv]
-        from ffcv import writer as ffcv_writer
-        from ffcv.fields import IntField, RGBImageField, decoders
-        from ffcv.loader import Loader, OrderOption
-        from ffcv.transforms import ToTensor
-        from ffcv.writer import DatasetWriter
+        from ffcv.memory_managers.process_cache.schedule import compute_schedule
+        from ffcv.traversal_order.quasi_random import QuasiRandom
 
-PAGE = 2**21  # bytes: 2 MiB, FFCV's smallest
 PAGES = 8
-PER_PAGE = 72  # samples
-N = PAGES * PER_PAGE  # images, HEIGHT x WIDTH pixels of three bytes
-HEIGHT = 80
-WIDTH = 120
-ROOM = 4  # pages that memory has room for
+PER_PAGE = 720  # samples
+N = PAGES * PER_PAGE
+SAMPLE = 32  # bytes
+PAGE = PER_PAGE * SAMPLE
+EPOCHS = 8  # over which reads are averaged
 SEED = 0
 
 # %% [markdown]
-# ## 1. The order decides how many pages are open
+# ## 1. A loader that reads pages
 #
-# Stochastic gradient descent wants samples in random order. A disk, a file server or an object
-# store wants to deliver large pieces, one after the other; here such a piece is a page. A page is
-# **open** from its first sample in an epoch to its last. While it is open it should be in memory,
-# since it will be needed again. FFCV offers three orders. In the picture four pages have four
-# samples each, time runs to the right, and x is one sample:
+# Stochastic gradient descent wants samples in random order. A file server or an object store wants
+# to deliver large pieces: NFS reads up to 1 MiB at a time, a request to S3 pays off from some MiB
+# on, and FFCV, if it manages memory itself (`os_cache=False`), reads pages of 8 MiB. A sample is a
+# small part of such a **page**. This loader keeps the pages that it used last, since the next
+# sample may lie in one of them:
+
+
+# %%
+class PageReader:
+    """Reads samples of a file by whole pages, and keeps the `room` pages that it used last."""
+
+    def __init__(self, file: BinaryIO, room: int) -> None:
+        self.file = file
+        self.room = room
+        self.kept: dict[int, bytes] = {}  # the page used last stands at the end
+
+    def sample(self, index: int) -> bytes:
+        page, place = divmod(index, PER_PAGE)
+        data = self.kept.pop(page, None)
+        if data is None:
+            data = os.pread(self.file.fileno(), PAGE, page * PAGE)
+        self.kept[page] = data
+        if len(self.kept) > self.room:
+            del self.kept[next(iter(self.kept))]  # the least recently used
+        return data[place * SAMPLE : (place + 1) * SAMPLE]
+
+
+# %% [markdown]
+# The rule of the last `if` is called **LRU**, least recently used. The client of a network file
+# system has such a rule, and so have caches in front of an object store.
 #
-#               SEQUENTIAL              QUASI_RANDOM            RANDOM
+# None of this concerns a loader that reads each image alone, as one does that maps a file on a
+# local disk (FFCV's default): the kernel reads its own pages of 4 KiB, and up to 128 KiB around
+# them. Then an epoch costs the file once or twice, in any order.
+
+# %% [markdown]
+# ## 2. The order decides how many pages are open
+#
+# A page is **open** from its first sample in an epoch to its last. In the picture four pages have
+# four samples each, time runs to the right, and x is one sample:
+#
+#               in file order           quasi-random            random
 #     page 1    xxxx                     xx x x                   x    xx    x
 #     page 2        xxxx                         x xx x         x    x    x x
 #     page 3            xxxx            x  x x  x                  x  x    x  x
 #     page 4                xxxx               x  x  x x         x  x    x     x
 #     open      1 at a time             at most 2               all 4 for most of the time
 #
-# SEQUENTIAL needs one page in memory, and is no shuffle. RANDOM needs them all: the first sample of
-# each page comes soon, and the last one late. QUASI_RANDOM is the compromise: it shuffles the
-# pages, opens a few, and draws at random from these; when one is used up it opens the next. FFCV
-# opens twice as many pages as a batch has samples, so two for batches of one.
+# File order has one page open, and is no shuffle. Random order has all of them open: the first
+# sample of each page comes soon, and the last one late. **Quasi-random** order is the compromise.
+# It shuffles the pages, opens a few, and draws at random from these; when one is used up it opens
+# the next.
 
 
 # %%
-def open_at_once(pages: np.ndarray) -> int:
-    """Return the most pages open at once, if step t takes a sample from page `pages[t]`."""
-    first = {}
-    last = {}
-    for step, page in enumerate(pages):
-        first.setdefault(page, step)
-        last[page] = step
-    counts = []
-    for now in range(len(pages)):
-        counts.append(sum(first[page] <= now <= last[page] for page in first))
-    return max(counts)
+def file_order(epoch: int) -> np.ndarray:
+    return np.arange(N)
+
+
+def random(epoch: int) -> np.ndarray:
+    return np.random.default_rng([SEED, RANK, epoch]).permutation(N)
+
+
+def quasi_random(epoch: int) -> np.ndarray:
+    """Draw from two pages at a time."""
+    generator = np.random.default_rng([SEED, RANK, epoch])
+    closed = generator.permutation(PAGES).tolist()
+    left = {}  # of each open page: the samples that have not been taken
+    order = []
+    while closed or left:
+        while closed and len(left) < 2:
+            page = closed.pop()
+            left[page] = (page * PER_PAGE + generator.permutation(PER_PAGE)).tolist()
+        page = list(left)[generator.integers(len(left))]
+        order.append(left[page].pop())
+        if not left[page]:
+            del left[page]
+    return np.array(order)
 
 
 # %% [markdown]
-# ## 2. Memory that is too small reads pages again
+# What does it cost to keep fewer pages than are open? In random order any page may come next. With
+# room for r of p pages, the next sample's page is there with probability r/p, whatever the rule
+# that drops pages, unless it knows what comes. So an epoch of N samples costs
 #
-# If fewer pages fit into memory than are open, pages are dropped and read again. Something always
-# decides which: the kernel's page cache, the client of a network file system, a cache in the
-# loader. Most drop what was **least recently used** (LRU). In random order that is no help, because
-# any page may come next. If room for r of p pages is full, the next sample's page is there with
-# probability r/p, so an epoch of N samples costs about
+#     page reads in random order  =  N (1 - r/p)
 #
-#     page reads in random order  =  N (1 - r/p)          in quasi-random order  =  p
-#
-# This does not happen to a loader that reads each sample alone: each byte is then used once per
-# epoch in any order. But much is read in larger units: 1 MiB in NFS, some MiB from S3, and 8 MiB
-# by a loader that reads whole pages of a .beton file. A sample is a small part of these.
-
-
-# %%
-def page_reads(path: Path, pages: np.ndarray, room: int) -> float:
-    """Read these pages of a file in turn, `room` of them kept; return how many were read."""
-    before = psutil.Process().io_counters().read_chars  # from the disk or from the page cache
-    with open(path, "rb") as file:
-
-        @functools.lru_cache(maxsize=room)
-        def data_of(page: int) -> bytes:
-            return os.pread(file.fileno(), PAGE, page * PAGE)
-
-        for page in pages.tolist():
-            data_of(page)
-    return (psutil.Process().io_counters().read_chars - before) / PAGE
-
+# Even one page too few is much: 1 sample in p has a whole page read.
 
 # %% [markdown]
-# ## 3. FFCV's own pages
+# ## 3. A loader that knows the order
 #
-# With `os_cache=False` FFCV reads whole pages into memory of its own. It knows the order of the
-# whole epoch, so it needs no LRU: it reads each page once, three batches before its first sample,
-# and frees it after its last. What the order decides now is how many pages must be *held*:
+# LRU looks back. But the loader has drawn the order of the whole epoch beforehand, and so it knows
+# when a page comes and when it is done. FFCV with `os_cache=False` makes a schedule of that: it
+# reads each page once, three batches before its first sample, and frees it after its last. With two
+# pages open, and batches of one sample:
 #
 #     page 3    xxxxxxxxxx                 x: open, from its first sample to its last
 #     page 1    xxxxxx                     r: read ahead
@@ -163,217 +181,143 @@ def page_reads(path: Path, pages: np.ndarray, room: int) -> float:
 #     page 2           rrrxxxxxxxxxx
 #     held      22233323332222221111
 #
-# The array of pages is allocated when an epoch begins, with as many pages as will ever be held.
+# So it *holds* what is open, and what is read ahead. These are FFCV's own functions; they ask for
+# no file, only for the samples of each page.
 
 
 # %%
-def epoch_in_own_memory(loader: "Loader") -> tuple[float, float]:
-    """Read an epoch with `os_cache=False`; return how many pages are held at most, and read."""
+def ffcv_quasi_random(batch: int) -> np.ndarray:
+    """Return the samples in FFCV's QUASI_RANDOM order for batches of this size."""
+    samples_of = {}
+    for page in range(PAGES):
+        samples_of[np.uint64(page)] = range(page * PER_PAGE, (page + 1) * PER_PAGE)
+    file = SimpleNamespace(page_to_samples=samples_of)
+    options = {"batch_size": batch, "seed": RANK, "distributed": False, "indices": np.arange(N)}
+    return QuasiRandom(SimpleNamespace(memory_manager=file, **options)).sample_order(0)
+
+
+def pages_held(samples: np.ndarray, batch: int) -> int:
+    """Return for how many pages FFCV allocates memory, if batches take samples in this order."""
+    batches = np.split(samples // PER_PAGE, range(batch, N, batch))
+    return compute_schedule([set(pages.tolist()) for pages in batches]).num_slots
+
+
+# %% [markdown]
+# ## 4. How it is measured
+#
+# Each rank has a file of its own, and shuffles by a seed of its own, so a row holds for n loaders
+# and shows the one that is furthest off. Page reads are the bytes that the kernel has handed to
+# this process, by /proc/self/io, divided by the size of a page: the mean of 8 epochs, each of
+# which begins with nothing kept. Every sample holds its own number, so a sample from a wrong place
+# is noticed.
+
+
+# %%
+def open_at_once(order: np.ndarray) -> int:
+    """Return the most pages open at once, if step t takes the sample `order[t]`."""
+    pages = order // PER_PAGE
+    spans = []
+    for page in np.unique(pages):
+        steps = np.flatnonzero(pages == page)
+        spans.append((steps[0], steps[-1]))
+    counts = []
+    for now in range(len(order)):
+        counts.append(sum(first <= now <= last for first, last in spans))
+    return max(counts)
+
+
+def contents(index: int) -> bytes:
+    return np.full(SAMPLE // 8, index, np.int64).tobytes()
+
+
+def page_reads(file: BinaryIO, order_of: Callable, room: int) -> float:
+    """Read some epochs by pages, `room` of which are kept; return the page reads per epoch."""
     before = psutil.Process().io_counters().read_chars
-    epoch = iter(loader)
-    held = epoch.memory_context.memory.nbytes / PAGE
-    for _ in epoch:
-        pass
-    return held, (psutil.Process().io_counters().read_chars - before) / PAGE
+    for epoch in range(EPOCHS):
+        reader = PageReader(file, room)
+        for index in order_of(epoch).tolist():
+            reader.sample(index)
+    return (psutil.Process().io_counters().read_chars - before) / PAGE / EPOCHS
 
 
 # %% [markdown]
-# ## 4. Ranks that share an epoch
-#
-# `DistributedSampler` deals out a random order, so each rank has samples on every page: each reads
-# the whole file to use an n-th of it. Give each rank neighbors instead:
-#
-#     pages     |   1   |   2   |   3   |   4   |   5   |   6   |   7   |   8   |
-#     ranks     |    rank 0     |    rank 1     |    rank 2     |    rank 3     |
-#
-# Within its share a rank may take any order that keeps few pages open. FFCV refuses QUASI_RANDOM
-# with `distributed=True`; a loader with `indices=neighbors(RANK, WORLD_SIZE)`, which knows nothing
-# of other ranks, does the same. The price is that a share stays the same in every epoch.
+# In random order the reads of one epoch vary by 1% to 3%, and their mean by a third of that. On
+# average they are up to 1% more than the formula says, since nothing is kept at first.
 
 
 # %%
-def neighbors(rank: int, ranks: int) -> np.ndarray:
-    """Return this rank's share: as many neighboring samples as every other rank has."""
-    each = N // ranks  # else ranks would take unequally many steps, and the last all-reduce hang
-    return np.arange(rank * each, (rank + 1) * each)
+def check_open() -> None:
+    """Claim how many pages each order opens at once."""
+    claim("in file order: pages open at once", 1, open_at_once(file_order(0)))
+    claim("quasi-random: pages open at once", 2, open_at_once(quasi_random(0)))
+    claim("random: pages open at once", PAGES, open_at_once(random(0)))
 
 
-# %% [markdown]
-# ## 5. How it is measured
-#
-# FFCV writes the file and says in which order it takes the samples. Each rank shuffles by a seed of
-# its own, so a row of sections 1 and 2 holds for n orders, and shows the one that is furthest off.
-# Pages are counted by the bytes that the kernel has handed to this process. Reads in random order
-# vary by 4% from epoch to epoch, and are some more than the formula says, as memory is empty first.
-#
-# The images are crops of two photographs. `Nameless` keeps FFCV's writer from leaving a file in
-# /dev/shm when it is killed.
+def check_reads(file: BinaryIO) -> None:
+    """Claim how many page reads an epoch costs, by order and room."""
+    reads = page_reads(file, file_order, 1)
+    claim("in file order, room for 1: page reads", PAGES, reads, atol=0.05)
+    reads = page_reads(file, random, 8)
+    claim("random, room for 8: page reads", PAGES, reads, atol=0.05)
+    reads = page_reads(file, random, 7)
+    claim("random, room for 7: page reads", 720, reads, atol=72, question=1)
+    reads = page_reads(file, random, 4)
+    claim("random, room for 4: page reads", 2880, reads, atol=60)
+    reads = page_reads(file, quasi_random, 3)
+    claim("quasi-random, room for 3: page reads", PAGES, reads, atol=0.05, question=2)
+    reads = page_reads(file, quasi_random, 2)
+    claim("quasi-random, room for 2: page reads", 8 + 6 / 2, reads, atol=1.5, question=3)
+
+    reader = PageReader(file, 4)
+    wrong = sum(reader.sample(index) != contents(index) for index in random(0).tolist())
+    claim("samples that came with other contents", 0, wrong)
 
 
-# %%
-class Images:
-    """(pixels, label, index) of each image, the same on every rank.
-
-    The images are crops of the two photographs that scikit-learn ships, half of them upside down;
-    the label says which photograph it is, and which way up.
-    """
-
-    def __init__(self, count: int, seed: int) -> None:
-        from sklearn.datasets import load_sample_images
-
-        self.photographs = load_sample_images().images  # two of 427 x 640 pixels
-        self.count = count
-        self.seed = seed
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray, int, int]:
-        random = np.random.default_rng([self.seed, index])
-        label = int(index) % 4
-        y = random.integers(427 - 2 * HEIGHT)
-        x = random.integers(640 - 2 * WIDTH)
-        crop_HWC = self.photographs[label % 2][y:, x:][: 2 * HEIGHT : 2, : 2 * WIDTH : 2]
-        if label >= 2:
-            crop_HWC = crop_HWC[::-1]
-        return np.ascontiguousarray(crop_HWC), label, int(index)
-
-
-class Nameless(shared_memory.SharedMemory):
-    """Shared memory that forked processes inherit, and that no kill leaves behind by its name."""
-
-    def __init__(self, *given: object, **options: object) -> None:
-        super().__init__(*given, **options)
-        super().unlink()
-
-    def unlink(self) -> None:
-        """Nothing: its name went when it came."""
-
-
-def write_beton(path: Path) -> None:
-    """Write N images as raw pixels, with label and index, by FFCV's own writer."""
-    multiprocessing.set_start_method("fork", force=True)  # FFCV's writers inherit what they need
-    ffcv_writer.shared_memory = SimpleNamespace(SharedMemory=Nameless)
-    fields = {"image": RGBImageField("raw"), "label": IntField(), "index": IntField()}
-    writer = DatasetWriter(str(path), fields, page_size=PAGE, num_workers=1)
-    writer.from_indexed_dataset(Images(N, SEED), chunksize=16)
-    for process in multiprocessing.active_children():
-        process.join()
-
-
-def open_beton(path: Path, batch_size: int, order: str = "RANDOM", **options: object) -> "Loader":
-    """Return FFCV's loader of whole images, labels and indices, with one thread per rank."""
-    gc.collect()  # an old loader, freed while numba compiles, prints "Exception ignored: KeyError"
-    pipelines = {
-        "image": [decoders.SimpleRGBImageDecoder(), ToTensor()],
-        "label": [decoders.IntDecoder(), ToTensor()],
-        "index": [decoders.IntDecoder(), ToTensor()],
-    }
-    options = {"seed": SEED, "num_workers": 1, "drop_last": False} | options
-    return Loader(str(path), batch_size, order=OrderOption[order], pipelines=pipelines, **options)
-
-
-def from_rank_0(value: object) -> object:
-    """Return rank 0's `value` on every rank."""
-    values = [value]
-    dist.broadcast_object_list(values)
-    return values[0]
-
-
-def gather_objects(value: object) -> list:
-    """Return every rank's `value`, in order, on every rank."""
-    values = [None] * WORLD_SIZE
-    dist.all_gather_object(values, value)
-    return values
-
-
-# %% [markdown]
-# The page of each sample stands in the file's allocation table. Page 0 of the file is its header.
-
-
-# %%
-def pages_in_order(loader: "Loader") -> np.ndarray:
-    """Return the page of each sample, in the order in which the loader's next epoch takes them."""
-    table = loader.reader.alloc_table
-    page_of = np.zeros(N, int)
-    page_of[table["sample_id"]] = table["ptr"] // PAGE
-    return page_of[loader.next_traversal_order()]
-
-
-def check_orders(path: Path) -> None:
-    """Claim how many pages each order opens at once, and has read if memory is too small."""
-    sequential = pages_in_order(open_beton(path, 1, "SEQUENTIAL", seed=RANK))
-    quasi_random = pages_in_order(open_beton(path, 1, "QUASI_RANDOM", seed=RANK))
-    random = pages_in_order(open_beton(path, 1, "RANDOM", seed=RANK))
-    claim("SEQUENTIAL: pages open at once", 1, open_at_once(sequential))
-    claim("QUASI_RANDOM: pages open at once", 2, open_at_once(quasi_random))
-    claim("RANDOM: pages open at once", PAGES, open_at_once(random), question=1)
-
-    reads = page_reads(path, quasi_random, ROOM)
-    claim("QUASI_RANDOM: page reads, too little room", PAGES, reads, atol=0.01)
-    reads = page_reads(path, random, PAGES)
-    claim("RANDOM: page reads, room for all", PAGES, reads, atol=0.01)
-    reads = page_reads(path, random, ROOM)
-    expected = N * (1 - ROOM / PAGES)
-    text = "RANDOM: page reads, too little room"
-    claim(text, expected, reads, atol=0.15 * expected, question=2)
-
-
-def check_own_memory(path: Path) -> None:
-    """Claim how many pages FFCV's own cache holds, and reads."""
-    loader = open_beton(path, 1, "QUASI_RANDOM", os_cache=False)
-    epoch_in_own_memory(loader)  # which compiles
-    held, read = epoch_in_own_memory(loader)
-    claim("QUASI_RANDOM, own memory: pages held", 3, held, question=3)
-    claim("QUASI_RANDOM, own memory: pages read", PAGES, read, atol=0.01)
-
-
-def check_ranks(path: Path) -> None:
-    """Claim how many pages all ranks together read for one epoch, with room for all pages."""
-    dealt = pages_in_order(open_beton(path, 1, "RANDOM", distributed=True))
-    reads = sum(gather_objects(page_reads(path, dealt, PAGES)))
-    claim("random shares: page reads of all ranks", WORLD_SIZE * PAGES, reads, atol=0.1, question=4)
-
-    mine = neighbors(RANK, WORLD_SIZE)
-    own = pages_in_order(open_beton(path, 1, "QUASI_RANDOM", indices=mine))
-    reads = sum(gather_objects(page_reads(path, own, PAGES)))
-    borders = [rank * (N // WORLD_SIZE) for rank in range(1, WORLD_SIZE)]
-    within_a_page = sum(border % PER_PAGE != 0 for border in borders)  # two ranks read that page
-    claim("neighbors: page reads of all ranks", PAGES + within_a_page, reads, atol=0.1)
-    taken = np.unique(np.concatenate(gather_objects(mine)))
-    claim("neighbors: samples left out", N % WORLD_SIZE, N - len(taken))
+def check_ffcv() -> None:
+    """Claim for how many pages FFCV allocates memory, by order."""
+    if QuasiRandom is None:
+        blocked("pages that FFCV holds", needs="FFCV: make .venv/all")
+        return
+    claim("FFCV, in file order: pages held", 2, pages_held(file_order(0), 1))
+    held = pages_held(ffcv_quasi_random(1), 1)
+    claim("FFCV, quasi-random, batches of 1: pages held", 4, held, "<=")
+    held = pages_held(ffcv_quasi_random(4), 4)
+    claim("FFCV, quasi-random, batches of 4: pages held", 8, held, question=4)
 
 
 # %% [markdown]
 # ## What you should have seen
 #
-# 1. All 8. With 72 samples in a page, each page has one among the first few dozens, and one among
-#    the last. Sequential order has one page open, quasi-random order two.
-# 2. About 288: 576 x 4/8. Every second sample finds its page gone, and each page is read some 36
-#    times for its 72 samples. In quasi-random order the same memory reads each of the 8 pages once.
-# 3. Three: the two that are open, and the next one, which is read ahead. That is 6 MiB, however
-#    large the file is. (In rare epochs it is four, if two pages end within three samples.)
-# 4. 8 n, so 32 for four ranks: every page is read by every rank. Shares of neighbors cost 8, plus
-#    one for each border between ranks that lies inside a page (two of them on three ranks).
+# 1. About 720: 5,760 x 1/8. Each page is read 90 times, because one page of eight does not fit.
+#    With room for 4 it is every second sample, and each page is read 360 times.
+# 2. Eight: each page once. Two pages are open, and the third place holds one that is done.
+# 3. About 11. Six times a page is used up and another one opens. In half of these cases the new
+#    page's first sample comes directly after the old page's last one; then the page used least
+#    recently is the one that is still open, and it has to be read again: 8 + 6/2. LRU does not know
+#    which page is done, so it needs room for one page more than are open.
+# 4. All 8, since it draws from 2 x 4 pages. With batches of 1 it draws from two, and holds three;
+#    four, if both pages end at nearly the same time, so that two are read ahead. So count pages,
+#    not only samples: batches of 256 open up to 512 pages, of 8 MiB each by default, which is 4 GiB
+#    per rank. Small pages or small batches avoid that.
 #
-# **Try.** With ROOM = 2 the reads in quasi-random order are more than 8. When a page is used up and
-# the next is opened, the page used least recently is often the one that is still open, and it has
-# to be read again. LRU does not know which page is done; FFCV's own schedule does. With batches of
-# 4 FFCV opens 2 x 4 pages, so all: its pages open and its reads fail, and the reads are nearly as
-# many as in random order. So count pages, not only samples: batches of 256 open up to 512 pages, of
-# 8 MiB each by default, which is 4 GiB per rank. Small pages or small batches avoid that.
+# **Try.** With three open pages the row of pages open says 3. Room for 3 is no longer one more than
+# are open, so some 12 pages are read, and with room for 2 some 1,500, since about every third
+# sample finds its page gone: both rows of quasi-random reads fail as well. With 72 samples per page
+# only the two rows of random reads with too little room fail. They show about a tenth, some 78 and
+# 291, since there is a tenth of the samples; all other rows count pages. What makes random order so
+# dear is many samples per page.
 #
-# **When.** As long as the file fits into the memory of a node, RANDOM costs nothing, and the page
-# cache holds it for all ranks (the next lesson). If it does not fit, QUASI_RANDOM with
-# `os_cache=False`, and neighbors for each rank. What lies together in the file then stays together
-# in the order, so write the file in random order once: sorted by class, it would be no shuffle.
+# **When.** As long as the file fits into the memory of a node, random order costs nothing, and the
+# page cache holds it for all ranks (the next lesson). If it does not fit and is read in pages,
+# quasi-random order, with room for a page more than are open, or FFCV's with `os_cache=False`. What
+# lies together in the file then stays together in the order, so write the file in random order
+# once: sorted by class, it would be no shuffle.
 #
-# **Where it bites.** An ImageNet of JPEGs has about 80 samples in 8 MiB. Read in units of that size
-# and kept for as long as half of the file has room, random order would read 40 times the file. From
-# a local disk a sample is read alone, in pages of 4 KiB, and about half are read again. In a
-# container the page
-# cache counts against the container's limit, so a job that is fast on a free machine may read
-# everything again and again under Kubernetes or Slurm. (Neither was measured here.)
+# **Where it bites.** Of JPEGs of 110 kB 8 MiB hold some 76. If they are read in units of that size,
+# in random order, and half of the units are kept, each unit is read 38 times per epoch. The
+# symptom is a loader that is fast as long as a dataset is small, and slower by far more than the
+# dataset has grown. FFCV refuses QUASI_RANDOM with `distributed=True`; give each rank a loader with
+# its own `indices`, neighbors in the file, and as many as every other rank has.
 #
 # **On GPUs** nothing differs: pages lie in the memory of the host. With a thousand ranks the server
 # that holds the file feels the reads of all of them: data-loading/09_one_file_two_nodes.py.
@@ -383,24 +327,13 @@ def check_ranks(path: Path) -> None:
 def main() -> None:
     command_line()
     launch()
-    if int(os.environ.get("LOCAL_WORLD_SIZE", WORLD_SIZE)) != WORLD_SIZE:
-        refuse(f"needs one node, whose ranks share a file, got {WORLD_SIZE} ranks on several")
     setup()
-    if Loader is None:
-        for text in ("orders", "FFCV's own pages", "ranks that share an epoch"):
-            blocked(text, needs="FFCV: make .venv/all")
-        finish()
-    errors = os.environ.get("TORCHELASTIC_ERROR_FILE")  # in the launcher's folder
-    here = Path(errors).parent if errors else None
-    with tempfile.TemporaryDirectory(prefix="beton-", dir=here) as folder:
-        path = Path(from_rank_0(folder)) / "raw.beton"
-        if RANK == 0:
-            write_beton(path)
-        dist.barrier()
-        check_orders(path)
-        check_own_memory(path)
-        check_ranks(path)
-        dist.barrier()  # the folder goes when all have read it
+    with tempfile.TemporaryFile() as file:  # it has no name, so nothing is left
+        file.write(b"".join(map(contents, range(N))))
+        file.flush()
+        check_open()
+        check_reads(file)
+    check_ffcv()
     finish()
 
 

@@ -1,34 +1,35 @@
 """A custom FFCV operation: what compiled code cannot see
 ======================================================
 
-**Question.** FFCV makes batches by a chain of operations, and compiles most of them. An operation
-of your own needs something that changes between epochs, such as the epoch itself for a random crop.
-How does it get there?
+**Question.** A loop that was compiled needs something that changes between epochs, such as the
+epoch itself for a random crop. How does the new value get there, by numba alone and inside FFCV?
 
-**Predict**, and write it down before you run. A file has 64 samples. An operation crops each of
-them at a place that depends on the epoch and on the sample's number. Before each epoch the trainer
-sets `operation.epoch`.
+**Predict**, and write it down before you run. The epoch is 0 when code is made: when `numba.njit`
+is applied to a function, or when FFCV's loader is made. Then it is set to 1, and the code runs for
+the first time. Then it is set to 2, and the code runs again. Which epoch, 0, 1 or 2, does the
+*second* run see
 
-1. The operation is compiled, and reads `self.epoch` where its code is made. How many of the 64
-   samples get in epoch 1 the crop that they had in epoch 0?
-2. The operation is called in Python, once per batch. It reads `self.epoch`, computes the batch's
-   places, and hands them to a compiled loop. How many samples keep their crop now?
-3. n ranks make the second operation's crops, each of its share of the samples. How many bytes
-   differ from those that one process cuts out with NumPy?
+1. if a compiled function reads it from a global variable?
+2. if a compiled function reads it from a global NumPy array of 64 bytes, changed in place?
+3. the same with an array of 2 MiB?
+4. if an operation of FFCV's, all compiled, takes it from `self.epoch` where its code is made?
+5. if another operation reads `self.epoch` in Python for each batch, and hands it as an argument to
+   a compiled loop?
 
 **Run.**
 
     torchrun --standalone --nproc-per-node=4 12_own_ffcv_operation.py    # a rank per GPU, else gloo
     python 12_own_ffcv_operation.py                                      # the same, started for you
 
-Not run on several GPUs. One node. FFCV needs the Debian packages of packages.txt, then `pip install
--e '.[ffcv]'`. Without it all is BLOCKED.
+Not run on several GPUs. One node. numba comes with `pip install -e '.[data]'`. FFCV needs the
+Debian packages of packages.txt, then `pip install -e '.[ffcv]'`; without it 4 and 5 are BLOCKED.
 
-**Try.** In `AskingCrop` draw for `np.arange(len(indices_B))` instead of `indices_B`: which claims
-fail? In `open_loader` add `recompile=True` to the loader: which claim fails now, and why?
+**Try.** In `AskingCrop.generate_code` write `epoch = self.epoch` above the inner function, and hand
+over `epoch`: which claims fail? In `open_loader` add `recompile=True` to the loader: which claims
+fail now, and why?
 
 **Before.** data-loading/02_beton_file.py: the file, and a loader's buffers.
-data-loading/16_random_states_of_numba.py: why compiled code should not draw its own numbers.
+data-loading/16_random_states_of_numba.py: random numbers as a function of seed, epoch and sample.
 
 **Next.** data-loading/06_tokens.py: no pictures, but text. (This lesson is optional.)
 """
@@ -65,10 +66,13 @@ import torch.distributed as dist
 RANK = int(os.environ.get("RANK", "0"))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
+numba = None
 Loader = None
 Operation = object  # what the classes below derive from where there is no FFCV
 if "RANK" in os.environ or WORLD_SIZE > 1:  # a launcher needs none of it
     os.environ["NUMBA_OPT"] = "0"  # compile quickly: nothing here is timed
+    with contextlib.suppress(ImportError):  # the extra [data]
+        import numba
     with contextlib.suppress(ImportError):  # the extra [ffcv]
         from ffcv import writer as ffcv_writer
         from ffcv.fields import IntField, RGBImageField
@@ -80,18 +84,65 @@ if "RANK" in os.environ or WORLD_SIZE > 1:  # a launcher needs none of it
         from ffcv.transforms import ToTensor
         from ffcv.writer import DatasetWriter
 
-# Letters at the end of a name are the axes of an array: N samples of the file or B of a batch, H x
-# W pixels of a picture or S x S of a crop, C = 3 colors; 2 is a place, (y, x).
-N = 64
+# Letters at the end of a name are the axes of an array: B samples of a batch, H x W pixels of a
+# picture or S x S of a crop, C = 3 colors.
+N = 64  # samples
 BATCH = 8
 HEIGHT = 160
 WIDTH = 240
 S = 32
-CHOICES = (HEIGHT - S + 1, WIDTH - S + 1)  # places for a crop, down and across
+DOWN = HEIGHT - S + 1  # places for a crop
+ACROSS = WIDTH - S + 1
 SEED = 0
 
 # %% [markdown]
-# ## 1. An operation makes a function
+# ## 1. Compiled code keeps what it saw
+#
+# numba compiles a function when it is **called for the first time**. What the function uses from
+# outside, a global variable or one of an enclosing function, is a **constant** of the machine code
+# from then on. An array is one as well: its contents are copied into the code. What comes in as an
+# argument is read in each call. This is the idea of the lesson: **what changes must be an
+# argument.**
+#
+# Here are four ways to tell a function the epoch. Python calls each as you expect.
+
+# %%
+EPOCH = 0
+SMALL = np.zeros(8, np.int64)  # 64 bytes
+LARGE = np.zeros(2**18, np.int64)  # 2 MiB
+
+
+def read_global() -> int:
+    return EPOCH
+
+
+def read_small_array() -> int:
+    return SMALL[0]
+
+
+def read_large_array() -> int:
+    return LARGE[0]
+
+
+def read_argument(epoch: int) -> int:
+    return epoch
+
+
+def set_epoch(epoch: int) -> None:
+    global EPOCH
+    EPOCH = epoch
+    SMALL[0] = epoch
+    LARGE[0] = epoch
+
+
+# %% [markdown]
+# The large array is there for a trap inside the trap. numba copies an array only if it has at most
+# a million bytes; of a larger one it keeps the address, and sees what Python writes there. So code
+# that works with the large arrays of a real run may fail in a test with small ones, or the other
+# way around. Do not rely on either.
+
+# %% [markdown]
+# ## 2. Inside FFCV
 #
 # A **pipeline** of FFCV is a list of **operations** that a batch goes through:
 #
@@ -103,32 +154,25 @@ SEED = 0
 # when the loader is made, and the function for each batch: with what the operation before has made,
 # the memory to write to and, if it has the attribute `with_indices`, the numbers of the samples.
 #
-# numba compiles that function when the first batch comes, and there lies the trap. numba knows no
-# `self`. What the function uses from outside has to be a local variable of `generate_code`, and
-# numba takes that for a **constant**, an array too. This is the idea of the lesson: **compiled code
-# keeps what it saw when it was made; what changes must come in as an argument.** The first
-# operation does it wrong:
+# Our operation crops each picture at a place that is mixed from epoch and sample. numba compiles no
+# `self`, so in the first version the epoch has to be a local variable of `generate_code`:
 
 
 # %%
-def draw_corners(epoch: int, samples: np.ndarray) -> np.ndarray:
-    """Return the upper left corner (y, x) of each sample's crop, (B, 2), in Python."""
-    corners_B2 = np.empty((len(samples), 2), np.int64)
-    for i, sample in enumerate(samples.tolist()):
-        generator = np.random.default_rng((SEED, epoch, sample))
-        corners_B2[i] = generator.random(2) * CHOICES  # cut off to whole numbers
-    return corners_B2
-
-
-def cut_out(images_BHWC: np.ndarray, corners_B2: np.ndarray, crops_BSSC: np.ndarray) -> None:
-    """Write each picture's crop; to be compiled."""
+def cut_out(
+    images_BHWC: np.ndarray, crops_BSSC: np.ndarray, samples_B: np.ndarray, epoch: int
+) -> None:
+    """Write each picture's crop; to be compiled. (data-loading/16 has a better mix.)"""
     for i in range(len(images_BHWC)):
-        y, x = corners_B2[i]
+        count = epoch * N + np.int64(samples_B[i]) + 1
+        mixed = count * 950_706_376 % 2_147_483_647
+        y = mixed % DOWN
+        x = mixed // DOWN % ACROSS
         crops_BSSC[i] = images_BHWC[i, y : y + S, x : x + S]
 
 
 class FrozenCrop(Operation):
-    """The mistake: a crop of each sample, all compiled, for the epoch `self.epoch`."""
+    """The mistake: all compiled, for the epoch that `self.epoch` was when the loader was made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,12 +184,12 @@ class FrozenCrop(Operation):
 
     def generate_code(self) -> Callable:
         compiled_cut_out = Compiler.compile(cut_out)
-        corners_N2 = draw_corners(self.epoch, np.arange(N))  # a constant of what is compiled
+        epoch = self.epoch
 
         def crop(
-            images_BHWC: np.ndarray, crops_BSSC: np.ndarray, indices_B: np.ndarray
+            images_BHWC: np.ndarray, crops_BSSC: np.ndarray, samples_B: np.ndarray
         ) -> np.ndarray:
-            compiled_cut_out(images_BHWC, corners_N2[indices_B], crops_BSSC)
+            compiled_cut_out(images_BHWC, crops_BSSC, samples_B, epoch)
             return crops_BSSC
 
         crop.with_indices = True
@@ -153,41 +197,26 @@ class FrozenCrop(Operation):
 
 
 # %% [markdown]
-# ## 2. Ask in Python, work in compiled code
-#
-# With `jit_mode=False` FFCV calls the function as it stands, in Python. It may read `self`, draw
-# numbers by NumPy, and hand them as an argument to a loop that it has had compiled:
-#
-#                     FrozenCrop                        AskingCrop
-#     loader made     read self.epoch, draw corners     nothing
-#     first batch     compile, with the corners         compile the loop alone
-#     each batch      run what was compiled             read self.epoch, draw corners, run it
-#
-# FFCV calls each operation's function from Python anyway, once per batch, whether it was compiled
-# or not. What must not be Python is the loop over pixels, and it is not. To draw takes some ten
-# microseconds per sample, little next to decoding a JPEG (data-loading/16).
+# With `jit_mode=False` FFCV calls the function as it stands, in Python, once per batch. It may read
+# `self`, and hand what it finds to a loop that it has had compiled. The loop over samples and
+# pixels stays machine code:
 
 
 # %%
-class AskingCrop(Operation):
-    """A crop of each sample; Python reads `self.epoch` for each batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.epoch = 0
+class AskingCrop(FrozenCrop):
+    """Python reads `self.epoch` for each batch, and the compiled loop gets it as an argument."""
 
     def declare_state_and_memory(self, previous_state: object) -> tuple:
-        state = replace(previous_state, jit_mode=False, shape=(S, S, 3))
-        return state, AllocationQuery((S, S, 3), previous_state.dtype)
+        state, memory = super().declare_state_and_memory(previous_state)
+        return replace(state, jit_mode=False), memory
 
     def generate_code(self) -> Callable:
         compiled_cut_out = Compiler.compile(cut_out)
 
         def ask_and_crop(
-            images_BHWC: np.ndarray, crops_BSSC: np.ndarray, indices_B: np.ndarray
+            images_BHWC: np.ndarray, crops_BSSC: np.ndarray, samples_B: np.ndarray
         ) -> np.ndarray:
-            corners_B2 = draw_corners(self.epoch, indices_B)  # of this epoch
-            compiled_cut_out(images_BHWC, corners_B2, crops_BSSC)
+            compiled_cut_out(images_BHWC, crops_BSSC, samples_B, self.epoch)
             return crops_BSSC
 
         ask_and_crop.with_indices = True
@@ -195,8 +224,8 @@ class AskingCrop(Operation):
 
 
 # %% [markdown]
-# The trainer says which epoch it is, as it does to a `DistributedSampler`. FFCV has a count of its
-# own, `next_epoch`, from which it shuffles; both are set here, so a run can go on at any epoch.
+# The trainer sets the epoch, as it does for a `DistributedSampler`. Each rank gets its share of the
+# samples. The operation is told their numbers, so it need not know that there are ranks.
 
 
 # %%
@@ -214,7 +243,6 @@ def open_loader(path: Path, operation: "Operation") -> "Loader":
 def run_epoch(loader: "Loader", operation: "Operation", epoch: int) -> dict[int, bytes]:
     """Return the crop of each sample of this rank's share, by the sample's number."""
     operation.epoch = epoch
-    loader.next_epoch = epoch
     crops = {}
     for crops_BSSC, numbers_B1 in loader:
         for i, number in enumerate(numbers_B1.flatten().tolist()):
@@ -225,17 +253,29 @@ def run_epoch(loader: "Loader", operation: "Operation", epoch: int) -> dict[int,
 # %% [markdown]
 # ## 3. How it is measured
 #
-# All samples hold the same picture of noise, so two crops are equal just where their corners are.
-# Each rank makes the crops of its share, which is another one in each epoch, so the ranks exchange
-# their crops before those of two epochs are compared. The oracle is NumPy: one process, no FFCV,
-# the corners drawn and cut out one by one.
-#
-# `Nameless` keeps FFCV's writer from leaving a file in /dev/shm when it is killed.
-
+# All samples hold the same picture of noise, so a crop says where it was cut out. The oracle is
+# NumPy: one process, no FFCV, nothing compiled. Crops are of epoch e if all are what the oracle
+# cuts out in epoch e. `Nameless` keeps FFCV's writer from leaving a file in /dev/shm when it is
+# killed.
 
 # %%
-def picture() -> np.ndarray:
-    return np.random.default_rng(SEED).integers(0, 256, (HEIGHT, WIDTH, 3), np.uint8)
+PICTURE = np.random.default_rng(SEED).integers(0, 256, (HEIGHT, WIDTH, 3), np.uint8)
+
+
+def crop_by_numpy(epoch: int, sample: int) -> bytes:
+    """Return the crop that this sample must have in this epoch."""
+    mixed = 950_706_376 * (64 * epoch + sample + 1) % (2**31 - 1)
+    x, y = divmod(mixed, 129)
+    left = x % 209
+    return PICTURE[y : y + 32, left : left + 32].tobytes()
+
+
+def epoch_of(crops: dict[int, bytes]) -> float:
+    """Return of which epoch all of these crops are; nan if of none."""
+    for epoch in range(3):
+        if all(crops[sample] == crop_by_numpy(epoch, sample) for sample in crops):
+            return epoch
+    return math.nan
 
 
 class Nameless(shared_memory.SharedMemory):
@@ -256,7 +296,7 @@ def write_pictures(path: Path) -> None:
     fields = {"image": RGBImageField("raw"), "number": IntField()}
     writer = DatasetWriter(str(path), fields, page_size=2**21, num_workers=1)
     with contextlib.redirect_stderr(io.StringIO()):  # its progress bar
-        writer.from_indexed_dataset([(picture(), number) for number in range(N)])
+        writer.from_indexed_dataset([(PICTURE, number) for number in range(N)])
     for process in multiprocessing.active_children():
         process.join()  # which FFCV forgets
 
@@ -276,93 +316,75 @@ def gather_objects(value: object) -> list:
 
 
 # %% [markdown]
-# The oracle spells out what `default_rng` does, and draws number by number.
+# First numba alone, then both operations, each through two epochs.
 
 
 # %%
-def crop_by_numpy(epoch: int, sample: int) -> np.ndarray:
-    """Return the crop that this sample must have in this epoch."""
-    seeds = np.random.SeedSequence([SEED, epoch, sample])
-    generator = np.random.Generator(np.random.PCG64(seeds))
-    y = math.floor(generator.random() * CHOICES[0])
-    x = math.floor(generator.random() * CHOICES[1])
-    return picture()[y : y + S, x : x + S]
+def check_numba() -> None:
+    """Claim which epoch compiled functions see in their second call."""
+    if numba is None:
+        blocked("what compiled functions see", needs="numba: pip install -e '.[data]'")
+        return
+    by_global = numba.njit(read_global)
+    by_small_array = numba.njit(read_small_array)
+    by_large_array = numba.njit(read_large_array)
+    by_argument = numba.njit(read_argument)
+    for epoch in (1, 2):
+        set_epoch(epoch)
+        seen = [by_global(), by_small_array(), by_large_array(), by_argument(EPOCH)]
+    claim("epoch seen in a global", 1, seen[0], question=1)
+    claim("epoch seen in an array of 64 bytes", 1, seen[1], question=2)
+    claim("epoch seen in an array of 2 MiB", 2, seen[2], question=3)
+    claim("epoch seen in an argument", 2, seen[3])
 
 
-def crops_of_ranks(loader: "Loader", operation: "Operation", epoch: int) -> dict[int, bytes]:
-    """Run an epoch on all ranks; return the crops of all samples, by their numbers."""
-    crops = {}
-    for share in gather_objects(run_epoch(loader, operation, epoch)):
-        crops |= share
-    return crops
-
-
-def bytes_unlike_numpys(crops: dict[int, bytes], epoch: int) -> int:
-    unlike = 0
-    for sample, crop in crops.items():
-        expected = crop_by_numpy(epoch, sample).ravel()
-        unlike += (np.frombuffer(crop, np.uint8) != expected).sum()
-    return unlike
-
-
-def same(crops: dict[int, bytes], others: dict[int, bytes]) -> int:
-    """Return how many samples have the same crop in both."""
-    return sum(crops[sample] == others[sample] for sample in crops)
-
-
-# %% [markdown]
-# Each operation runs epochs 0 and 1, as a trainer would run them.
-
-
-# %%
 def check_operations(path: Path) -> None:
-    """Claim what both operations' crops are in two epochs."""
+    """Claim of which epoch the crops of both operations are, in a first and a second epoch."""
     frozen = FrozenCrop()
     loader = open_loader(path, frozen)
-    first = crops_of_ranks(loader, frozen, 0)
-    second = crops_of_ranks(loader, frozen, 1)
-    claim("frozen: bytes unlike NumPy's, epoch 0", 0, bytes_unlike_numpys(first, 0))
-    claim("frozen: samples that keep their crop", N, same(first, second), question=1)
+    first = run_epoch(loader, frozen, 1)
+    second = run_epoch(loader, frozen, 2)
+    claim("FrozenCrop, set to 1: crops are of epoch", 0, epoch_of(first))
+    claim("FrozenCrop, set to 2: crops are of epoch", 0, epoch_of(second), question=4)
 
     asking = AskingCrop()
     loader = open_loader(path, asking)
-    first = crops_of_ranks(loader, asking, 0)
-    second = crops_of_ranks(loader, asking, 1)
-    claim("asking: samples that keep their crop", 0, same(first, second), question=2)
-    claim("asking: different crops in epoch 1", N, len({*second.values()}))
-    unlike = bytes_unlike_numpys(first, 0) + bytes_unlike_numpys(second, 1)
-    claim("asking: bytes unlike NumPy's, both epochs", 0, unlike, question=3)
-    again = crops_of_ranks(loader, asking, 0)
-    claim("asking: samples with the same crop, epoch 0 again", N, same(first, again))
+    first = run_epoch(loader, asking, 1)
+    second = run_epoch(loader, asking, 2)
+    claim("AskingCrop, set to 1: crops are of epoch", 1, epoch_of(first))
+    claim("AskingCrop, set to 2: crops are of epoch", 2, epoch_of(second), question=5)
+    samples = set().union(*gather_objects(set(second)))
+    claim("AskingCrop: samples that the ranks' shares hold", N, len(samples))
 
 
 # %% [markdown]
 # ## What you should have seen
 #
-# 1. All 64. The code was made when the attribute was 0, so the corners of epoch 0 became a constant
-#    of it. Setting the attribute changes nothing, and nothing says so: the loss falls, on the same
-#    crops in every epoch, and only the test accuracy is worse than it should be.
-# 2. None. Python reads the attribute once per batch, after the trainer has set it.
-# 3. None, on any number of ranks. The corner is a function of seed, epoch and sample, and the
-#    operation is told the samples' numbers, so it need not know that there are ranks. Epoch 0 run
-#    again gives the same crops again.
+# 1. Epoch 1. Not 0: nothing is compiled when `njit` is applied. Not 2: the first call made a
+#    constant of it.
+# 2. Epoch 1: the array's contents were copied into the code by the first call.
+# 3. Epoch 2: of an array above a million bytes the code keeps the address.
+# 4. Epoch 0. The local variable was set in `generate_code`, when the loader was made, long before
+#    numba compiled. Setting the attribute changes nothing, and nothing says so: the loss falls, on
+#    the same crops in every epoch, and only the test accuracy is worse than it should be.
+# 5. Epoch 2. Python reads the attribute after the trainer has set it, and passes a number.
 #
-# **Try.** Drawn by the place in the batch, all samples at one place get the same corner: 8
-# different crops in an epoch instead of 64, and the bytes are not NumPy's. Two claims fail. That no
-# sample keeps its crop and that epoch 0 repeats itself cannot tell. With `recompile=True` FFCV
-# makes the code anew for each epoch, so `FrozenCrop` sees epoch 1: no sample keeps its crop, and
-# that row fails. It is a remedy too, at the price of compiling before every epoch.
+# **Try.** With the local variable both rows of AskingCrop show 0 and fail, though its function is
+# Python: what counts is when the value is *read*. With `recompile=True` FFCV makes the code anew as
+# each epoch begins, so `FrozenCrop` sees 1 and then 2, and both of its rows fail. It is a remedy
+# too, at the price of compiling before every epoch.
 #
-# **Where it bites.** A trainer that forgets `operation.epoch` gets the frozen crops from the second
-# operation as well; set it where you set `next_epoch`, or read it there. The function must write
-# into the memory that it is given, as FFCV fills one buffer while others wait. An exception in it
-# ends FFCV's thread, and your loop waits for its next batch forever: try it on arrays of your own
-# first. While Python draws, it holds the GIL; if that shows in a profile, hand over the epoch alone
-# and compute the corners in the loop, as data-loading/16 does.
+# **When.** Write an operation if crops must repeat in a second run, which those of FFCV's own
+# augmentations do not. If nothing changes between epochs, `jit_mode=True` is enough. What works on
+# whole batches on the GPU (`ToDevice`, then a module of PyTorch's) needs none of it. Hand over
+# one number per batch, as here: to draw some per sample in Python takes longer than a small crop
+# (data-loading/16).
 #
-# **When.** Write an operation if crops must repeat, which those of FFCV's own augmentations do not.
-# If nothing changes between epochs, `jit_mode=True` is enough. What works on whole batches on the
-# GPU (`ToDevice`, then a module of PyTorch's) needs none of it.
+# **Where it bites.** A trainer that forgets `operation.epoch` gets frozen crops from `AskingCrop`
+# as well. An exception in an operation ends FFCV's thread, and your loop waits for its next batch
+# forever: try the function on arrays of your own first. And numba is not alone. `jax.jit` keeps
+# what it saw in a global, a CUDA graph replays kernels with the numbers they were captured with;
+# `torch.compile` guards what it saw, and compiles again when that has changed.
 #
 # **On GPUs** the crops are made on the cores all the same; where there is a GPU, FFCV pins the
 # memory that the operation writes to, so that `ToDevice` copies from it without waiting. Every rank
@@ -376,8 +398,9 @@ def main() -> None:
     if int(os.environ.get("LOCAL_WORLD_SIZE", WORLD_SIZE)) != WORLD_SIZE:
         refuse(f"needs one node, whose ranks share a folder, got {WORLD_SIZE} ranks on several")
     setup()
+    check_numba()
     if Loader is None:
-        blocked("FFCV's operations", needs="FFCV: make .venv/all")
+        blocked("what FFCV's operations see", needs="FFCV: make .venv/all")
         finish()
     errors = os.environ.get("TORCHELASTIC_ERROR_FILE")  # in the launcher's folder
     here = Path(errors).parent if errors else None

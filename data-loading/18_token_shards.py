@@ -1,28 +1,29 @@
-"""Token shards: flat files of 2-byte integers, mapped into memory
-===============================================================
+"""Token shards: a window is an offset into a mapped file
+======================================================
 
-**Question.** The tokens of a text lie in several files. How does a rank get any window of them
-without reading the rest, and what do the n ranks of a machine need in memory for it?
+**Question.** The tokens of a text lie in several files, the shards. How does a rank get any window
+of them without reading the rest?
 
-**Predict**, and write it down before you run. A window has 1,024 tokens, a shard is a file of 60
-windows, a token takes 2 bytes, and a page 4 KiB.
+**Predict**, and write it down before you run. A window has 1,024 tokens, and the target of each is
+the token after it. A shard is a file of 60 windows, with 2 bytes per token. Windows, shards and
+bytes are counted from 0. The kernel reads files in pages of 4 KiB.
 
-1. A tokenizer of 4,096 tokens is trained on the sources of Python's standard library. How many
-   bytes of this text does a token hold, to the nearest whole number?
-2. Token 100,000 of a larger vocabulary is stored in 2 bytes (`uint16`). Which number comes back?
-3. Windows and bytes are counted from 0. At which byte of its file does window 101 begin?
-4. No shard is in memory, and one rank reads window 101. How many bytes does the disk deliver?
-5. All 4 ranks read all windows. How many copies of the shards lie in their memory, all together?
+1. How many tokens lie in the file of shard 0, if no window in it needs a second file?
+2. At which byte of its file does window 101 begin?
+3. No shard is in memory, and the kernel has been advised that any page may come next. How many
+   bytes does the disk deliver for window 101?
+4. The same without that advice: does the disk deliver more or less than half of the shard?
+5. Which is the largest token that fits these shards?
 
 **Run.**
 
     torchrun --standalone --nproc-per-node=4 18_token_shards.py    # NCCL on 4 GPUs, else gloo
     python 18_token_shards.py                                      # the same, started for you
 
-`--data FILE` takes your own text. The tokenizer needs `pip install -e '.[data]'`; without it, bytes
-serve. One node, Linux. Not run on several GPUs, where nothing differs: files are the host's.
+One node, Linux, and a temporary folder on a disk. Not run on several GPUs, where nothing differs:
+files are the host's.
 
-**Try.** In `map_tokens` return `np.fromfile(path, DTYPE)`: which claims fail? In `write_shards` use
+**Try.** In `map_tokens` return `np.fromfile(path, DTYPE)`: which claim fails? In `write_shards` use
 `.astype(">u2")`, the byte order of another machine: which claims fail, and which error do you get?
 
 **Before.** data-loading/06_tokens.py: which windows a rank takes, and when.
@@ -41,7 +42,6 @@ import mmap
 import os
 import signal
 import sys
-import sysconfig
 import tempfile
 import time
 from collections import Counter
@@ -53,10 +53,6 @@ import psutil
 import torch
 import torch.distributed as dist
 
-Tokenizer = None
-with contextlib.suppress(ImportError):  # the extra [data]
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
 # A *rank* is one of WORLD_SIZE processes that run this same file. `claim(text, predicted,
 # measured)` prints one row of the ledger and must be called by every rank. It, `setup`, `print0`,
 # `blocked` and `finish` stand in the last cell, the same in every lesson; you need not read them.
@@ -67,55 +63,62 @@ T = 1024  # tokens in a window
 WINDOWS = 150
 PER_SHARD = 60  # windows; the last shard has the 30 that are left
 DTYPE = np.uint16
-VOCABULARY = 4096
-END = 0  # the token after each document
+TOKENS = np.random.default_rng(0).integers(0, 65_536, WINDOWS * T + 1)  # in place of a text
 
 # %% [markdown]
 # ## 1. A window is an offset
 #
 # A language model trains on **windows** of T tokens, cut from one long array, which lies in files,
-# the **shards**. They hold nothing but tokens, as integers of 2 bytes. All have one size, so that a
-# window needs no index and no search: with 60 windows per shard, window i is number i mod 60 of
-# shard i div 60, and its first token is number (i mod 60) T of that file:
+# the **shards**. A shard holds nothing but tokens, as integers of 2 bytes. Every shard but the last
+# has the same number of windows, so a window needs no index and no search: window i is number
+# i mod 60 of shard i div 60, and its first token is number (i mod 60) T of that file:
 #
-#     tokens_0.bin    | w0  | w1  | w2  | ... | w59 |.|
-#     tokens_1.bin    | w60 | w61 | w62 | ...       ... | w119 |.|
-#     tokens_2.bin    | w120 | w121 | ... | w149 |.|   <- the target of the last token
+#     tokens_00000.bin    | w0   | w1   | w2   | ...       | w59  |.|
+#     tokens_00001.bin    | w60  | w61  | w62  | ...       | w119 |.|
+#     tokens_00002.bin    | w120 | w121 | ...  | w149 |.|      . one token: a target
 #
 # A window takes along one token more, since the target of each token is the one after it. In the
 # middle of a shard this is the first token of the next window. The last window of a shard has none
 # behind it, so the shard gets one token more: the first one of the next shard, stored twice.
 #
-# The file is **mapped** (`mmap`) and not read: its bytes get addresses in the memory of the
-# process, and an array on top of them copies nothing. A slice of it is no more than an address.
-# `np.memmap(path, np.uint16, "r")` does the same in one call, without the advice below.
+# Two details of writing matter. The names have zeros, because a folder is sorted by letters, and
+# then tokens_10 would come before tokens_2: every window behind it would be another one, without
+# any error. And the largest token is compared with what 2 bytes hold, 0 to 65,535. NumPy does not
+# do that for you: `astype` would keep the lower 16 bits of token 100,000 and store 34,464.
 
 
 # %%
 def write_shards(folder: Path, tokens: np.ndarray) -> None:
-    """Write the windows, PER_SHARD in each file; each file ends with one target more.
-
-    Zeros in the names keep files in order: by letters "10" would come before "2".
-    """
+    """Write the windows, PER_SHARD in each file; each file ends with one target more."""
+    largest = np.iinfo(DTYPE).max
+    if tokens.max() > largest:
+        raise ValueError(f"needs tokens up to {largest:,}, got {tokens.max():,}; use np.uint32")
     for shard, first in enumerate(range(0, WINDOWS, PER_SHARD)):
         stop = min(first + PER_SHARD, WINDOWS)
         kept = tokens[first * T : stop * T + 1]
         kept.astype(DTYPE).tofile(folder / f"tokens_{shard:05}.bin")
 
 
-def map_tokens(path: Path) -> np.ndarray:
+# %% [markdown]
+# To read, a shard is **mapped** (`mmap`): its bytes get addresses in the memory of the process, and
+# nothing is read yet. An array on top of it copies nothing, and a slice of that is no more than an
+# address. `np.memmap(path, np.uint16, "r")` does the same in one call, without the advice.
+
+
+# %%
+def map_tokens(path: Path, advice: int) -> np.ndarray:
     """Return the tokens of a shard, none of which is read yet."""
     with open(path, "rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    mapped.madvise(mmap.MADV_RANDOM)  # advice: any page may come next, so read none ahead
+    mapped.madvise(advice)
     return np.frombuffer(mapped, DTYPE)
 
 
 class Shards:
     """The windows of all shards in a folder: `shards[i]` is window i."""
 
-    def __init__(self, folder: Path) -> None:
-        self.maps = [map_tokens(path) for path in sorted(folder.glob("tokens_*.bin"))]
+    def __init__(self, folder: Path, advice: int = mmap.MADV_RANDOM) -> None:
+        self.maps = [map_tokens(path, advice) for path in sorted(folder.glob("tokens_*.bin"))]
 
     def __getitem__(self, window: int) -> np.ndarray:
         """Return T + 1 tokens: all but the last are inputs, all but the first are targets."""
@@ -125,74 +128,59 @@ class Shards:
 
 
 # %% [markdown]
-# ## 2. Two bytes per token
+# ## 2. What a window costs: its pages
 #
-# A **tokenizer** turns text into integers. This one is **byte-pair encoding** (BPE; Sennrich et
-# al., 2016): it begins with the 256 bytes as tokens, and again and again makes a new token of the
-# two that most often stand next to each other, until there are 4,096. Two bytes hold the numbers 0
-# to 65,535. A larger vocabulary needs `uint32`, and twice the disk. NumPy does not stop you where
-# it matters: `astype` keeps the lower 16 bits and says nothing.
-#
-# A **document** is here what stands between two blank lines; token 0 ends it. Windows know nothing
-# of documents: one may begin in one window and end in the next, or in the next shard.
-
-
-# %%
-def learn_bpe(documents: list[str]) -> "Tokenizer":
-    """Byte-pair encoding, learned from these documents, by the library `tokenizers`."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()  # all 256 bytes, so that no text is unknown
-    rules = {"vocab_size": VOCABULARY - 1, "initial_alphabet": alphabet, "show_progress": False}
-    tokenizer.train_from_iterator(documents, trainers.BpeTrainer(**rules))
-    return tokenizer
-
-
-def tokenize(documents: list[str]) -> list[list[int]]:
-    """Return the tokens of each document, with END behind them."""
-    tokenizer = learn_bpe(documents) if Tokenizer else None
-    tokenized = []
-    for document in documents:
-        numbers = tokenizer.encode(document).ids if tokenizer else document.encode()
-        tokenized.append([number + 1 for number in numbers] + [END])
-    return tokenized
-
-
-# %% [markdown]
-# ## 3. What a window costs: its pages
-#
-# The kernel reads a file in **pages** of 4 KiB, on the first touch, and keeps them in its page
-# cache. A window has 2 x 1,025 = 2,050 bytes, so it lies in one page, or it crosses into the next:
+# The kernel reads a file in **pages** of 4 KiB, when one is touched for the first time, and keeps
+# them in its page cache, once for all ranks of a machine. A window has 2 x 1,025 = 2,050 bytes, so
+# it lies in one page, or it crosses into the next:
 #
 #     byte        81,920             83,968             86,016
 #                 |           page 20                   |           page 21   ...
 #                 |  window 100      |  window 101      |.|
 #
-# All ranks map the same pages of the page cache: what was touched is in memory once per machine.
+# By default Linux also reads **around** the page that was touched: 32 pages, as far as the file has
+# them, half of them before it (a disk's `read_ahead_kb`, 128 KiB unless somebody has changed it).
+# That is right for a file that is read in order. Windows come in random order, so most of that is
+# read for nothing, unless memory keeps it until its turn comes. With the advice `MADV_RANDOM` the
+# kernel reads the touched page alone.
 
 # %% [markdown]
-# ## 4. How it is measured
+# ## 3. How it is measured
 #
-# Rank 0 tokenizes before the ranks meet. The oracle is its array of tokens, before any shard was
-# written: it knows of no files, no windows and no ranks.
+# The oracle is the array `TOKENS`, which knows of no files, no windows and no ranks. Where a window
+# lies is read off its address in memory. /proc/self/io says how many bytes the disk has delivered
+# for this process. Before it is asked, rank 0 drops the shards from the page cache, which works
+# only while nobody maps them.
 
 
 # %%
-def prepare(path: str | None) -> tuple[np.ndarray, float, int]:
-    """Return the tokens, the bytes of text per token, and the windows that begin in a document."""
-    stdlib = Path(sysconfig.get_path("stdlib"))
-    files = [Path(path)] if path else sorted(stdlib.glob("[a-d]*.py"))
-    text = b"".join(file.read_bytes() for file in files)[:700_000].decode(errors="replace")
-    documents = [document for document in text.split("\n\n") if document.strip()]
-    tokenized = tokenize(documents)
-    tokens = np.concatenate(tokenized)
-    if len(tokens) <= WINDOWS * T:
-        refuse(f"needs {WINDOWS * T + 1} tokens, got {len(tokens)}; take a longer text")
-    text_bytes = sum(len(document.encode()) for document in documents)
-    ends = np.cumsum([len(numbers) for numbers in tokenized])  # there the next document begins
-    aligned = (ends % T == 0) & (ends < WINDOWS * T)
-    inside = WINDOWS - 1 - aligned.sum()  # window 0 begins with a document
-    return tokens[: WINDOWS * T + 1], text_bytes / (len(tokens) - len(documents)), inside
+def bytes_from_disk(folder: Path, window: int, advice: int) -> int:
+    """Return what the disk delivers for one window, when no shard is in memory."""
+    for path in folder.iterdir():
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())  # only what is on the disk can be dropped
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    before = psutil.Process().io_counters().read_bytes
+    Shards(folder, advice)[window].copy()
+    return psutil.Process().io_counters().read_bytes - before
+
+
+def largest_token_taken(folder: Path) -> int:
+    """Return the largest of some tokens that `write_shards` does not refuse."""
+    taken = []
+    for token in (255, 256, 65_535, 65_536, 100_000):
+        with contextlib.suppress(ValueError):
+            write_shards(folder, np.array([token]))
+            taken.append(token)
+    return max(taken)
+
+
+def prepare(folder: Path) -> tuple[int, int, int]:
+    """Write the shards; return the largest token, and bytes with the advice and without."""
+    largest = largest_token_taken(folder)
+    write_shards(folder, TOKENS)
+    advised = bytes_from_disk(folder, 101, mmap.MADV_RANDOM)
+    return largest, advised, bytes_from_disk(folder, 101, mmap.MADV_NORMAL)
 
 
 def from_rank_0(value: object) -> object:
@@ -210,59 +198,45 @@ def gather_objects(value: object) -> list:
 
 
 # %% [markdown]
-# /proc/self/io says how many bytes the disk has delivered for this process. Rank 0 drops the files
-# from the page cache first, while nobody maps them. Where a window lies is read off its address.
+# One window first: where it lies, and what the disk delivers for it.
 
 
 # %%
-def bytes_from_disk(folder: Path, window: int) -> int:
-    """Return what the disk delivers for one window, when no shard is in memory."""
-    for path in folder.iterdir():
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())  # only what is on the disk can be dropped
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    before = psutil.Process().io_counters().read_bytes
-    Shards(folder)[window].copy()
-    return psutil.Process().io_counters().read_bytes - before
+def check_files(folder: Path, largest: int) -> None:
+    """Claim how many tokens and bytes the files hold, and which token is too large for them."""
+    sizes = [path.stat().st_size for path in sorted(folder.iterdir())]
+    claim("tokens in the file of shard 0", 60 * 1024 + 1, sizes[0] / 2, question=1)
+    claim("bytes of all shards", 2 * (150 * 1024 + 3), sum(sizes))
+    claim("largest token that a shard takes", 65_535, largest, question=5)
 
 
-def check_bytes(folder: Path, bytes_per_token: float, own_text: bool) -> None:
-    """Claim what a token holds, what it costs, and what becomes of one that is too large."""
-    text = "BPE of 4,096: bytes of text per token"
-    if Tokenizer is None:
-        blocked(text, needs="tokenizers: pip install -e '.[data]'")
-    elif not own_text:
-        claim(text, 4, bytes_per_token, atol=0.5, question=1)
-    stored = np.array([100_000]).astype(DTYPE)
-    claim("token 100,000, stored and read back", 34_464, stored[0], question=2)
-    size = sum(path.stat().st_size for path in folder.iterdir())
-    claim("bytes of all shards on disk", 2 * (150 * 1024 + 3), size)
-
-
-def check_window(shards: Shards, delivered: int) -> None:
-    """Claim where window 101 lies, and what reading it costs."""
+def check_window(shards: Shards) -> None:
+    """Claim where window 101 lies."""
     window = shards[101]
     shard = [np.shares_memory(window, tokens) for tokens in shards.maps].index(True)
     claim("window 101: its shard", 1, shard)
-    first = 41 * 1024 * 2  # bytes: it is number 41 of its shard
     address = window.ctypes.data - shards.maps[shard].ctypes.data
-    claim("window 101: its first byte there", first, address, question=3)
-    pages = (first + 2049) // mmap.PAGESIZE - first // mmap.PAGESIZE + 1
-    text = "window 101: bytes that the disk delivers"
-    if delivered == 0:  # a file system in memory has no disk
-        blocked(text, needs="a temporary folder on a disk: set TMPDIR")
-    else:
-        claim(text, pages * mmap.PAGESIZE, delivered, question=4)
+    claim("window 101: its first byte there", 41 * 1024 * 2, address, question=2)
+
+
+def check_disk(advised: int, not_advised: int) -> None:
+    """Claim what the disk delivers for window 101, with the advice and without."""
+    if advised == 0:  # a file system in memory has no disk
+        needs = "a temporary folder on a disk: set TMPDIR"
+        blocked("window 101: what the disk delivers", needs=needs)
+        return
+    claim("window 101: bytes from the disk", 2 * 4096, advised, question=3)
+    share = not_advised / (2 * (60 * 1024 + 1))
+    claim("window 101, no advice: share of its shard", 0.5, share, ">=", question=4)
 
 
 # %% [markdown]
-# Rank r of n takes every n-th window, from the r-th on. Then every rank reads all shards, and the
-# copies are counted by **PSS**, which divides each page by the number of processes that map it (RSS
-# counts it in full in each). Linux rounds it down to 1 KiB per rank and file: up to 1% per rank.
+# Then all windows. Rank r of n takes every n-th one, from the r-th on; joined in order, the ranks'
+# windows must be the text again.
 
 
 # %%
-def check_all_windows(shards: Shards, tokens: np.ndarray, inside: int) -> None:
+def check_all_windows(shards: Shards) -> None:
     """Claim that the ranks' windows together are the text's tokens, each once."""
     rows = np.zeros((WINDOWS, T + 1), int)
     times = np.zeros(WINDOWS, int)
@@ -272,52 +246,39 @@ def check_all_windows(shards: Shards, tokens: np.ndarray, inside: int) -> None:
             rows[window] = row
             times[window] += 1
     claim("windows not read exactly once, all ranks", 0, (times != 1).sum())
-    unlike = (rows[:, :-1].flatten() != tokens[:-1]).sum()
+    unlike = (rows[:, :-1].flatten() != TOKENS[:-1]).sum()
     claim("inputs, joined, unlike the text's tokens", 0, unlike)
-    unlike = (rows[:, 1:].flatten() != tokens[1:]).sum()
+    unlike = (rows[:, 1:].flatten() != TOKENS[1:]).sum()
     claim("targets, joined, unlike those one token on", 0, unlike)
-    begun = (rows[:-1, T - 1] != END).sum()  # the token before the next window
-    claim("windows that begin inside a document", inside, begun)
-
-
-def check_copies(shards: Shards, folder: Path) -> None:
-    """Claim how many copies of the shards the ranks have together when all have read all."""
-    for tokens in shards.maps:
-        tokens.sum()
-    dist.barrier()
-    maps = psutil.Process().memory_maps()
-    pss = sum(mapping.pss for mapping in maps if Path(mapping.path).parent == folder)
-    pages = sum(math.ceil(path.stat().st_size / mmap.PAGESIZE) for path in folder.iterdir())
-    copies = sum(gather_objects(pss)) / (pages * mmap.PAGESIZE)
-    claim("copies in memory, all ranks", 1, copies, atol=0.01 * WORLD_SIZE, question=5)
 
 
 # %% [markdown]
 # ## What you should have seen
 #
-# 1. Four, where bytes as tokens would hold one. Other text gives another number.
-# 2. 100,000 - 65,536 = 34,464, which means something else. Nothing complains, and the model learns
-#    from wrong text: compare the vocabulary with 65,536 before you write.
-# 3. It is number 101 - 60 = 41 of shard 1, and 41 x 1,024 x 2 = 83,968.
-# 4. 8,192, two pages: its inputs end with page 20, and the last target alone lies on page 21. The
-#    other 29 pages stay on the disk. Without the advice the kernel would read many of them ahead.
-# 5. One, on any number of ranks: what they map is the page cache. Added up by RSS it would be n.
+# 1. 61,441: 60 x 1,024, and the target of the last one. All three shards together have three such
+#    tokens, so they have 2 x (150 x 1,024 + 3) = 307,206 bytes.
+# 2. It is number 101 - 60 = 41 of shard 1, and 41 x 1,024 x 2 = 83,968.
+# 3. 8,192, two pages: its inputs end with page 20, and the last target alone lies on page 21.
+# 4. More. With the default of 32 pages the kernel reads pages 4 to 35; the shard ends with page 30,
+#    so 27 of its 31 pages come, for a window that needs two. A machine that reads around more gets
+#    all of them.
+# 5. 65,535. `write_shards` refuses the next one. Without that line the row would say 100,000, and
+#    the model would learn from wrong text, while nothing complains.
 #
-# The shards have 2 x (150 x 1,024 + 3) = 307,206 bytes: 3 is one target more in each. Most windows
-# begin inside a document. Joined in order they are the text again: nothing of a document is lost.
+# **Try.** `np.fromfile` reads all of each shard, so the disk delivers all of them: the row of
+# question 3 fails, alone. The tokens are right, and n ranks have n copies in memory of their own.
+# With the other byte order you get no error. Sizes and offsets are right, and nearly all tokens are
+# wrong: the rows of the inputs and of the targets fail. A flat file says nothing of itself.
 #
-# **Try.** `np.fromfile` reads each shard as a whole. The row of the disk fails, and the row of the
-# copies shows 0, since nothing is mapped: there are n in the ranks' own memory. With the other byte
-# order you get no error. Sizes and offsets are right, nearly all tokens are wrong: the rows of the
-# inputs and of the targets fail. A flat file says nothing of itself.
+# **When.** For pieces of one size that are read in any order, by several ranks. Leave the advice
+# out if all shards fit into memory: to read around fills it in fewer waits. Not for records of
+# different sizes, which need an index, nor from an object store, where a request costs as much as
+# some megabytes: stream whole shards from there.
 #
-# **When.** For all of one size that several ranks read in any order. Not for records of different
-# sizes, which need an index, nor from an object store, which streams whole shards.
-#
-# **Where it bites.** On a spinning disk or a network file system a random page costs milliseconds,
-# so shuffle the shards first, and then the windows of a few open ones. Keep dtype and vocabulary
-# next to the shards. nanoGPT's file has no header either; llm.c's have one of 1,024 bytes, which
-# moves every offset. A mapped file that gets shorter ends its readers with SIGBUS.
+# **Where it bites.** On a spinning disk or a network file system a random page costs milliseconds.
+# Shuffle the shards first then, and the windows of a few open ones, without the advice. Keep dtype
+# and vocabulary next to the shards. nanoGPT's file has no header either; llm.c's have one of 1,024
+# bytes, which moves every offset. A mapped file that gets shorter ends its readers with SIGBUS.
 #
 # **On GPUs** a window is copied into pinned memory, widened to `int64` for the embedding, and goes
 # to the GPU with `non_blocking=True`. At a thousand ranks each *node* has its own page cache, with
@@ -326,27 +287,22 @@ def check_copies(shards: Shards, folder: Path) -> None:
 
 # %%
 def main() -> None:
-    options = command_line({"--data": {"metavar": "FILE", "help": "text to tokenize"}})
+    command_line()
     launch()
-    if options.data and not Path(options.data).is_file():
-        refuse(f"--data takes a file of text, got {options.data}; leave it out for Python's own")
     if int(os.environ.get("LOCAL_WORLD_SIZE", WORLD_SIZE)) != WORLD_SIZE:
         refuse(f"needs one node, whose ranks share files, got {WORLD_SIZE} ranks on several")
-    prepared = prepare(options.data) if RANK == 0 else None
     setup()
-    tokens, bytes_per_token, inside = from_rank_0(prepared)
     errors = os.environ.get("TORCHELASTIC_ERROR_FILE")  # in the launcher's folder
     here = Path(errors).parent if errors else None
     with tempfile.TemporaryDirectory(prefix="tokens-", dir=here) as own_folder:
-        folder = Path(from_rank_0(own_folder)).resolve()
-        if RANK == 0:
-            write_shards(folder, tokens)
-        delivered = from_rank_0(bytes_from_disk(folder, 101) if RANK == 0 else None)
+        folder = Path(from_rank_0(own_folder))
+        prepared = prepare(folder) if RANK == 0 else None
+        largest, advised, not_advised = from_rank_0(prepared)
         shards = Shards(folder)
-        check_bytes(folder, bytes_per_token, bool(options.data))
-        check_window(shards, delivered)
-        check_all_windows(shards, tokens, inside)
-        check_copies(shards, folder)
+        check_files(folder, largest)
+        check_window(shards)
+        check_disk(advised, not_advised)
+        check_all_windows(shards)
         dist.barrier()  # the folder goes when all have read it
     finish()
 

@@ -55,7 +55,6 @@ FOLDER = "data-loading"
 WRITERS = {
     f"{FOLDER}/01_ffcv_distributed_optimization.py": lambda own: own.write_photos(FILE, FILE, None),
     LESSON: lambda own: own.write_beton(FILE),
-    f"{FOLDER}/03_orders_pages_memory.py": lambda own: own.write_beton(FILE),
     f"{FOLDER}/12_own_ffcv_operation.py": lambda own: own.write_pictures(FILE),
 }
 FILE = Path("a.beton")

@@ -37,6 +37,11 @@ def test_a_crop_is_drawn_from_a_generator_of_the_three_numbers() -> None:
         assert (lesson.draw_crop(5, 2, sample) == as_crops(generator.random(6))).all()
 
 
+def test_another_seed_draws_other_crops() -> None:
+    crops = [lesson.draw_crop(seed, 1, sample) for seed in range(3) for sample in range(64)]
+    assert len({crop.tobytes() for crop in crops}) == 3 * 64
+
+
 def test_a_rank_draws_its_samples_in_turn() -> None:
     generator = np.random.default_rng((lesson.SEED, 1))
     expected = [as_crops(floats).astype(np.int64).tobytes() for floats in generator.random((21, 6))]

@@ -1,5 +1,7 @@
 """The order and restarts against their definitions; claims against broken lines."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -33,6 +35,13 @@ def test_ranks_cut_one_sequence(ranks: int, consumed: int) -> None:
 @pytest.mark.parametrize("epoch", [0, 1, 7])
 def test_an_epoch_is_a_permutation(epoch: int) -> None:
     assert sorted(lesson.window_at(499 * epoch + place) for place in range(499)) == [*range(499)]
+
+
+def test_every_epoch_has_an_order_of_its_own() -> None:
+    """Two orders have one window in the same place, on average."""
+    orders = [lesson.order(epoch) for epoch in range(6)]
+    for one, other in itertools.combinations(orders, 2):
+        assert (one == other).sum() < 10
 
 
 def test_another_batch_size_goes_on_at_the_same_window() -> None:

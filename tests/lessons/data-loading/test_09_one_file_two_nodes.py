@@ -1,144 +1,158 @@
-"""Orders, a memory that forgets, a server; claims against broken lines."""
+"""Samples dealt out, a copy that ranks share, a server; claims against broken lines."""
 
-import functools
+import os
 import socket
 import tempfile
 import threading
+import time
+from pathlib import Path
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from course.playing import Lazily
+from course.playing import Lazily, load
+from course.ranks import run
 from tests.lessons.every import Breaks, test_lesson  # noqa: F401
 
 LESSON = "data-loading/09_one_file_two_nodes.py"
 lesson = Lazily(LESSON)
 
 
-@given(st.integers(0, 1000))
-def test_node_1_takes_half_of_the_samples_another_half_in_each_epoch(epoch: int) -> None:
-    order = lesson.random_order(epoch)
-    assert len(set(order.tolist())) == len(order) == 256
-    assert set(order.tolist()) < set(range(512))
-    assert 80 < len({*order.tolist()} & {*lesson.random_order(epoch + 1).tolist()}) < 176
-    assert (lesson.random_order(epoch) == order).all()
+def shares() -> list[tuple[list, list]]:
+    opened = load(LESSON)
+    return [(opened.whole_file(epoch), opened.own_half(epoch)) for epoch in range(3)]
 
 
-@settings(deadline=None)
-@given(st.integers(0, 5), st.integers(2, 8), st.integers(0, 1000))
-def test_quasi_random_order_has_two_pages_open(start: int, count: int, epoch: int) -> None:
-    pages = range(start, start + count)
-    order = lesson.quasi_random(pages, epoch)
-    assert sorted(order.tolist()) == [*range(64 * start, 64 * (start + count))]
-    of_page = order // 64
-    first = {page: int(np.argmax(of_page == page)) for page in pages}
-    last = {page: len(order) - 1 - int(np.argmax(of_page[::-1] == page)) for page in pages}
-    for now in range(0, len(order), 7):
-        assert sum(first[page] <= now <= last[page] for page in pages) <= 2
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 511)), st.integers(1, 8), st.sampled_from([1, 16, 64]))
-def test_memory_forgets_what_was_used_least_recently(order: list, room: int, samples: int) -> None:
-    asked = []
-    remote = lesson.RemoteFile(None, room, unit=samples * lesson.SAMPLE)
-
-    def fetch(number: int) -> bytes:
-        asked.append(number)
-        return b"".join(map(lesson.contents, range(number * samples, (number + 1) * samples)))
-
-    remote.fetch = fetch
-    oracle = functools.lru_cache(maxsize=room)(lambda number: number)
-    for index in order:
-        assert remote.sample(index) == lesson.contents(index)
-        oracle(index // samples)
-    assert len(asked) == oracle.cache_info().misses
+@pytest.mark.parametrize("ranks", [1, 3, pytest.param(8, marks=pytest.mark.deep)])
+def test_node_1_takes_half_of_the_samples_each_once(ranks: int) -> None:
+    dealt = run(shares, ranks, group=False)
+    for epoch in range(3):
+        whole = [index for share in dealt for index in share[epoch][0]]
+        half = [index for share in dealt for index in share[epoch][1]]
+        assert len(whole) == len(set(whole)) == 1920
+        assert set(whole) < set(range(3840))
+        assert 800 < len([index for index in whole if index >= 1920]) < 1120
+        assert sorted(half) == list(range(1920, 3840))
 
 
 @pytest.fixture
 def served():
-    """A connection to a server of the lesson's file."""
-    near, far = socket.socketpair()
-    with tempfile.TemporaryFile() as file, near, far:
+    """Makes connections to a server of the lesson's file."""
+    ends = []
+    with tempfile.TemporaryFile() as file:
         file.write(b"".join(map(lesson.contents, range(lesson.N))))
         file.flush()
-        work = threading.Thread(target=lesson.serve, args=(far, file))
-        work.start()
-        yield near
-        near.shutdown(socket.SHUT_RDWR)
-        work.join()
+
+        def connect() -> socket.socket:
+            near, far = socket.socketpair()
+            work = threading.Thread(target=lesson.serve, args=(far, file))
+            work.start()
+            ends.append((near, far, work))
+            return near
+
+        yield connect
+        for near, far, work in ends:
+            near.shutdown(socket.SHUT_RDWR)
+            work.join()
+            near.close()
+            far.close()
 
 
-@pytest.mark.parametrize("samples", [1, 64])
-def test_a_server_sends_the_range_that_is_asked_for(served, samples: int) -> None:
-    remote = lesson.RemoteFile(served, 1, unit=samples * lesson.SAMPLE)
-    for index in (0, 511, 5, 64, 5):
+def test_a_server_sends_the_page_that_is_asked_for(served) -> None:
+    remote = lesson.RemoteFile(served())
+    for index in (0, 3839, 5, 480, 5):
         assert remote.sample(index) == lesson.contents(index)
-    assert remote.received == 5 * samples * lesson.SAMPLE
+    assert remote.received == 5 * lesson.PAGE
 
 
-def test_a_page_that_was_kept_on_disk_is_not_asked_for_again(served) -> None:
-    with tempfile.TemporaryFile() as copy:
-        check_cached_file(lesson.CachedFile(served, 3, copy))
+def test_a_page_that_was_kept_is_not_asked_for_again(served, tmp_path: Path) -> None:
+    copy = lesson.NodeCopy(served(), tmp_path / "copy")
+    for index in range(0, 3840, 480):
+        assert copy.sample(index) == lesson.contents(index)
+    assert copy.received == lesson.FILE
+    later = lesson.NodeCopy(None, tmp_path / "copy")
+    for index in range(479, 3840, 480):
+        assert later.sample(index) == lesson.contents(index)
 
 
-def check_cached_file(remote) -> None:
-    for index in range(0, 512, 64):
-        assert remote.sample(index) == lesson.contents(index)
-    assert remote.received == lesson.FILE
-    remote.kept.clear()
-    remote.server = None
-    for index in range(63, 512, 64):
-        assert remote.sample(index) == lesson.contents(index)
+def test_a_page_without_its_mark_is_fetched_again(served, tmp_path: Path) -> None:
+    """As if the rank that fetched it had been killed halfway."""
+    copy = lesson.NodeCopy(served(), tmp_path / "copy")
+    os.pwrite(copy.copy, b"half of a page", 3 * lesson.PAGE)
+    assert copy.sample(3 * 480) == lesson.contents(3 * 480)
+    assert copy.received == lesson.PAGE
 
 
-ALL = "random, room for all, epoch 1: files"
-ALL_AGAIN = "random, room for all, epoch 2: files"
-SMALL = "random, room for 3, each epoch: files"
-SINGLE = "random, by the sample, epoch 1: files"
-SINGLE_AGAIN = "random, by the sample, epoch 2: files"
-QUASI = "quasi-random over the file: files"
-SHARD = "shard, quasi-random: files"
-FILE_ORDER = "shard, file order, epoch 1: files"
-AGAIN = "shard, file order, epoch 2: files"
-OWN_DISK = "shard, own disk, epoch 1: files"
-KEPT = "shard, own disk, epoch 2: files"
+def test_ranks_that_need_a_page_at_the_same_time_fetch_it_once(served, tmp_path: Path) -> None:
+    copies = [lesson.NodeCopy(served(), tmp_path / "copy") for _ in range(4)]
+    for copy in copies:
+        copy.server = Slow(copy.server)
+    samples: list[bytes] = []
+    ranks = [threading.Thread(target=lambda c=copy: samples.append(c.sample(7))) for copy in copies]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert samples == [lesson.contents(7)] * 4
+    assert sum(copy.received for copy in copies) == lesson.PAGE
+
+
+class Slow:
+    """A connection on which a request takes a while."""
+
+    def __init__(self, server: socket.socket) -> None:
+        self.server = server
+        self.recv = server.recv
+
+    def sendall(self, request: bytes) -> None:
+        time.sleep(0.2)
+        self.server.sendall(request)
+
+
+NOTHING = "random, nothing kept: files"
+PER_RANK = "random, a copy per rank, epoch 0: files"
+PER_NODE = "random, a copy per node, epoch 0: files"
+AGAIN = "random, a copy per node, epoch 1: files"
 WRONG = "samples that came with other contents"
+HALF = "own half, a copy per node, epoch 0: files"
+HALF_AGAIN = "own half, a copy per node, epoch 1: files"
+NEW = "random: share new to node 1 in epoch 1"
+HALF_NEW = "own half: share new to node 1 in epoch 1"
 LINES = {
-    "every epoch in the same order, as in Try": (
-        "np.random.default_rng([SEED, RANK, epoch]).permutation(N)",
-        "np.random.default_rng([SEED, RANK]).permutation(N)",
-        {SINGLE_AGAIN},
+    "no page is marked, as in Try": (
+        '                os.pwrite(self.copy, b"1", FILE + number)  # the mark, behind all pages\n',
+        "",
+        {PER_RANK, PER_NODE, AGAIN, HALF, HALF_AGAIN},
     ),
-    "room for a shard, as in Try": ("ROOM = 3 ", "ROOM = 4 ", {SMALL, AGAIN}),
-    "a node takes all samples": (
-        "permutation(N)[1::2]",
-        "permutation(N)",
-        {SMALL, SINGLE, SINGLE_AGAIN},
+    "every epoch has the same order, as in Try": ("    sampler.set_epoch(epoch)\n", "", {NEW}),
+    "something is kept": (
+        "files_crossed(RemoteFile(server), whole_file(0))",
+        'files_crossed(NodeCopy(server, folder / f"kept_{RANK}"), whole_file(0))',
+        {NOTHING},
     ),
-    "nothing is kept in memory": (
-        "        self.kept[number] = data\n",
-        "        self.kept = {number: data}\n",
-        {ALL, ALL_AGAIN, SMALL, SINGLE_AGAIN, QUASI, SHARD},
+    "the ranks' copies are one": ('folder / f"rank_{RANK}"', 'folder / "rank"', {PER_RANK}),
+    "the node's copies are one per rank": (
+        [
+            ('folder / "whole"', 'folder / f"whole_{RANK}"'),
+            ('folder / "half"', 'folder / f"half_{RANK}"'),
+        ],
+        {PER_NODE, HALF},
     ),
-    "nothing is kept on disk": ("            self.have.add(number)\n", "", {KEPT}),
-    "all pages are open": (
-        "open_pages = [closed.pop(), closed.pop()]",
-        "open_pages = [closed.pop() for _ in pages]",
-        {QUASI, SHARD},
+    "the halves overlap": ("[N // 2 + index for", "[N // 2 - 1 + index for", {HALF}),
+    "the halves change from epoch to epoch": (
+        "[N // 2 + index for",
+        "[N // 2 * (1 - epoch) + index for",
+        {HALF_AGAIN, HALF_NEW},
     ),
-    "a shard is the whole file": (
-        "shard = range(PAGES // 2, PAGES)",
-        "shard = range(PAGES)",
-        {SHARD, FILE_ORDER, AGAIN, OWN_DISK},
-    ),
-    "the server sends another range": (
-        "os.pread(file.fileno(), length, offset))",
-        "os.pread(file.fileno(), length, (offset + PAGE) % FILE))",
+    "the server sends another page": (
+        "os.pread(file.fileno(), PAGE, number * PAGE))",
+        "os.pread(file.fileno(), PAGE, (number + 1) % PAGES * PAGE))",
         {WRONG},
     ),
+    "in epoch 1 the random order needs a page that did not come": (
+        "crossed = files_crossed(file, whole_file(0))",
+        "crossed = files_crossed(file, [i for i in whole_file(0) if i >= PER_PAGE])",
+        {PER_NODE, AGAIN},
+    ),
 }
-ALONE = ["room for a shard, as in Try"]
+ALONE = ["no page is marked, as in Try"]
 BREAKS = Breaks(LINES, alone=ALONE)

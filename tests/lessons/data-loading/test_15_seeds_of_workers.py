@@ -1,5 +1,7 @@
 """The numbers of different draws against broken lines."""
 
+import pytest
+
 from course.playing import load
 from tests.lessons.every import Breaks, test_lesson  # noqa: F401
 
@@ -81,3 +83,15 @@ def test_a_worker_s_generator_is_seeded_by_its_own_seed() -> None:
     lesson.own_generator(0)
     assert dataset.generator is not before
     assert dataset.generator.integers(2**62) == lesson.np.random.default_rng(5).integers(2**62)
+
+
+def test_ranks_of_two_nodes_draw_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 0 and 2 are the first on their nodes, ranks 1 and 3 the second."""
+    drawn = set()
+    for rank in range(4):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(rank % 2))
+        lesson = load(LESSON)
+        generator = lesson.seeded_by_rank()
+        drawn.add(lesson.torch.randint(2**62, (), generator=generator).item())
+    assert len(drawn) == 4

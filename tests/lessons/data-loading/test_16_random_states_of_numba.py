@@ -73,6 +73,18 @@ def test_mixed_numbers_are_splitmix64s_word_after_word() -> None:
             assert draw == as_crops(floats).tolist()
 
 
+def test_mixed_numbers_fill_all_between_0_and_1() -> None:
+    """Each of the six, of 10,000 samples: with a bound of 5 standard errors for the mean."""
+    fine = load(LESSON)
+    fine.LEAST = (0,) * 6
+    fine.CHOICES = (2**30,) * 6
+    draws = fine.numba.njit(fine.draw_mixed)(0, 1, np.arange(10_000)) / 2**30
+    assert abs(draws.mean(0) - 1 / 2).max() < 5 * (1 / 12 / 10_000) ** 0.5
+    assert (draws.min(0) < 0.002).all()
+    assert (draws.max(0) > 0.998).all()
+    assert draws.max() < 1
+
+
 def test_a_word_changed_by_1_changes_half_of_the_bits() -> None:
     for place in range(4):
         changed = 0

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from course.playing import load, play
 from course.ranks import run
@@ -86,6 +87,36 @@ def test_tp_is_innermost_and_pp_outermost() -> None:
     found = run(ranks_along_each_axis, 8)
     assert found[0] == {"pp": [0, 4], "dp_replicate": [0], "dp_shard": [0, 2], "tp": [0, 1]}
     assert found[7] == {"pp": [3, 7], "dp_replicate": [7], "dp_shard": [5, 7], "tp": [6, 7]}
+
+
+def two_steps_on_one_rank() -> float:
+    """How far they come from two steps of a plain loop, if nothing else clears the gradients.
+
+    A PipelineStage that is made anew does so, and a training makes it once.
+    """
+    lesson = load(LESSON)
+
+    def compute_gradients(model: nn.Module, mesh: object, tokens_BT: torch.Tensor) -> None:
+        lesson.loss_of(model(tokens_BT[:, :-1]), tokens_BT[:, 1:]).backward()
+
+    lesson.compute_gradients = compute_gradients
+    torch.manual_seed(0)
+    whole = lesson.LlamaModel().double()
+    mesh = lesson.make_mesh((1, 1, 1, 1), torch.device("cpu"))
+    stage = lesson.put_on_mesh(whole, mesh)
+    ours, plain = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (stage, whole))
+    for tokens_BT in torch.randint(lesson.V, (2, lesson.B, lesson.T + 1)):
+        lesson.train_step(stage, ours, mesh, tokens_BT)
+        plain.zero_grad()
+        compute_gradients(whole, mesh, tokens_BT)
+        nn.utils.clip_grad_norm_(whole.parameters(), lesson.MAX_NORM)
+        plain.step()
+    pairs = zip(stage.parameters(), whole.parameters(), strict=True)
+    return max((found.full_tensor() - due).abs().max().item() for found, due in pairs)
+
+
+def test_a_second_step_has_no_gradient_of_the_first() -> None:
+    assert run(two_steps_on_one_rank, 1)[0] < 1e-12
 
 
 @pytest.mark.night

@@ -56,6 +56,16 @@ def test_a_rank_may_have_padding_alone() -> None:
         torch.testing.assert_close(found, torch.full([2], 4.0, dtype=torch.float64).log())
 
 
+def test_logits_may_be_large_on_every_rank() -> None:
+    """By far less than their sum every exponential is 0, and without a maximum infinite."""
+    torch.manual_seed(0)
+    logits = 300 + torch.randn(5, 12)
+    words = torch.tensor([0, 3, 6, 9, 11])
+    due = F.cross_entropy(logits, words, reduction="none")
+    for found, _ in run(losses, 4, logits, words, torch.float32):
+        torch.testing.assert_close(found, due)
+
+
 NAMES = ("untied", "tied")
 LOSSES = {f"{name}: error of the loss" for name in NAMES}
 GRADIENTS = {f"{name}: error of the gradients" for name in NAMES}

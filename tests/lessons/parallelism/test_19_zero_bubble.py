@@ -187,6 +187,13 @@ def test_within_one_step_zb_h2_ends_when_zb_h1_does(p: int, more: int) -> None:
     assert ends == [3 * m + p - 1] * 2
 
 
+@pytest.mark.parametrize("p", range(1, 9))
+def test_few_micro_batches_have_all_their_passes(p: int) -> None:
+    """Even fewer than a rank's delay."""
+    for m in range(1, p + 1):
+        complete(lists_of("zb_h1", p, m), p, m, "IW")
+
+
 def test_the_grids_of_the_text() -> None:
     """p = 3, m = 4, and what each rank holds."""
     text = (ROOT / LESSON).read_text(encoding="utf-8")

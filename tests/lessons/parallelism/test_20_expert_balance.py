@@ -80,6 +80,17 @@ def test_the_model_is_what_all_experts_return_weighted_by_the_chosen_scores() ->
     assert (logits_NV - expected).abs().max() < 1e-5
 
 
+def test_a_model_that_is_loaded_chooses_as_the_saved_one_did() -> None:
+    torch.manual_seed(0)
+    saved, loaded = (lesson.Model() for _ in range(2))
+    saved.bias_E.normal_()
+    loaded.load_state_dict(saved.state_dict())
+    byte_NT = torch.randint(256, (7, lesson.CONTEXT))
+    assert torch.equal(loaded.bias_E, saved.bias_E)
+    for found, due in zip(loaded(byte_NT), saved(byte_NT), strict=True):
+        assert torch.equal(found, due)
+
+
 def trained(how: str) -> tuple[float, float, list[float]]:
     changed = load(LESSON, ("STEPS = 150", "STEPS = 6"))
     found = changed.train(how, torch.arange(5000) ** 2 % 251)

@@ -1,5 +1,7 @@
 """What ranks draw alike and apart, recomputation against none, features' reach; broken lines."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -43,6 +45,19 @@ def test_ranks_compute_what_one_process_does(n: int) -> None:
     for found in run(measured_of_one_process, n):
         assert max(found.values()) < 1e-13
         assert set(found) == {OUTPUT, GRADIENTS}
+
+
+@pytest.mark.parametrize("error", [None, KeyError])
+def test_afterwards_a_generator_goes_on_where_it_was(error: type[Exception] | None) -> None:
+    generator = torch.Generator().manual_seed(5)
+    state = generator.get_state()
+    mask = torch.rand(9, generator=generator)
+    due = torch.rand(9, generator=torch.Generator().set_state(generator.get_state()))
+    with pytest.raises(error) if error else nullcontext(), lesson.back_at(state, generator):
+        assert torch.equal(torch.rand(9, generator=generator), mask)
+        if error:
+            raise error
+    assert torch.equal(torch.rand(9, generator=generator), due)
 
 
 def gradients(recompute: bool) -> list[torch.Tensor]:

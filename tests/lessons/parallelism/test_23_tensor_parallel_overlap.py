@@ -47,6 +47,20 @@ def test_a_backward_pass_can_be_repeated() -> None:
     assert all(run(passes_twice, 2))
 
 
+def added_up_by_f() -> float:
+    """What becomes of a gradient of 2**rank where ranks 0, 1 are a group, and ranks 2, 3."""
+    changed = load(LESSON)
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    x = torch.zeros(1, requires_grad=True)
+    changed.CopyToRanks.apply(x, groups[rank // 2]).backward(torch.tensor([2.0**rank]))
+    return x.grad.item()
+
+
+def test_f_adds_up_over_its_group_alone() -> None:
+    assert run(added_up_by_f, 4) == [3, 3, 12, 12]
+
+
 def test_what_comes_before_and_during_a_sum() -> None:
     log = [("product", 1), ("start", 9), ("product", 2), ("product", 3), ("wait", 0)]
     log.append(("product", 4))

@@ -64,6 +64,18 @@ def test_the_attention_of_grouped_heads_is_softmax_s() -> None:
         torch.testing.assert_close(found[:, 0, head], weights @ v, rtol=CLOSE, atol=CLOSE)
 
 
+def test_a_token_sees_none_after_it() -> None:
+    torch.manual_seed(0)
+    changed = with_heads(6, 3)
+    q_TBd, kv_TBc = torch.randn(2, 7, 2, 12).double()
+    before = changed.attend(q_TBd, kv_TBc)
+    q_TBd[5:] += 1
+    kv_TBc[5:] += 1
+    far = (changed.attend(q_TBd, kv_TBc) - before).abs()
+    assert far[:5].max() < CLOSE
+    assert far[5:].min() > 1e-3
+
+
 def measured_of_heads(cases: list[tuple[int, int]]) -> list[dict[str, float]]:
     """What `check_step` measures with so many query and key-value heads."""
     found = []
