@@ -419,6 +419,11 @@ LINES = {
         ("torch.bfloat16 if m == QWEN3_30B else torch.float32", "torch.float32"),
         handed(QWEN) | held(QWEN) | {MB},
     ),
+    "all but Qwen3 is in float64": (
+        ("torch.bfloat16 if m == QWEN3_30B else torch.float32",
+         "torch.bfloat16 if m == QWEN3_30B else torch.float64"),
+        handed(*{*NAMES} - {QWEN}) | held(*{*NAMES} - {QWEN}) | {REAL_BYTES, PER_MIXTURE},
+    ),
     "an all-gather counts its input": (
         ("append(max(x.nbytes, y.nbytes))", "append(x.nbytes)"),
         handed(*NAMES) | {REAL_BYTES},
