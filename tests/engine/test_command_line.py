@@ -537,6 +537,16 @@ def test_hints_come_one_by_one(home: Path) -> None:
     assert "A hint:" not in ask(home, "check", "1").stdout, "none is left to offer"
 
 
+def test_a_hint_by_its_number_is_shown_alone_and_not_counted(home: Path) -> None:
+    there_are = len(outline.find_exercise(FIRST).hints)
+    text = ask(home, "hint", "1", str(there_are)).stdout
+    assert re.findall(r"Hint (\d) of", text) == [str(there_are)]
+    assert re.findall(r"Hint (\d) of", ask(home, "hint", "1").stdout) == ["1"]
+    wrong = ask(home, "hint", "1", str(there_are + 1))
+    assert wrong.returncode == 1
+    assert f"has hints 1 to {there_are}, no {there_are + 1}." in wrong.stderr
+
+
 def test_the_solution_is_shown_once_accepted_or_anyway(home: Path) -> None:
     ran = ask(home, "solution", "1")
     assert (ran.returncode, ran.stdout) == (1, "")
