@@ -433,11 +433,28 @@ def _ask_for_stacks(hung: list[Rank], trusted: bool, own: list[Path]) -> None:
         if rank.hear(trusted):  # it has come back just now
             continue
         o.kind = "hung"
-        o.stack = told
+        o.stack = told + _stacks_of_children(rank, len(told))
         frames = frames_of(told)
         o.frames = own_frames(frames, own)
         o.asleep = rank.worked < rank.looked
         o.text = where(frames, o.frames, works=not o.asleep)
+
+
+def _stacks_of_children(rank: Rank, before: int) -> str:
+    """What the processes that it has forked say of their stacks, in half a second."""
+    asked = []
+    with contextlib.suppress(psutil.Error, OSError):  # one of them has just ended
+        for child in psutil.Process(rank.process.pid).children(recursive=True):
+            caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{child.pid}/status").read_text())
+            if (
+                caught and int(caught[1], 16) >> signal.SIGUSR1 - 1 & 1
+            ):  # faulthandler is there still
+                child.send_signal(signal.SIGUSR1)
+                asked.append(child.pid)
+    if not asked:
+        return ""
+    time.sleep(0.5)
+    return f"\n--- processes {asked}, which it started ---\n{_read(rank.stack)[before:]}"
 
 
 def _end(ranks: list[Rank]) -> None:

@@ -331,11 +331,17 @@ class Pages:
                 raise ValueError(f"{page} links to {path}, which is not there")
             return f"]({relative(self.page_of(path), page)}{found[2] or ''})"
 
+        def sized(found: re.Match) -> str:
+            path, width, words = found.groups()
+            path = relative(self.page_of(posixpath.join(posixpath.dirname(page), path)), page)
+            return f"```{{image}} {path}\n:width: {width}px\n:alt: {words}\n```"
+
         def named(found: re.Match) -> str:
             name = found["code"].strip("`") if found["code"] else found[0]
             target = target_of(name) if re.fullmatch(NAME, name) else ""
             return f"[{found[0]}]({relative(self.page_of(target), page)})" if target else found[0]
 
+        text = re.sub(r'^<img src="(\S+)" width="(\d+)" alt="(.*)">$', sized, text, flags=re.M)
         text = re.sub(r"\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)", link, text)
         text = re.sub(r"^\+ ", r"\\+ ", text, flags=re.M)  # a sum goes on here, and no list begins
         return PROSE.sub(named, text)

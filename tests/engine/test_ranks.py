@@ -198,6 +198,25 @@ def test_a_child_in_an_endless_loop_is_ended_by_its_cpu_time() -> None:
     assert (outcome.kind, outcome.asleep) == ("hung", False)
 
 
+def wait_for_a_fork() -> None:
+    if (child := os.fork()) == 0:
+        sleep_in_the_child()
+    os.waitpid(child, 0)
+
+
+def sleep_in_the_child() -> None:
+    time.sleep(60)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks as Linux does")
+def test_the_stack_of_a_forked_child_stands_with_that_of_its_rank() -> None:
+    (outcome,) = attempt(wait_for_a_fork, 1)
+    assert outcome.kind == "hung"
+    assert "wait_for_a_fork" in outcome.text
+    rank, _, child = outcome.stack.partition("which it started")
+    assert ("sleep_in_the_child" in rank, "sleep_in_the_child" in child) == (False, True)
+
+
 def test_a_rank_may_sleep_for_as_long_as_it_is_told() -> None:
     (outcome,) = attempt(time.sleep, 1, 3)
     assert (outcome.kind, outcome.asleep) == ("hung", True)

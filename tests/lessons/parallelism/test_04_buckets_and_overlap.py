@@ -746,7 +746,7 @@ def test_every_capacity_of_the_sweep_makes_other_buckets() -> None:
     lesson = load(LESSON)
     counts = {}
     for bucket_mb in (1, 5, 25, 100, 1000):
-        with mock.patch.object(lesson, "copy_from_rank_0"):
+        with mock.patch.multiple(lesson, copy_from_rank_0=mock.DEFAULT, refuse_odd=mock.DEFAULT):
             own = lesson.wrapped_layers(bucket_mb, torch.device("meta"))
         counts[bucket_mb] = len(own.buckets)
     assert list(counts.values()) == sorted(set(counts.values()), reverse=True)
