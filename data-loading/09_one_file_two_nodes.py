@@ -14,14 +14,17 @@ bytes that cross, divided by the size of the file.
 3. The n ranks of node 1 share one such file. How many files cross in epoch 0?
 4. They share one, and each node takes only samples of its own half of the pages. How many files
    cross in epoch 0?
-5. How many cross in epoch 1 then?
+5. The price of that: in the order of 4, node 1 has seen all its samples of epoch 1 before. Which
+   share of them is new to it in the order of 3?
 
 **Run.**
 
     torchrun --standalone --nproc-per-node=4 09_one_file_two_nodes.py   # NCCL on 4 GPUs, else gloo
     python 09_one_file_two_nodes.py                                     # the same
+    launch/two_nodes_here.sh --ranks 2 data-loading/09_one_file_two_nodes.py --mbit 200
 
-Not run on several GPUs, nor on two real nodes: bytes cross a socket between processes.
+The first two lines play both nodes on one machine. The last one makes two networks here, joined by
+a cable of 200 Mbit/s. Not run on several GPUs, nor on two machines.
 
 **Try.** In `NodeCopy.page` leave out the line that writes the mark: which claims fail? In `dealt`
 leave out `set_epoch`: which claim fails, and for whom is that worse, the network or the model?
@@ -42,6 +45,7 @@ import os
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import tempfile
 import threading
@@ -53,21 +57,26 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler
 
-# A *rank* is one of WORLD_SIZE processes that run this same file; here all are ranks of node 1.
-# `claim(text, predicted, measured)` prints one row of the ledger and must be called by every rank.
-# It, `setup`, `print0`, `blocked` and `finish` stand in the last cell, the same in every lesson;
-# you need not read them.
+# A *rank* is one of WORLD_SIZE processes that run this same file. `claim(text, predicted,
+# measured)` prints one row of the ledger and must be called by every rank. It, `setup`, `print0`,
+# `blocked` and `finish` stand in the last cell, the same in every lesson; you need not read them.
 RANK = int(os.environ.get("RANK", "0"))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+
+PER_NODE = int(os.environ.get("LOCAL_WORLD_SIZE", WORLD_SIZE))  # ranks: n
+CABLE = WORLD_SIZE > PER_NODE  # there are two nodes; else all ranks are node 1's
+PLACE = RANK if CABLE else PER_NODE + RANK  # among the 2n ranks of both nodes
+NODE = PLACE // PER_NODE
 
 PAGES = 8
 PER_PAGE = 480  # samples
 N = PAGES * PER_PAGE  # in the file; each of the two nodes takes half of them
-SAMPLE = 64  # bytes
+SAMPLE = 128  # bytes
 PAGE = PER_PAGE * SAMPLE
 FILE = PAGES * PAGE
 SEED = 0
@@ -77,8 +86,10 @@ SEED = 0
 #
 # A file system over the network (NFS, Lustre) or an object store (S3) does not know what a sample
 # is. It delivers ranges of bytes, usually much larger than one: here a **page**. A rank that keeps
-# nothing gets the same page again for the next sample in it. And the other ranks of its node get it
-# too, since an order that is random over the file gives every rank samples of every page.
+# nothing gets the same page again for the next sample in it. (fsspec comes close to that: by
+# default each jump in a file brings 5 MiB, in the place of what was there.) And the other ranks of
+# its node get it too, since an order that is random over the file gives every rank samples of every
+# page.
 
 
 # %%
@@ -115,9 +126,12 @@ class RemoteFile:
 #               rank 0    rank 1    rank 2 ...
 #
 # The copy begins empty. A rank that needs a page looks whether it is marked. If not, it fetches the
-# page, writes it, and then marks it. Meanwhile it holds a **lock** (`flock`), so that another rank
-# that needs the same page waits, and finds it there. Without the lock both would fetch it. The mark
-# comes last, so a rank that is killed halfway leaves no page that only looks whole.
+# page, writes it, and then marks it. Meanwhile it holds a **lock** on one byte, the mark (`lockf`),
+# so that another rank that needs the same page waits, and finds it there. Without the lock both
+# would fetch it. A lock on the whole file (`flock`) would let a node fetch only one page at a time.
+# The mark comes last, so a rank that is killed halfway leaves no page that only looks whole. If the
+# node may lose power and keep the copy, `os.fsync` belongs between the two writes: the mark may
+# reach the disk first. (`lockf` locks out processes; threads need a lock of their own.)
 
 
 # %%
@@ -129,16 +143,17 @@ class NodeCopy(RemoteFile):
         self.copy = os.open(path, os.O_RDWR | os.O_CREAT)
 
     def page(self, number: int) -> bytes:
-        if not self.has(number):
-            fcntl.flock(self.copy, fcntl.LOCK_EX)
-            if not self.has(number):  # no other rank has fetched it meanwhile
+        mark = FILE + number  # its place in the copy, behind all pages
+        if not self.has(mark):
+            fcntl.lockf(self.copy, fcntl.LOCK_EX, 1, mark)
+            if not self.has(mark):  # no other rank has fetched it meanwhile
                 os.pwrite(self.copy, super().page(number), number * PAGE)
-                os.pwrite(self.copy, b"1", FILE + number)  # the mark, behind all pages
-            fcntl.flock(self.copy, fcntl.LOCK_UN)
+                os.pwrite(self.copy, b"1", mark)
+            fcntl.lockf(self.copy, fcntl.LOCK_UN, 1, mark)
         return os.pread(self.copy, PAGE, number * PAGE)
 
-    def has(self, number: int) -> bool:
-        return os.pread(self.copy, 1, FILE + number) == b"1"
+    def has(self, mark: int) -> bool:
+        return os.pread(self.copy, 1, mark) == b"1"
 
 
 # %% [markdown]
@@ -167,20 +182,20 @@ def dealt(samples: int, ranks: int, rank: int, epoch: int) -> list[int]:
 
 
 def whole_file(epoch: int) -> list[int]:
-    return dealt(N, 2 * WORLD_SIZE, WORLD_SIZE + RANK, epoch)  # node 1's ranks come last
+    return dealt(N, 2 * PER_NODE, PLACE, epoch)
 
 
 def own_half(epoch: int) -> list[int]:
-    return [N // 2 + index for index in dealt(N // 2, WORLD_SIZE, RANK, epoch)]
+    return [NODE * N // 2 + index for index in dealt(N // 2, PER_NODE, PLACE % PER_NODE, epoch)]
 
 
 # %% [markdown]
 # ## 4. How it is measured
 #
-# The ranks that run are those of node 1. Node 0 is rank 0's threads, which serve the file over TCP;
-# its own ranks take the other samples, and need no network. Files are the bytes that have come out
-# of the sockets of all ranks. Every sample holds its own number, so a sample from a wrong place is
-# noticed.
+# Node 0 is rank 0's threads, which serve the file over TCP. Files are the bytes that have come out
+# of the sockets of node 1's ranks. Requests, locks and copies are real; the network is not, unless
+# there is a cable. Then the kernel counts as well, at node 1's end of it, headers of packets
+# included. Every sample holds its own number, so a sample from a wrong place is noticed.
 
 
 # %%
@@ -197,14 +212,15 @@ def serve(node_1: socket.socket, file: BinaryIO) -> None:
 
 def connect_to_node_0(file: BinaryIO) -> socket.socket:
     """Fill the file and serve it, on rank 0; return this rank's connection to that server."""
+    address = os.environ["MASTER_ADDR"] if CABLE else "127.0.0.1"
     port = [0]
     if RANK == 0:
         file.write(b"".join(map(contents, range(N))))
         file.flush()
-        listening = socket.create_server(("127.0.0.1", 0), backlog=WORLD_SIZE)
+        listening = socket.create_server((address, 0), backlog=WORLD_SIZE)
         port = [listening.getsockname()[1]]
     dist.broadcast_object_list(port)
-    server = socket.create_connection(("127.0.0.1", port[0]))
+    server = socket.create_connection((address, port[0]))
     if RANK == 0:
         for _ in range(WORLD_SIZE):
             node_1, _ = listening.accept()
@@ -212,11 +228,16 @@ def connect_to_node_0(file: BinaryIO) -> socket.socket:
     return server
 
 
-def from_rank_0(value: object) -> object:
-    """Return rank 0's `value` on every rank."""
+def from_node_1(value: object) -> object:
+    """Return the `value` of node 1's first rank on every rank."""
     values = [value]
-    dist.broadcast_object_list(values)
+    dist.broadcast_object_list(values, src=WORLD_SIZE - PER_NODE)
     return values[0]
+
+
+def from_cable() -> int:
+    """Return the bytes that have come to this node out of the cable, by the kernel's count."""
+    return psutil.net_io_counters(pernic=True)["cable"].bytes_recv if CABLE else 0
 
 
 def gather_objects(value: object) -> list:
@@ -227,9 +248,9 @@ def gather_objects(value: object) -> list:
 
 
 def files_crossed(file: RemoteFile, samples: list[int]) -> float:
-    """Read this rank's samples; return how many files crossed, for all ranks together."""
+    """Read this rank's samples, on node 1; return how many files crossed, for all its ranks."""
     before = file.received
-    for index in samples:
+    for index in samples if NODE == 1 else []:
         file.sample(index)
     return sum(gather_objects(file.received - before)) / FILE
 
@@ -242,11 +263,11 @@ def files_crossed(file: RemoteFile, samples: list[int]) -> float:
 def check_whole_file(server: socket.socket, folder: Path) -> None:
     """Claim how many files cross if each node takes samples of the whole file."""
     crossed = files_crossed(RemoteFile(server), whole_file(0))
-    pages = WORLD_SIZE * len(whole_file(0))  # one for each sample
+    pages = PER_NODE * len(whole_file(0))  # one for each sample
     claim("random, nothing kept: files", pages / PAGES, crossed, question=1)
 
     crossed = files_crossed(NodeCopy(server, folder / f"rank_{RANK}"), whole_file(0))
-    claim("random, a copy per rank, epoch 0: files", WORLD_SIZE, crossed, question=2)
+    claim("random, a copy per rank, epoch 0: files", PER_NODE, crossed, question=2)
 
     file = NodeCopy(server, folder / "whole")
     crossed = files_crossed(file, whole_file(0))
@@ -261,25 +282,32 @@ def check_own_half(server: socket.socket, folder: Path) -> None:
     file = NodeCopy(server, folder / "half")
     crossed = files_crossed(file, own_half(0))
     claim("own half, a copy per node, epoch 0: files", 1 / 2, crossed, question=4)
-    crossed = files_crossed(file, own_half(1))
-    claim("own half, a copy per node, epoch 1: files", 0, crossed, question=5)
+    claim("own half, a copy per node, epoch 1: files", 0, files_crossed(file, own_half(1)))
+
+
+def check_cable(before: int) -> None:
+    """Claim how many files came to node 1 in all, by the kernel's count at its end of the cable."""
+    crossed = from_node_1((from_cable() - before) / FILE)
+    due = PER_NODE * len(whole_file(0)) / PAGES + PER_NODE + 1 + 1 / 2
+    claim("cable: files in all, by the kernel's count", due, crossed, atol=0.06 * due)
 
 
 # %% [markdown]
-# What the half costs: node 1 never sees the other samples.
+# The price of the half: node 1 never sees the other samples.
 
 
 # %%
 def new_to_node_1(order_of: Callable) -> float:
     """Return which share of node 1's samples of epoch 1 it did not have in epoch 0."""
-    before = set().union(*gather_objects(order_of(0)))
-    after = set().union(*gather_objects(order_of(1)))
+    before = set().union(*gather_objects(order_of(0))[-PER_NODE:])
+    after = set().union(*gather_objects(order_of(1))[-PER_NODE:])
     return len(after - before) / len(after)
 
 
 def check_samples() -> None:
     """Claim how many samples are new to node 1 in epoch 1."""
-    claim("random: share new to node 1 in epoch 1", 0.5, new_to_node_1(whole_file), atol=0.04)
+    share = new_to_node_1(whole_file)
+    claim("random: share new to node 1 in epoch 1", 0.5, share, atol=0.04, question=5)
     claim("own half: share new to node 1 in epoch 1", 0, new_to_node_1(own_half))
 
 
@@ -288,34 +316,34 @@ def check_samples() -> None:
 #
 # 1. 240. Each of node 1's 1,920 samples brings a page, an eighth of a file. It uses half a file, so
 #    480 times that much crosses.
-# 2. n. Every rank has samples of every page, so each fetches all 8. The 8 ranks of a real node get
-#    the same file 8 times.
+# 2. n. Every rank has samples of every page (up to some 16 ranks), so each fetches all 8. The 8
+#    ranks of a real node get the same file 8 times.
 # 3. One. The first rank that needs a page fetches it for all. Half of what came is never used by
 #    node 1 in this epoch, but in the next one other samples are, so it was not for nothing.
-# 4. Half a file. Node 1 needs 4 of the 8 pages, and no other node needs them.
-# 5. None, whatever the order is, and however little memory node 1 has: its disk has the pages.
+# 4. Half a file. Node 1 needs 4 of the 8 pages, and no other node needs them. In epoch 1 nothing
+#    crosses, in either order, however little memory node 1 has: its disk has the pages.
+# 5. Half. With its own half a node sees the same samples again and again. The price is small if the
+#    file was written in random order, since each step has samples of both nodes, and both learn
+#    from all gradients. In a file sorted by class, each node would have classes of its own.
 #
 # **Try.** Without the mark no page is ever there, and each sample fetches one: all five rows with a
 # copy fail. Without `set_epoch` each epoch has the same samples, and nothing is new to node 1 in
-# epoch 1: the row of the random order's share fails, alone. The network does not mind; the model
-# gets the batches of epoch 0 again and again.
+# epoch 1: the row of question 5 fails, alone. The network does not mind; the model gets the batches
+# of epoch 0 again and again.
 #
 # **When.** If node 1's disk holds the file: one copy per node, made before training or as here. If
-# it holds only a share: each node its own pages. The price is in the last two rows: a node sees the
-# same samples in every epoch. So write the file in random order once; sorted by class, it would
-# give each node classes of its own. If there is no disk, the page cache of the node does the same
-# as long as memory holds the pages, for all its ranks; and quasi-random order (data-loading/03)
-# needs few at a time.
+# it holds only a share: each node its own pages. If there is no disk, the page cache of the node
+# does the same as long as memory holds the pages, for all its ranks; and quasi-random order
+# (data-loading/03) needs few at a time.
 #
 # **What a step waits for** follows from the bytes. 8 GPUs of node 1 that take 20,000 images of
 # 110 kB per second use 2.2 GB/s, and a port of 10 Gbit/s brings 1.25. In epoch 0 they wait 43% of
 # the time with pages of their own. In the random order twice as much crosses, nearly all of it in
-# the first tenth of the epoch. With a copy per rank it is 16 times as much. No depth of prefetching
-# helps against a network that is too slow; fewer bytes do.
+# the first tenth of the epoch. With a copy per rank it is 16 times as much. No prefetching helps
+# against a network that is too slow.
 #
 # **Where it bites.** Eight ranks that each have a cache folder of their own, named after the rank,
-# are question 2. Two containers of one machine share a kernel and its page cache, so a test
-# on them shows none of this traffic.
+# are question 2. Two containers of one machine share a page cache, and show none of this traffic.
 #
 # **In other systems**, none of which was measured here: MosaicML's Streaming keeps shards in
 # `local`, one folder for the ranks of a node; WebDataset deals out shards by `nodesplitter` and
@@ -327,10 +355,14 @@ def check_samples() -> None:
 
 # %%
 def main() -> None:
-    command_line()
+    mbit = {"type": int, "help": "of the cable that launch/two_nodes_here.sh makes"}
+    options = command_line({"--mbit": mbit})
     launch()
-    if int(os.environ.get("LOCAL_WORLD_SIZE", WORLD_SIZE)) != WORLD_SIZE:
-        refuse(f"needs one machine, which plays both nodes, got {WORLD_SIZE} ranks on several")
+    if CABLE and "cable" not in psutil.net_io_counters(pernic=True):
+        refuse(f"needs one machine, or launch/two_nodes_here.sh, got {WORLD_SIZE} ranks on several")
+    if options.mbit and PLACE % PER_NODE == 0:  # each node throttles its own end
+        limit = f"tbf rate {options.mbit}mbit burst 64kb latency 100ms"
+        subprocess.run(f"tc qdisc add dev cable root {limit}".split(), check=True)
     setup()
     errors = os.environ.get("TORCHELASTIC_ERROR_FILE")  # in the launcher's folder
     here = Path(errors).parent if errors else None
@@ -338,11 +370,14 @@ def main() -> None:
         tempfile.TemporaryFile() as file,
         tempfile.TemporaryDirectory(prefix="node-", dir=here) as own_folder,
     ):
-        folder = Path(from_rank_0(own_folder))
+        before = from_cable()
+        folder = Path(from_node_1(own_folder))
         server = connect_to_node_0(file)
         check_whole_file(server, folder)
         check_own_half(server, folder)
-        dist.barrier()  # rank 0 serves, and keeps the folder, until all have asked
+        dist.barrier()  # rank 0 serves, and node 1 keeps the folder, until all have asked
+        if CABLE:
+            check_cable(before)
     check_samples()
     finish()
 

@@ -4,29 +4,29 @@
 **Question.** A loop that was compiled needs something that changes between epochs, such as the
 epoch itself for a random crop. How does the new value get there, by numba alone and inside FFCV?
 
-**Predict**, and write it down before you run. The epoch is 0 when code is made: when `numba.njit`
-is applied to a function, or when FFCV's loader is made. Then it is set to 1, and the code runs for
-the first time. Then it is set to 2, and the code runs again. Which epoch, 0, 1 or 2, does the
-*second* run see
+**Predict**, and write it down before you run. The epoch is set three times:
 
-1. if a compiled function reads it from a global variable?
-2. if a compiled function reads it from a global NumPy array of 64 bytes, changed in place?
-3. the same with an array of 2 MiB?
-4. if an operation of FFCV's, all compiled, takes it from `self.epoch` where its code is made?
-5. if another operation reads `self.epoch` in Python for each batch, and hands it as an argument to
-   a compiled loop?
+    code is made   epoch = 0   `numba.njit` is applied to a function, or FFCV's loader is made
+    first run      epoch = 1
+    second run     epoch = 2   which epoch does it see: 0, 1 or 2?
+
+1. A compiled function reads the epoch from a global variable.
+2. It reads it from a global NumPy array of 64 bytes, which is changed in place.
+3. FFCV compiles a function that uses `epoch`, a local variable of the method that returned it.
+4. The same, and the loader was made with `recompile=True`.
 
 **Run.**
 
     torchrun --standalone --nproc-per-node=4 12_own_ffcv_operation.py    # a rank per GPU, else gloo
     python 12_own_ffcv_operation.py                                      # the same, started for you
 
-Not run on several GPUs. One node. numba comes with `pip install -e '.[data]'`. FFCV needs the
-Debian packages of packages.txt, then `pip install -e '.[ffcv]'`; without it 4 and 5 are BLOCKED.
+One node; one rank is enough, and several cut out a share each. Not run on several GPUs.
+numba comes with `pip install -e '.[data]'`. FFCV needs the Debian packages of packages.txt, then
+`pip install -e '.[ffcv]'`; without it 3 and 4 are BLOCKED.
 
 **Try.** In `AskingCrop.generate_code` write `epoch = self.epoch` above the inner function, and hand
-over `epoch`: which claims fail? In `open_loader` add `recompile=True` to the loader: which claims
-fail now, and why?
+over `epoch`: which claims fail? In `check_numba` let the loop begin with epoch 0: which claims fail
+now?
 
 **Before.** data-loading/02_beton_file.py: the file, and a loader's buffers.
 data-loading/16_random_states_of_numba.py: random numbers as a function of seed, epoch and sample.
@@ -87,6 +87,7 @@ if "RANK" in os.environ or WORLD_SIZE > 1:  # a launcher needs none of it
 # Letters at the end of a name are the axes of an array: B samples of a batch, H x W pixels of a
 # picture or S x S of a crop, C = 3 colors.
 N = 64  # samples
+WORKERS = 1  # threads of a loader; compiling for more takes longer
 BATCH = 8
 HEIGHT = 160
 WIDTH = 240
@@ -100,28 +101,23 @@ SEED = 0
 #
 # numba compiles a function when it is **called for the first time**. What the function uses from
 # outside, a global variable or one of an enclosing function, is a **constant** of the machine code
-# from then on. An array is one as well: its contents are copied into the code. What comes in as an
-# argument is read in each call. This is the idea of the lesson: **what changes must be an
-# argument.**
+# from then on. So are the contents of an array of at most a million bytes. (Of a larger one, or one
+# with gaps, the code keeps the address. Do not rely on it.) What comes in as an argument is read in
+# each call. This is the idea of the lesson: **what changes must be an argument.**
 #
-# Here are four ways to tell a function the epoch. Python calls each as you expect.
+# Here are three ways to tell a function the epoch. Python calls each as you expect.
 
 # %%
 EPOCH = 0
-SMALL = np.zeros(8, np.int64)  # 64 bytes
-LARGE = np.zeros(2**18, np.int64)  # 2 MiB
+ARRAY = np.zeros(8, np.int64)  # 64 bytes
 
 
 def read_global() -> int:
     return EPOCH
 
 
-def read_small_array() -> int:
-    return SMALL[0]
-
-
-def read_large_array() -> int:
-    return LARGE[0]
+def read_array() -> int:
+    return ARRAY[0]
 
 
 def read_argument(epoch: int) -> int:
@@ -131,15 +127,8 @@ def read_argument(epoch: int) -> int:
 def set_epoch(epoch: int) -> None:
     global EPOCH
     EPOCH = epoch
-    SMALL[0] = epoch
-    LARGE[0] = epoch
+    ARRAY[0] = epoch
 
-
-# %% [markdown]
-# The large array is there for a trap inside the trap. numba copies an array only if it has at most
-# a million bytes; of a larger one it keeps the address, and sees what Python writes there. So code
-# that works with the large arrays of a real run may fail in a test with small ones, or the other
-# way around. Do not rely on either.
 
 # %% [markdown]
 # ## 2. Inside FFCV
@@ -148,29 +137,43 @@ def set_epoch(epoch: int) -> None:
 #
 #     pages ──decoder──> pictures ──our operation──> crops ──ToTensor──> the batch that you get
 #
-# FFCV asks an operation two things. `declare_state_and_memory` says what leaves it: the shape of
-# one sample, the type, and whether its function is to be compiled (`jit_mode`), along with the
-# memory that FFCV should allocate. `generate_code` returns the function. FFCV calls `generate_code`
-# when the loader is made, and the function for each batch: with what the operation before has made,
-# the memory to write to and, if it has the attribute `with_indices`, the numbers of the samples.
+# An operation has two methods. FFCV calls both when the loader is made.
 #
-# Our operation crops each picture at a place that is mixed from epoch and sample. numba compiles no
-# `self`, so in the first version the epoch has to be a local variable of `generate_code`:
+# - `declare_state_and_memory` says what comes out: the shape of a sample, its type, and whether
+#   FFCV is to compile the function (`jit_mode`); and which memory it needs to write to.
+# - `generate_code` returns the function that FFCV calls for each batch: with the batch, the memory,
+#   and the numbers of the samples if the function has an attribute `with_indices`.
+#
+# Our operation crops each picture at a place that is mixed from epoch and sample. This is its loop.
+# Like those of FFCV's own operations it asks FFCV over what to loop, and says `is_parallel`: in a
+# loader with several workers, numba divides the batch among as many threads.
 
 
 # %%
-def cut_out(
-    images_BHWC: np.ndarray, crops_BSSC: np.ndarray, samples_B: np.ndarray, epoch: int
-) -> None:
-    """Write each picture's crop; to be compiled. (data-loading/16 has a better mix.)"""
-    for i in range(len(images_BHWC)):
-        count = epoch * N + np.int64(samples_B[i]) + 1
-        mixed = count * 950_706_376 % 2_147_483_647
-        y = mixed % DOWN
-        x = mixed // DOWN % ACROSS
-        crops_BSSC[i] = images_BHWC[i, y : y + S, x : x + S]
+def compiled_cut_out() -> Callable:
+    """Return a loop that writes the crop of each picture of a batch, to be compiled."""
+    batch_range = Compiler.get_iterator()  # numba's prange; or range, if there is one worker
+
+    def cut_out(
+        images_BHWC: np.ndarray, crops_BSSC: np.ndarray, samples_B: np.ndarray, epoch: int
+    ) -> None:
+        for i in batch_range(len(images_BHWC)):
+            count = epoch * N + np.int64(samples_B[i]) + 1
+            mixed = count * 950_706_376 % 2_147_483_647  # data-loading/16 has a better mix
+            y = mixed % DOWN
+            x = mixed // DOWN % ACROSS
+            crops_BSSC[i] = images_BHWC[i, y : y + S, x : x + S]
+
+    cut_out.is_parallel = True
+    return Compiler.compile(cut_out)
 
 
+# %% [markdown]
+# The function that FFCV compiles gets no `self`, only arrays. So in the first version the epoch has
+# to be a local variable of `generate_code`:
+
+
+# %%
 class FrozenCrop(Operation):
     """The mistake: all compiled, for the epoch that `self.epoch` was when the loader was made."""
 
@@ -183,13 +186,13 @@ class FrozenCrop(Operation):
         return state, AllocationQuery((S, S, 3), previous_state.dtype)
 
     def generate_code(self) -> Callable:
-        compiled_cut_out = Compiler.compile(cut_out)
+        cut_out = compiled_cut_out()
         epoch = self.epoch
 
         def crop(
             images_BHWC: np.ndarray, crops_BSSC: np.ndarray, samples_B: np.ndarray
         ) -> np.ndarray:
-            compiled_cut_out(images_BHWC, crops_BSSC, samples_B, epoch)
+            cut_out(images_BHWC, crops_BSSC, samples_B, epoch)
             return crops_BSSC
 
         crop.with_indices = True
@@ -198,8 +201,9 @@ class FrozenCrop(Operation):
 
 # %% [markdown]
 # With `jit_mode=False` FFCV calls the function as it stands, in Python, once per batch. It may read
-# `self`, and hand what it finds to a loop that it has had compiled. The loop over samples and
-# pixels stays machine code:
+# `self`, and hand what it finds to the loop, which stays machine code. This costs one more call in
+# Python per batch, and no more: FFCV 1.0.2 compiles the function of each operation by itself, and
+# calls one after the other from Python, whatever their mode.
 
 
 # %%
@@ -211,12 +215,12 @@ class AskingCrop(FrozenCrop):
         return replace(state, jit_mode=False), memory
 
     def generate_code(self) -> Callable:
-        compiled_cut_out = Compiler.compile(cut_out)
+        cut_out = compiled_cut_out()
 
         def ask_and_crop(
             images_BHWC: np.ndarray, crops_BSSC: np.ndarray, samples_B: np.ndarray
         ) -> np.ndarray:
-            compiled_cut_out(images_BHWC, crops_BSSC, samples_B, self.epoch)
+            cut_out(images_BHWC, crops_BSSC, samples_B, self.epoch)
             return crops_BSSC
 
         ask_and_crop.with_indices = True
@@ -229,7 +233,7 @@ class AskingCrop(FrozenCrop):
 
 
 # %%
-def open_loader(path: Path, operation: "Operation") -> "Loader":
+def open_loader(path: Path, operation: "Operation", recompile: bool = False) -> "Loader":
     """Return FFCV's loader of this rank's share of the crops, and of the samples' numbers."""
     gc.collect()  # an old loader, freed while numba compiles, prints "Exception ignored: KeyError"
     pipelines = {
@@ -237,7 +241,8 @@ def open_loader(path: Path, operation: "Operation") -> "Loader":
         "number": [IntDecoder(), ToTensor()],
     }
     options = {"order": OrderOption.RANDOM, "distributed": True, "seed": SEED, "drop_last": False}
-    return Loader(str(path), BATCH, num_workers=1, pipelines=pipelines, **options)
+    options |= {"num_workers": WORKERS, "recompile": recompile}
+    return Loader(str(path), BATCH, pipelines=pipelines, **options)
 
 
 def run_epoch(loader: "Loader", operation: "Operation", epoch: int) -> dict[int, bytes]:
@@ -255,8 +260,7 @@ def run_epoch(loader: "Loader", operation: "Operation", epoch: int) -> dict[int,
 #
 # All samples hold the same picture of noise, so a crop says where it was cut out. The oracle is
 # NumPy: one process, no FFCV, nothing compiled. Crops are of epoch e if all are what the oracle
-# cuts out in epoch e. `Nameless` keeps FFCV's writer from leaving a file in /dev/shm when it is
-# killed.
+# cuts out in epoch e.
 
 # %%
 PICTURE = np.random.default_rng(SEED).integers(0, 256, (HEIGHT, WIDTH, 3), np.uint8)
@@ -264,10 +268,10 @@ PICTURE = np.random.default_rng(SEED).integers(0, 256, (HEIGHT, WIDTH, 3), np.ui
 
 def crop_by_numpy(epoch: int, sample: int) -> bytes:
     """Return the crop that this sample must have in this epoch."""
-    mixed = 950_706_376 * (64 * epoch + sample + 1) % (2**31 - 1)
-    x, y = divmod(mixed, 129)
-    left = x % 209
-    return PICTURE[y : y + 32, left : left + 32].tobytes()
+    mixed = 950_706_376 * (N * epoch + sample + 1) % (2**31 - 1)
+    x, y = divmod(mixed, DOWN)
+    x %= ACROSS
+    return PICTURE[y : y + S, x : x + S].tobytes()
 
 
 def epoch_of(crops: dict[int, bytes]) -> float:
@@ -278,6 +282,93 @@ def epoch_of(crops: dict[int, bytes]) -> float:
     return math.nan
 
 
+def from_rank_0(value: object) -> object:
+    """Return rank 0's `value` on every rank."""
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+
+# %% [markdown]
+# First numba alone, then the operations, each through two epochs.
+
+
+# %%
+def check_numba() -> None:
+    """Claim which epoch compiled functions see in their second call."""
+    if numba is None:
+        blocked("what compiled functions see", needs="numba: pip install -e '.[data]'")
+        return
+    by_global = numba.njit(read_global)
+    by_array = numba.njit(read_array)
+    by_argument = numba.njit(read_argument)
+    for epoch in (1, 2):
+        set_epoch(epoch)
+        seen = [by_global(), by_array(), by_argument(EPOCH)]
+    claim("epoch seen in a global", 1, seen[0], question=1)
+    claim("epoch seen in an array of 64 bytes", 1, seen[1], question=2)
+    claim("epoch seen in an argument", 2, seen[2])
+
+
+def epochs_seen(path: Path, operation: "Operation", recompile: bool = False) -> list[float]:
+    """Run an epoch set to 1 and one set to 2; return of which epoch the crops of each are."""
+    loader = open_loader(path, operation, recompile)
+    return [epoch_of(run_epoch(loader, operation, epoch)) for epoch in (1, 2)]
+
+
+def check_operations(path: Path) -> None:
+    """Claim of which epoch the crops of the operations are, in a first and a second epoch."""
+    first, second = epochs_seen(path, FrozenCrop())
+    claim("FrozenCrop, set to 1: crops are of epoch", 0, first)
+    claim("FrozenCrop, set to 2: crops are of epoch", 0, second, question=3)
+    seen = epochs_seen(path, FrozenCrop(), recompile=True) if RANK == 0 else None
+    first, second = from_rank_0(seen)  # one rank is enough: to compile takes seconds
+    claim("recompiled, set to 2: crops are of epoch", 2, second, question=4)
+    first, second = epochs_seen(path, AskingCrop())
+    claim("AskingCrop, set to 1: crops are of epoch", 1, first)
+    claim("AskingCrop, set to 2: crops are of epoch", 2, second)
+
+
+# %% [markdown]
+# ## What you should have seen
+#
+# 1. Epoch 1. Not 0: nothing is compiled when `njit` is applied. Not 2: the first call made a
+#    constant of it.
+# 2. Epoch 1: the array's contents were copied into the code by the first call.
+# 3. Epoch 0. The local variable was set in `generate_code`, when the loader was made, long before
+#    numba compiled. Setting the attribute changes nothing, and nothing says so: the loss falls, on
+#    the same crops in every epoch, and only the test accuracy is worse than it should be.
+# 4. Epoch 2: FFCV calls `generate_code` anew as each epoch begins. It is a remedy, at the price of
+#    compiling before every epoch, which takes several seconds (the first batches in this folder's
+#    README). `AskingCrop` sees epoch 2 as well, and compiles once: Python reads the attribute after
+#    the trainer has set it, and passes a number.
+#
+# **Try.** With the local variable both rows of AskingCrop show 0 and fail, though its function is
+# Python: what counts is when the value is *read*. With epoch 0 first, the rows of questions 1 and 2
+# show 0 and fail. One call to warm up, before the epoch is set, is enough to freeze it.
+#
+# **When.** Write an operation if crops must repeat in a second run, which those of FFCV's own
+# augmentations do not. If nothing changes between epochs, `jit_mode=True` is enough. What works on
+# whole batches on the GPU (`ToDevice`, then a module of PyTorch's) needs none of it. Hand over
+# one number per batch, as here: to draw some per sample in Python takes longer than a small crop
+# (data-loading/16).
+#
+# **Where it bites.** A trainer that forgets `operation.epoch` gets frozen crops from `AskingCrop`
+# as well. An exception in an operation ends FFCV's thread, and your loop waits for its next batch
+# forever: try the function on arrays of your own first. And numba is not alone. `jax.jit` keeps
+# what it saw in a global, a CUDA graph replays kernels with the numbers they were captured with;
+# `torch.compile` guards what it saw, and compiles again when that has changed.
+#
+# **On GPUs** the crops are made on the cores all the same; where there is a GPU, FFCV pins the
+# memory that the operation writes to, so that `ToDevice` copies from it without waiting. Every rank
+# compiles for itself, at the same time, however many there are.
+
+# %% [markdown]
+# You need not read how the file is written: by FFCV's own writer, and so that a writer that is
+# killed leaves nothing in /dev/shm.
+
+
+# %%
 class Nameless(shared_memory.SharedMemory):
     """Shared memory that forked processes inherit, and that no kill leaves behind by its name."""
 
@@ -301,97 +392,6 @@ def write_pictures(path: Path) -> None:
         process.join()  # which FFCV forgets
 
 
-def from_rank_0(value: object) -> object:
-    """Return rank 0's `value` on every rank."""
-    values = [value]
-    dist.broadcast_object_list(values)
-    return values[0]
-
-
-def gather_objects(value: object) -> list:
-    """Return every rank's `value`, in order, on every rank."""
-    values = [None] * WORLD_SIZE
-    dist.all_gather_object(values, value)
-    return values
-
-
-# %% [markdown]
-# First numba alone, then both operations, each through two epochs.
-
-
-# %%
-def check_numba() -> None:
-    """Claim which epoch compiled functions see in their second call."""
-    if numba is None:
-        blocked("what compiled functions see", needs="numba: pip install -e '.[data]'")
-        return
-    by_global = numba.njit(read_global)
-    by_small_array = numba.njit(read_small_array)
-    by_large_array = numba.njit(read_large_array)
-    by_argument = numba.njit(read_argument)
-    for epoch in (1, 2):
-        set_epoch(epoch)
-        seen = [by_global(), by_small_array(), by_large_array(), by_argument(EPOCH)]
-    claim("epoch seen in a global", 1, seen[0], question=1)
-    claim("epoch seen in an array of 64 bytes", 1, seen[1], question=2)
-    claim("epoch seen in an array of 2 MiB", 2, seen[2], question=3)
-    claim("epoch seen in an argument", 2, seen[3])
-
-
-def check_operations(path: Path) -> None:
-    """Claim of which epoch the crops of both operations are, in a first and a second epoch."""
-    frozen = FrozenCrop()
-    loader = open_loader(path, frozen)
-    first = run_epoch(loader, frozen, 1)
-    second = run_epoch(loader, frozen, 2)
-    claim("FrozenCrop, set to 1: crops are of epoch", 0, epoch_of(first))
-    claim("FrozenCrop, set to 2: crops are of epoch", 0, epoch_of(second), question=4)
-
-    asking = AskingCrop()
-    loader = open_loader(path, asking)
-    first = run_epoch(loader, asking, 1)
-    second = run_epoch(loader, asking, 2)
-    claim("AskingCrop, set to 1: crops are of epoch", 1, epoch_of(first))
-    claim("AskingCrop, set to 2: crops are of epoch", 2, epoch_of(second), question=5)
-    samples = set().union(*gather_objects(set(second)))
-    claim("AskingCrop: samples that the ranks' shares hold", N, len(samples))
-
-
-# %% [markdown]
-# ## What you should have seen
-#
-# 1. Epoch 1. Not 0: nothing is compiled when `njit` is applied. Not 2: the first call made a
-#    constant of it.
-# 2. Epoch 1: the array's contents were copied into the code by the first call.
-# 3. Epoch 2: of an array above a million bytes the code keeps the address.
-# 4. Epoch 0. The local variable was set in `generate_code`, when the loader was made, long before
-#    numba compiled. Setting the attribute changes nothing, and nothing says so: the loss falls, on
-#    the same crops in every epoch, and only the test accuracy is worse than it should be.
-# 5. Epoch 2. Python reads the attribute after the trainer has set it, and passes a number.
-#
-# **Try.** With the local variable both rows of AskingCrop show 0 and fail, though its function is
-# Python: what counts is when the value is *read*. With `recompile=True` FFCV makes the code anew as
-# each epoch begins, so `FrozenCrop` sees 1 and then 2, and both of its rows fail. It is a remedy
-# too, at the price of compiling before every epoch.
-#
-# **When.** Write an operation if crops must repeat in a second run, which those of FFCV's own
-# augmentations do not. If nothing changes between epochs, `jit_mode=True` is enough. What works on
-# whole batches on the GPU (`ToDevice`, then a module of PyTorch's) needs none of it. Hand over
-# one number per batch, as here: to draw some per sample in Python takes longer than a small crop
-# (data-loading/16).
-#
-# **Where it bites.** A trainer that forgets `operation.epoch` gets frozen crops from `AskingCrop`
-# as well. An exception in an operation ends FFCV's thread, and your loop waits for its next batch
-# forever: try the function on arrays of your own first. And numba is not alone. `jax.jit` keeps
-# what it saw in a global, a CUDA graph replays kernels with the numbers they were captured with;
-# `torch.compile` guards what it saw, and compiles again when that has changed.
-#
-# **On GPUs** the crops are made on the cores all the same; where there is a GPU, FFCV pins the
-# memory that the operation writes to, so that `ToDevice` copies from it without waiting. Every rank
-# compiles for itself, at the same time, however many there are.
-
-
-# %%
 def main() -> None:
     command_line()
     launch()

@@ -5,15 +5,14 @@
 of them without reading the rest?
 
 **Predict**, and write it down before you run. A window has 1,024 tokens, and the target of each is
-the token after it. A shard is a file of 60 windows, with 2 bytes per token. Windows, shards and
-bytes are counted from 0. The kernel reads files in pages of 4 KiB.
+the token after it. A shard is a file of 60 windows, with 2 bytes per token. The kernel reads it in
+pages of 4 KiB, of which it has 31. Windows, bytes and pages are counted from 0.
 
-1. How many tokens lie in the file of shard 0, if no window in it needs a second file?
-2. At which byte of its file does window 101 begin?
-3. No shard is in memory, and the kernel has been advised that any page may come next. How many
-   bytes does the disk deliver for window 101?
-4. The same without that advice: does the disk deliver more or less than half of the shard?
-5. Which is the largest token that fits these shards?
+1. At which byte of its file does window 91 begin?
+2. A rank needs window 91, and no shard is in memory. The kernel has been told to read only pages
+   that are touched. How many bytes does the disk deliver?
+3. The kernel has been told nothing. How many of the shard's 31 pages does the disk deliver?
+4. Which is the largest token that fits these shards?
 
 **Run.**
 
@@ -23,7 +22,7 @@ bytes are counted from 0. The kernel reads files in pages of 4 KiB.
 One node, Linux, and a temporary folder on a disk. Not run on several GPUs, where nothing differs:
 files are the host's.
 
-**Try.** In `map_tokens` return `np.fromfile(path, DTYPE)`: which claim fails? In `write_shards` use
+**Try.** In `map_tokens` return `np.fromfile(path, DTYPE)`: which claims fail? In `write_shards` use
 `.astype(">u2")`, the byte order of another machine: which claims fail, and which error do you get?
 
 **Before.** data-loading/06_tokens.py: which windows a rank takes, and when.
@@ -83,18 +82,19 @@ TOKENS = np.random.default_rng(0).integers(0, 65_536, WINDOWS * T + 1)  # in pla
 #
 # Two details of writing matter. The names have zeros, because a folder is sorted by letters, and
 # then tokens_10 would come before tokens_2: every window behind it would be another one, without
-# any error. And the largest token is compared with what 2 bytes hold, 0 to 65,535. NumPy does not
-# do that for you: `astype` would keep the lower 16 bits of token 100,000 and store 34,464.
+# any error. And the largest token is compared with what 2 bytes hold. NumPy does not do that for
+# you: `astype` would keep the lower 16 bits of token 100,000 and store 34,464.
 
 
 # %%
 def write_shards(folder: Path, tokens: np.ndarray) -> None:
-    """Write the windows, PER_SHARD in each file; each file ends with one target more."""
+    """Write the windows of the tokens, PER_SHARD in each file; each ends with one target more."""
     largest = np.iinfo(DTYPE).max
     if tokens.max() > largest:
         raise ValueError(f"needs tokens up to {largest:,}, got {tokens.max():,}; use np.uint32")
-    for shard, first in enumerate(range(0, WINDOWS, PER_SHARD)):
-        stop = min(first + PER_SHARD, WINDOWS)
+    windows = (len(tokens) - 1) // T
+    for shard, first in enumerate(range(0, windows, PER_SHARD)):
+        stop = min(first + PER_SHARD, windows)
         kept = tokens[first * T : stop * T + 1]
         kept.astype(DTYPE).tofile(folder / f"tokens_{shard:05}.bin")
 
@@ -102,7 +102,8 @@ def write_shards(folder: Path, tokens: np.ndarray) -> None:
 # %% [markdown]
 # To read, a shard is **mapped** (`mmap`): its bytes get addresses in the memory of the process, and
 # nothing is read yet. An array on top of it copies nothing, and a slice of that is no more than an
-# address. `np.memmap(path, np.uint16, "r")` does the same in one call, without the advice.
+# address. `np.memmap(path, np.uint16, "r")` does the same in one call, but gives the kernel no
+# advice (section 2). A slice past the end would be too short, without an error, so we look.
 
 
 # %%
@@ -120,8 +121,13 @@ class Shards:
     def __init__(self, folder: Path, advice: int = mmap.MADV_RANDOM) -> None:
         self.maps = [map_tokens(path, advice) for path in sorted(folder.glob("tokens_*.bin"))]
 
+    def __len__(self) -> int:
+        return sum(len(tokens) // T for tokens in self.maps)
+
     def __getitem__(self, window: int) -> np.ndarray:
         """Return T + 1 tokens: all but the last are inputs, all but the first are targets."""
+        if not 0 <= window < len(self):
+            raise IndexError(f"needs a window from 0 to {len(self) - 1}, got {window}")
         shard, place = divmod(window, PER_SHARD)
         start = place * T
         return self.maps[shard][start : start + T + 1]
@@ -130,19 +136,19 @@ class Shards:
 # %% [markdown]
 # ## 2. What a window costs: its pages
 #
-# The kernel reads a file in **pages** of 4 KiB, when one is touched for the first time, and keeps
-# them in its page cache, once for all ranks of a machine. A window has 2 x 1,025 = 2,050 bytes, so
-# it lies in one page, or it crosses into the next:
+# The kernel reads a file in **pages** when one is touched for the first time, and keeps them in its
+# page cache, once for all ranks of a machine. A page has 4 KiB on x86, and up to 64 KiB on ARM. A
+# window has 2 x 1,025 = 2,050 bytes, so it lies in one page, or it crosses into the next:
 #
-#     byte        81,920             83,968             86,016
-#                 |           page 20                   |           page 21   ...
-#                 |  window 100      |  window 101      |.|
+#     byte        61,440             63,488             65,536
+#                 |           page 15                   |           page 16   ...
+#                 |  window 90       |  window 91       |.|
 #
-# By default Linux also reads **around** the page that was touched: 32 pages, as far as the file has
-# them, half of them before it (a disk's `read_ahead_kb`, 128 KiB unless somebody has changed it).
-# That is right for a file that is read in order. Windows come in random order, so most of that is
-# read for nothing, unless memory keeps it until its turn comes. With the advice `MADV_RANDOM` the
-# kernel reads the touched page alone.
+# By default Linux also reads **around** the page that was touched: 128 KiB (the disk's
+# `read_ahead_kb`), half of them before the page, as far as the file has them. This is right for a
+# file that is read in order. Windows come in random order, so most of it is read for nothing, if
+# memory does not keep it until its turn comes. Linux gives up only after 100 misses more than hits
+# in an open file. With the advice `MADV_RANDOM` it reads the touched page alone from the start.
 
 # %% [markdown]
 # ## 3. How it is measured
@@ -165,22 +171,21 @@ def bytes_from_disk(folder: Path, window: int, advice: int) -> int:
     return psutil.Process().io_counters().read_bytes - before
 
 
-def largest_token_taken(folder: Path) -> int:
-    """Return the largest of some tokens that `write_shards` does not refuse."""
+def read_around(folder: Path) -> int:
+    """Return how many bytes Linux reads around a page in this folder; 128 KiB if it won't say."""
+    device = folder.stat().st_dev
+    disk = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb")
+    return 1024 * int(disk.read_text()) if disk.exists() else 2**17
+
+
+def largest_taken(folder: Path, tokens: tuple[int, ...]) -> int:
+    """Return the largest of these tokens that `write_shards` does not refuse."""
     taken = []
-    for token in (255, 256, 65_535, 65_536, 100_000):
+    for token in tokens:
         with contextlib.suppress(ValueError):
-            write_shards(folder, np.array([token]))
+            write_shards(folder, np.array([token]))  # no window, so no file
             taken.append(token)
     return max(taken)
-
-
-def prepare(folder: Path) -> tuple[int, int, int]:
-    """Write the shards; return the largest token, and bytes with the advice and without."""
-    largest = largest_token_taken(folder)
-    write_shards(folder, TOKENS)
-    advised = bytes_from_disk(folder, 101, mmap.MADV_RANDOM)
-    return largest, advised, bytes_from_disk(folder, 101, mmap.MADV_NORMAL)
 
 
 def from_rank_0(value: object) -> object:
@@ -198,36 +203,42 @@ def gather_objects(value: object) -> list:
 
 
 # %% [markdown]
-# One window first: where it lies, and what the disk delivers for it.
+# One window first: where it lies, and what the disk delivers for it, to rank 0 alone.
 
 
 # %%
-def check_files(folder: Path, largest: int) -> None:
-    """Claim how many tokens and bytes the files hold, and which token is too large for them."""
-    sizes = [path.stat().st_size for path in sorted(folder.iterdir())]
-    claim("tokens in the file of shard 0", 60 * 1024 + 1, sizes[0] / 2, question=1)
-    claim("bytes of all shards", 2 * (150 * 1024 + 3), sum(sizes))
-    claim("largest token that a shard takes", 65_535, largest, question=5)
+def check_disk(folder: Path) -> None:
+    """Claim what the disk delivers for window 91, with the advice and without."""
+    measured = None
+    if RANK == 0:
+        advised = bytes_from_disk(folder, 91, mmap.MADV_RANDOM)
+        measured = (advised, bytes_from_disk(folder, 91, mmap.MADV_NORMAL), read_around(folder))
+    advised, not_advised, around = from_rank_0(measured)
+    if advised == 0 or around < 2**17:  # a file system in memory has no disk
+        needs = "a temporary folder on a disk: set TMPDIR"
+        blocked("window 91: what the disk delivers", needs=needs)
+        return
+    page = mmap.PAGESIZE
+    claim("window 91: bytes from the disk", 2 * page, advised, question=2)
+    pages = math.ceil(2 * (60 * 1024 + 1) / page)
+    claim("window 91, no advice: pages from the disk", pages, not_advised / page, question=3)
+
+
+def check_files(folder: Path) -> None:
+    """Claim how many tokens a file holds, and which token is too large for it."""
+    size = (folder / "tokens_00000.bin").stat().st_size
+    claim("tokens in the file of shard 0", 60 * 1024 + 1, size / 2)
+    largest = largest_taken(folder, (65_535, 65_536))
+    claim("of tokens 65,535 and 65,536, the largest taken", 65_535, largest, question=4)
 
 
 def check_window(shards: Shards) -> None:
-    """Claim where window 101 lies."""
-    window = shards[101]
+    """Claim where window 91 lies."""
+    window = shards[91]
     shard = [np.shares_memory(window, tokens) for tokens in shards.maps].index(True)
-    claim("window 101: its shard", 1, shard)
+    claim("window 91: its shard", 1, shard)
     address = window.ctypes.data - shards.maps[shard].ctypes.data
-    claim("window 101: its first byte there", 41 * 1024 * 2, address, question=2)
-
-
-def check_disk(advised: int, not_advised: int) -> None:
-    """Claim what the disk delivers for window 101, with the advice and without."""
-    if advised == 0:  # a file system in memory has no disk
-        needs = "a temporary folder on a disk: set TMPDIR"
-        blocked("window 101: what the disk delivers", needs=needs)
-        return
-    claim("window 101: bytes from the disk", 2 * 4096, advised, question=3)
-    share = not_advised / (2 * (60 * 1024 + 1))
-    claim("window 101, no advice: share of its shard", 0.5, share, ">=", question=4)
+    claim("window 91: its first byte there", 31 * 1024 * 2, address, question=1)
 
 
 # %% [markdown]
@@ -255,18 +266,18 @@ def check_all_windows(shards: Shards) -> None:
 # %% [markdown]
 # ## What you should have seen
 #
-# 1. 61,441: 60 x 1,024, and the target of the last one. All three shards together have three such
-#    tokens, so they have 2 x (150 x 1,024 + 3) = 307,206 bytes.
-# 2. It is number 101 - 60 = 41 of shard 1, and 41 x 1,024 x 2 = 83,968.
-# 3. 8,192, two pages: its inputs end with page 20, and the last target alone lies on page 21.
-# 4. More. With the default of 32 pages the kernel reads pages 4 to 35; the shard ends with page 30,
-#    so 27 of its 31 pages come, for a window that needs two. A machine that reads around more gets
-#    all of them.
-# 5. 65,535. `write_shards` refuses the next one. Without that line the row would say 100,000, and
-#    the model would learn from wrong text, while nothing complains.
+# 1. It is number 91 - 60 = 31 of shard 1, and 31 x 1,024 x 2 = 63,488.
+# 2. 8,192, two pages: its inputs end with page 15, and the last target alone lies on page 16. For
+#    2 kB that are wanted, 8 kB come: 4 times as many. With 64 KiB per page it would be 131,072.
+# 3. All 31. Around page 15 the kernel reads 32 pages, 16 of them before it, and the shard ends with
+#    page 30. For 2 kB that are wanted, 127 kB come: 62 times as many. In a larger shard it would
+#    be all 32.
+# 4. 65,535, the largest number of 16 bits. `write_shards` refuses the next one. Without that line
+#    the row would say 65,536, which would be stored as 0: the model would learn from wrong text,
+#    while nothing complains.
 #
-# **Try.** `np.fromfile` reads all of each shard, so the disk delivers all of them: the row of
-# question 3 fails, alone. The tokens are right, and n ranks have n copies in memory of their own.
+# **Try.** `np.fromfile` reads all of each shard, so the disk delivers all of them: the rows of
+# questions 2 and 3 fail. The tokens are right, and n ranks have n copies in memory of their own.
 # With the other byte order you get no error. Sizes and offsets are right, and nearly all tokens are
 # wrong: the rows of the inputs and of the targets fail. A flat file says nothing of itself.
 #
@@ -280,9 +291,10 @@ def check_all_windows(shards: Shards) -> None:
 # and vocabulary next to the shards. nanoGPT's file has no header either; llm.c's have one of 1,024
 # bytes, which moves every offset. A mapped file that gets shorter ends its readers with SIGBUS.
 #
-# **On GPUs** a window is copied into pinned memory, widened to `int64` for the embedding, and goes
-# to the GPU with `non_blocking=True`. At a thousand ranks each *node* has its own page cache, with
-# the pages of its own windows. 15 trillion tokens of 128,256 kinds are 60 TB in `uint32`.
+# **On GPUs** a window is copied into pinned memory and goes to the GPU with `non_blocking=True`. It
+# is widened on the way: an embedding takes `int32` or `int64`, the targets of `F.cross_entropy`
+# must be `int64`. At a thousand ranks each *node* has its own page cache, with the pages of its own
+# windows. 15 trillion tokens of 128,256 kinds are 60 TB in `uint32`.
 
 
 # %%
@@ -296,12 +308,12 @@ def main() -> None:
     here = Path(errors).parent if errors else None
     with tempfile.TemporaryDirectory(prefix="tokens-", dir=here) as own_folder:
         folder = Path(from_rank_0(own_folder))
-        prepared = prepare(folder) if RANK == 0 else None
-        largest, advised, not_advised = from_rank_0(prepared)
+        if RANK == 0:
+            write_shards(folder, TOKENS)
+        check_disk(folder)  # first: a shard that is mapped cannot be dropped
         shards = Shards(folder)
-        check_files(folder, largest)
         check_window(shards)
-        check_disk(advised, not_advised)
+        check_files(folder)
         check_all_windows(shards)
         dist.barrier()  # the folder goes when all have read it
     finish()

@@ -37,7 +37,10 @@ NO_DEVICE = {
 MEANS = {f"mean of normalized crops, {name} - DataLoader's" for name in ("jpg", "raw")}
 BYTES = "bytes, file of raw pixels / JPEGs"
 STARTED = {name: f"processes that {name} started" for name in ("DataLoader", "FFCV")}
-ONCE = ("alternate(loaders, 2)", "alternate(loaders, 1)")
+ONCE = [
+    ("alternate(loaders, 2)", "alternate(loaders, 1)"),
+    ('cores_busy(loaders["DataLoader"], found["rate"])', "0.0"),
+]
 LINES = {
     # The mean of what is delivered gives it away.
     "red and blue are exchanged": (
@@ -97,7 +100,7 @@ SLOW = {
     ),
 }
 BREAKS = [
-    Breaks(LINES, changes=[STATIONS, ONCE], deadline=150),
+    Breaks(LINES, changes=[STATIONS, *ONCE], deadline=150),
     Breaks(SLOW, alone=["images are taken as fast as they come"], deadline=150, clock=True),
 ]
 

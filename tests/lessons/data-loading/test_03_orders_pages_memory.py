@@ -1,7 +1,6 @@
 """Orders against sets, pages against other counts; claims against broken lines."""
 
 import functools
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -9,21 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from course.playing import Lazily, load
-from course.ranks import run
-from tests.lessons.every import Breaks, OnGpus, Without, test_lesson  # noqa: F401
+from course.playing import Lazily
+from tests.lessons.every import Breaks, test_lesson  # noqa: F401
 
-# FFCV's order in plain Python: the same values, without seconds of compiling on every rank.
-NO_JIT = ('os.environ["NUMBA_OPT"] = "0"', 'os.environ["NUMBA_DISABLE_JIT"] = "1"')
 LESSON = "data-loading/03_orders_pages_memory.py"
-pytestmark = pytest.mark.skipif(find_spec("ffcv") is None, reason="FFCV is not installed")
 lesson = Lazily(LESSON)
-
-SIZES = {1: [NO_JIT], 3: [NO_JIT]}  # the plain run, on four ranks, compiles
-ON_GPUS = OnGpus(changes=[NO_JIT])
-IMPORT = "    with contextlib.suppress(ImportError):  # the extra [ffcv]\n"
-GONE = (IMPORT, IMPORT + "        raise ImportError\n")
-WITHOUT = {"FFCV": Without([GONE], {"pages that FFCV holds"})}
 
 
 @pytest.mark.parametrize("name", ["file_order", "random", "quasi_random"])
@@ -76,42 +65,22 @@ def test_page_reads_are_the_misses_of_a_least_recently_used_cache(
     assert found == pytest.approx(fetch.cache_info().misses, abs=0.02)
 
 
-def ffcv_orders() -> dict:
-    opened = load(LESSON, NO_JIT)
-    return {batch: opened.ffcv_quasi_random(batch) for batch in (1, 2, 4)}
+def test_the_least_room_is_the_number_of_pages_used_in_turn(tmp_path: Path) -> None:
+    path = tmp_path / "pages"
+    path.write_bytes(b"".join(map(lesson.contents, range(5760))))
+    in_turn = np.arange(5760).reshape(8, 720).T.flatten()  # all pages, again and again
+    in_pairs = np.arange(5760).reshape(4, 2, 720).transpose(0, 2, 1).flatten()
+    with open(path, "rb") as file:
+        assert lesson.least_room(file, lambda epoch: in_turn[:80]) == 8
+        assert lesson.least_room(file, lambda epoch: in_pairs) == 2
+        assert lesson.least_room(file, lesson.file_order) == 1
 
 
-def test_ffcv_draws_from_twice_as_many_pages_as_a_batch_has_samples() -> None:
-    (orders,) = run(ffcv_orders, 1, deadline=60)
-    for batch, order in orders.items():
-        assert sorted(order.tolist()) == list(range(5760))
-        assert lesson.open_at_once(order) == 2 * batch
-
-
-def held_by_hand(pages: list, ahead: int = 3) -> int:
-    """The most pages that are open or are read ahead, counted step by step."""
-    first = {page: pages.index(page) for page in pages}
-    last = {page: len(pages) - 1 - pages[::-1].index(page) for page in pages}
-    counts = []
-    for now in range(len(pages)):
-        counts.append(sum(first[page] - ahead <= now <= last[page] for page in first))
-    return max(counts)
-
-
-def held_and_due() -> list:
-    opened = load(LESSON, NO_JIT)
-    found = []
-    for epoch in range(3):
-        for order in (opened.file_order(epoch), opened.random(epoch), opened.quasi_random(epoch)):
-            due = held_by_hand((order // 720).tolist())
-            found.append((opened.pages_held(order, 1), due))
-    return found
-
-
-def test_ffcv_holds_what_is_open_and_what_is_read_ahead() -> None:
-    (found,) = run(held_and_due, 1, deadline=60)
-    for held, due in found:
-        assert held == due
+def test_classes_are_counted_in_each_batch() -> None:
+    order = np.arange(5760)
+    assert lesson.classes_per_batch(order // 720, order) == 1
+    assert lesson.classes_per_batch(order % 7, order) == 7
+    assert lesson.classes_per_batch(order, order[::-1]) == 32
 
 
 FILE_OPEN = "in file order: pages open at once"
@@ -121,61 +90,65 @@ FILE_1 = "in file order, room for 1: page reads"
 RANDOM_8 = "random, room for 8: page reads"
 RANDOM_7 = "random, room for 7: page reads"
 RANDOM_4 = "random, room for 4: page reads"
-QUASI_3 = "quasi-random, room for 3: page reads"
+LEAST = "quasi-random: room that reads each page once"
 QUASI_2 = "quasi-random, room for 2: page reads"
 WRONG = "samples that came with other contents"
-FFCV_FILE = "FFCV, in file order: pages held"
-FFCV_1 = "FFCV, quasi-random, batches of 1: pages held"
-FFCV_4 = "FFCV, quasi-random, batches of 4: pages held"
+SORTED = "written by class, random: classes per batch"
+SORTED_QUASI = "written by class, quasi-random: classes per batch"
+SHUFFLED_QUASI = "written shuffled, quasi-random: classes per batch"
 
 LINES = {
     "three pages are open, as in Try": (
         "len(left) < 2:",
         "len(left) < 3:",
-        {QUASI_OPEN, QUASI_3, QUASI_2},
+        {QUASI_OPEN, LEAST, QUASI_2, SORTED_QUASI},
     ),
-    "a page has 72 samples, as in Try": ("PER_PAGE = 720 ", "PER_PAGE = 72 ", {RANDOM_7, RANDOM_4}),
+    "the page that was read first goes, as in Try": (
+        "self.kept.pop(page, None)",
+        "self.kept.get(page)",
+        set(),
+    ),
     "nothing is kept": (
         "        self.room = room\n",
         "        self.room = 0\n",
-        {FILE_1, RANDOM_8, RANDOM_7, RANDOM_4, QUASI_3, QUASI_2},
+        {FILE_1, RANDOM_8, RANDOM_7, RANDOM_4, LEAST, QUASI_2},
     ),
     "everything is kept": (
         "        self.room = room\n",
         "        self.room = PAGES\n",
-        {RANDOM_7, RANDOM_4, QUASI_2},
+        {RANDOM_7, RANDOM_4, LEAST, QUASI_2},
     ),
     "random order is quasi-random": (
         "    return np.random.default_rng([SEED, RANK, epoch]).permutation(N)",
         "    return quasi_random(epoch)",
-        {RANDOM_OPEN, RANDOM_7, RANDOM_4},
+        {RANDOM_OPEN, RANDOM_7, RANDOM_4, SORTED},
     ),
     "file order is random": (
         "    return np.arange(N)\n",
         "    return random(epoch)\n",
-        {FILE_OPEN, FILE_1, FFCV_FILE},
+        {FILE_OPEN, FILE_1},
     ),
     "a sample is read from a place too far": (
         "data[place * SAMPLE : (place + 1) * SAMPLE]",
         "data[(place + 1) * SAMPLE : (place + 2) * SAMPLE]",
         {WRONG},
     ),
-    "FFCV reads nothing ahead": (
-        '    claim("FFCV, in file order: pages held"',
-        '    compute_schedule.__defaults__ = (0,)\n    claim("FFCV, in file order: pages held"',
-        {FFCV_FILE},
+    "the file is not shuffled before it is written": (
+        "np.random.default_rng(SEED).permutation(by_class)",
+        "by_class",
+        {SHUFFLED_QUASI},
     ),
-    "FFCV's order is random": (
-        ").sample_order(0)",
-        ").sample_order(0)[random(0)]",
-        {FFCV_1},
+    "a class is spread over all pages": (
+        "by_class = np.arange(N) // PER_PAGE",
+        "by_class = np.arange(N) % PAGES",
+        {SORTED_QUASI},
     ),
-    "FFCV's batches are smaller": ("ffcv_quasi_random(4)", "ffcv_quasi_random(2)", {FFCV_4}),
 }
 ALONE = [
-    "a page has 72 samples, as in Try",
+    "three pages are open, as in Try",
     "random order is quasi-random",
     "nothing is kept",
     "everything is kept",
+    "a class is spread over all pages",
 ]
-BREAKS = Breaks(LINES, changes=[NO_JIT], alone=ALONE, deadline=120)
+BREAKS = Breaks(LINES, alone=ALONE)

@@ -1,16 +1,24 @@
-"""Samples dealt out, a copy that ranks share, a server; claims against broken lines."""
+"""Samples dealt out, a copy that ranks share, a server; claims against broken lines; two nodes."""
 
+import json
 import os
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from course.lessons import ROOT
 from course.playing import Lazily, load
 from course.ranks import run
+from tests.helpers.leftovers import MARKED, gone
+from tests.helpers.namespaces import needs_namespaces
 from tests.lessons.every import Breaks, test_lesson  # noqa: F401
 
 LESSON = "data-loading/09_one_file_two_nodes.py"
@@ -82,30 +90,60 @@ def test_a_page_without_its_mark_is_fetched_again(served, tmp_path: Path) -> Non
     assert copy.received == lesson.PAGE
 
 
-def test_ranks_that_need_a_page_at_the_same_time_fetch_it_once(served, tmp_path: Path) -> None:
-    copies = [lesson.NodeCopy(served(), tmp_path / "copy") for _ in range(4)]
-    for copy in copies:
-        copy.server = Slow(copy.server)
-    samples: list[bytes] = []
-    ranks = [threading.Thread(target=lambda c=copy: samples.append(c.sample(7))) for copy in copies]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    assert samples == [lesson.contents(7)] * 4
-    assert sum(copy.received for copy in copies) == lesson.PAGE
-
-
 class Slow:
-    """A connection on which a request takes a while."""
+    """A connection on which something happens before a request."""
 
-    def __init__(self, server: socket.socket) -> None:
+    def __init__(self, server: socket.socket, before: Callable[[], None]) -> None:
         self.server = server
         self.recv = server.recv
+        self.before = before
 
     def sendall(self, request: bytes) -> None:
-        time.sleep(0.2)
+        self.before()
         self.server.sendall(request)
+
+
+def fetch(folder: Path, pages: list[int], before: Callable[[], None]) -> tuple[bool, int]:
+    """On each rank, ask the shared copy for a page; return whether it is right, and what came."""
+    own = load(LESSON)
+    page = pages[dist.get_rank()]
+    near, far = socket.socketpair()
+    with tempfile.TemporaryFile() as file:
+        file.write(b"".join(map(own.contents, range(own.N))))
+        file.flush()
+        threading.Thread(target=own.serve, args=(far, file), daemon=True).start()
+        copy = own.NodeCopy(Slow(near, before), folder / "copy")
+        dist.barrier()
+        right = copy.sample(480 * page) == own.contents(480 * page)
+        return right, copy.received // own.PAGE
+
+
+def test_ranks_that_need_a_page_at_the_same_time_fetch_it_once(tmp_path: Path) -> None:
+    found = run(fetch, 4, tmp_path, [3, 3, 3, 3], lambda: time.sleep(0.2))
+    assert sorted(found) == [(True, 0), (True, 0), (True, 0), (True, 1)]
+
+
+def test_ranks_that_need_different_pages_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    """No request goes out before all four are about to: one lock for the file would hang here."""
+    found = run(fetch, 4, tmp_path, [0, 1, 2, 3], lambda: dist.barrier())
+    assert found == [(True, 1)] * 4
+
+
+@needs_namespaces
+@pytest.mark.night
+def test_as_many_bytes_cross_the_cable_of_two_nodes(tmp_path: Path) -> None:
+    """By one command; the kernel counts at the cable's end what the sockets count."""
+    ledger = tmp_path / "ledger.json"
+    folder = Path(sys.executable).parent
+    env = MARKED | {"PATH": f"{folder}:{os.environ['PATH']}", "LESSON_JSON": str(ledger)}
+    argv = ["bash", str(ROOT / "launch/two_nodes_here.sh"), "--ranks", "2"]
+    argv += [str(ROOT / LESSON), "--mbit", "400"]
+    ran = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    rows = json.loads(ledger.read_text())["ledger"]
+    assert [row["verdict"] for row in rows] == ["PASS"] * 10, ran.stdout
+    assert rows[7]["claim"] == "cable: files in all, by the kernel's count"
+    assert rows[7]["measured"] > rows[7]["predicted"] == 243.5
+    assert gone()
 
 
 NOTHING = "random, nothing kept: files"
@@ -119,7 +157,7 @@ NEW = "random: share new to node 1 in epoch 1"
 HALF_NEW = "own half: share new to node 1 in epoch 1"
 LINES = {
     "no page is marked, as in Try": (
-        '                os.pwrite(self.copy, b"1", FILE + number)  # the mark, behind all pages\n',
+        '                os.pwrite(self.copy, b"1", mark)\n',
         "",
         {PER_RANK, PER_NODE, AGAIN, HALF, HALF_AGAIN},
     ),
@@ -137,9 +175,9 @@ LINES = {
         ],
         {PER_NODE, HALF},
     ),
-    "the halves overlap": ("[N // 2 + index for", "[N // 2 - 1 + index for", {HALF}),
+    "the halves overlap": ("[NODE * N // 2 + index", "[NODE * N // 2 - 1 + index", {HALF}),
     "the halves change from epoch to epoch": (
-        "[N // 2 + index for",
+        "[NODE * N // 2 + index for",
         "[N // 2 * (1 - epoch) + index for",
         {HALF_AGAIN, HALF_NEW},
     ),

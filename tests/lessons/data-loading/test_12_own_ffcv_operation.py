@@ -5,7 +5,8 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from course.playing import Lazily, play
+from course.playing import Lazily, load, play
+from course.ranks import run
 from tests.lessons.every import Breaks, OnGpus, Without, test_lesson  # noqa: F401
 
 # FFCV's pipelines in plain Python: the same values, without seconds of compiling on every rank.
@@ -30,23 +31,35 @@ def test_without_numba_all_is_blocked_and_that_is_no_success() -> None:
     assert [row["verdict"] for row in played.ledger] == ["BLOCKED"] * 2, played.output
 
 
-def test_the_loop_compiled_or_not_and_the_oracle_cut_out_what_one_cuts_out_by_hand() -> None:
-    import numba
+def loops(workers: int, changes: list) -> list[tuple[int, np.ndarray]]:
+    """By the lesson's loop, as FFCV compiles it for so many workers: crops of samples 8 to 15."""
+    own = load(LESSON, *changes)
+    own.Compiler.set_num_threads(workers)
+    cut_out = own.compiled_cut_out()
+    found = []
+    for epoch in (0, 2):
+        images = np.stack([own.PICTURE] * 8)
+        crops = np.empty((8, 32, 32, 3), np.uint8)
+        cut_out(images, crops, np.arange(8, 16).astype(np.uint64), epoch)  # FFCV's type
+        found.append((epoch, crops))
+    return found
 
-    images = np.stack([lesson.PICTURE] * 8)
-    samples = np.arange(8, 16).astype(np.uint64)  # FFCV's type
-    for cut_out in (lesson.cut_out, numba.njit(lesson.cut_out)):
-        for epoch in (0, 2):
-            crops = np.empty((8, 32, 32, 3), np.uint8)
-            cut_out(images, crops, samples, epoch)
-            for crop, sample in zip(crops, samples.tolist(), strict=True):
-                assert crop.tobytes() == lesson.crop_by_numpy(epoch, sample)
-                y, x = place_of(crop)
-                by_hand = [
-                    [lesson.PICTURE[y + row, x + column] for column in range(32)]
-                    for row in range(32)
-                ]
-                assert (crop == by_hand).all()
+
+@pytest.mark.deep
+@pytest.mark.parametrize(("workers", "changes"), [(1, []), (2, []), (1, [NO_JIT])])
+def test_the_loop_and_the_oracle_cut_out_what_one_cuts_out_by_hand(
+    workers: int, changes: list
+) -> None:
+    """Compiled for one thread and for two, and not compiled."""
+    (found,) = run(loops, 1, workers, changes, deadline=120)
+    for epoch, crops in found:
+        for sample, crop in enumerate(crops, 8):
+            assert crop.tobytes() == lesson.crop_by_numpy(epoch, sample)
+            y, x = place_of(crop)
+            by_hand = [
+                [lesson.PICTURE[y + row, x + column] for column in range(32)] for row in range(32)
+            ]
+            assert (crop == by_hand).all()
 
 
 def place_of(crop: np.ndarray) -> tuple[int, int]:
@@ -97,17 +110,15 @@ def closure_of(array: np.ndarray):
 
 GLOBAL = "epoch seen in a global"
 SMALL = "epoch seen in an array of 64 bytes"
-LARGE = "epoch seen in an array of 2 MiB"
 ARGUMENT = "epoch seen in an argument"
 FROZEN_1 = "FrozenCrop, set to 1: crops are of epoch"
 FROZEN_2 = "FrozenCrop, set to 2: crops are of epoch"
 ASKING_1 = "AskingCrop, set to 1: crops are of epoch"
 ASKING_2 = "AskingCrop, set to 2: crops are of epoch"
-SHARES = "AskingCrop: samples that the ranks' shares hold"
+RECOMPILED = "recompiled, set to 2: crops are of epoch"
 
-CALLED = "        seen = [by_global(), by_small_array(), by_large_array(), by_argument(EPOCH)]\n"
 OF_NUMBA = {
-    "it is called before the epoch is 1": (
+    "it is called before the epoch is 1, as in Try": (
         "    for epoch in (1, 2):\n        set_epoch(epoch)\n",
         "    for epoch in (0, 1, 2):\n        set_epoch(epoch)\n",
         {GLOBAL, SMALL},
@@ -117,21 +128,16 @@ OF_NUMBA = {
         "read_global",
         {GLOBAL},
     ),
-    "the small array has 2 MiB": (
-        "SMALL = np.zeros(8, np.int64)",
-        "SMALL = np.zeros(2**18, np.int64)",
+    "the array has 2 MiB": (
+        "ARRAY = np.zeros(8, np.int64)",
+        "ARRAY = np.zeros(2**18, np.int64)",
         {SMALL},
-    ),
-    "the large array has 64 bytes": (
-        "LARGE = np.zeros(2**18, np.int64)",
-        "LARGE = np.zeros(8, np.int64)",
-        {LARGE},
     ),
     "the argument is a constant": ("by_argument(EPOCH)]", "by_argument(1)]", {ARGUMENT}),
 }
 
-READ = "        compiled_cut_out = Compiler.compile(cut_out)\n\n        def ask_and_crop("
-HANDED = "compiled_cut_out(images_BHWC, crops_BSSC, samples_B, self.epoch)"
+READ = "        cut_out = compiled_cut_out()\n\n        def ask_and_crop("
+HANDED = "cut_out(images_BHWC, crops_BSSC, samples_B, self.epoch)"
 LINES = {
     "AskingCrop reads the epoch too early, as in Try": (
         [
@@ -140,29 +146,29 @@ LINES = {
         ],
         {ASKING_1, ASKING_2},
     ),
-    "the loader compiles for each epoch, as in Try": (
-        '"drop_last": False}',
-        '"drop_last": False, "recompile": True}',
+    "every loader compiles for each epoch": (
+        "recompile: bool = False) -> list[float]",
+        "recompile: bool = True) -> list[float]",
         {FROZEN_1, FROZEN_2},
     ),
-    "the trainer forgets the epoch": ("    operation.epoch = epoch\n", "", {ASKING_1, ASKING_2}),
+    "no loader compiles for each epoch": ('"recompile": recompile}', "}", {RECOMPILED}),
+    "the trainer forgets the epoch": (
+        "    operation.epoch = epoch\n",
+        "",
+        {RECOMPILED, ASKING_1, ASKING_2},
+    ),
     "the compiled operation is an epoch ahead": (
         "        epoch = self.epoch\n\n        def crop(",
         "        epoch = self.epoch + 1\n\n        def crop(",
-        {FROZEN_1, FROZEN_2},
+        {FROZEN_1, FROZEN_2, RECOMPILED},
     ),
     "the loop takes the place in the batch for the sample": (
         "np.int64(samples_B[i])",
         "i",
-        {FROZEN_1, FROZEN_2, ASKING_1, ASKING_2},
-    ),
-    "half of the samples are left out": (
-        '"seed": SEED, "drop_last"',
-        '"seed": SEED, "indices": np.arange(N // 2), "drop_last"',
-        {SHARES},
+        {FROZEN_1, FROZEN_2, RECOMPILED, ASKING_1, ASKING_2},
     ),
 }
-ALONE = ["the loader compiles for each epoch, as in Try"]
+ALONE = ["every loader compiles for each epoch"]
 BREAKS = [
     Breaks(LINES, changes=[NO_JIT, NO_NUMBA_ROWS], alone=ALONE, deadline=120),
     Breaks(OF_NUMBA, changes=[GONE]),

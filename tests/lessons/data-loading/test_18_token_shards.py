@@ -26,8 +26,10 @@ def test_shards_hold_each_window_once_and_the_targets_between(tmp_path: Path) ->
     shards = lesson.Shards(tmp_path)
     for window in range(150):
         assert (shards[window] == tokens[window * 1024 : window * 1024 + 1025]).all()
-    with pytest.raises(IndexError):
-        shards[180]
+    assert len(shards) == 150
+    for window in (150, 180, -1):
+        with pytest.raises(IndexError, match=f"from 0 to 149, got {window}"):
+            shards[window]
 
 
 def test_more_than_ten_shards_keep_their_order(tmp_path: Path) -> None:
@@ -56,12 +58,12 @@ def test_a_token_that_is_too_large_is_refused_before_anything_is_written(tmp_pat
 def test_a_window_is_a_view_that_cannot_be_written(tmp_path: Path) -> None:
     lesson.write_shards(tmp_path, np.zeros(NEEDED, int))
     shards = lesson.Shards(tmp_path)
-    window = shards[101]
+    window = shards[91]
     assert np.shares_memory(window, shards.maps[1])
     with pytest.raises(ValueError, match="read-only"):
         window[0] = 1
     there = window.ctypes.data - shards.maps[1].ctypes.data
-    assert (there, there + window.nbytes) == (83_968, 86_018)
+    assert (there, there + window.nbytes) == (63_488, 65_538)
 
 
 @pytest.mark.deep
@@ -72,13 +74,19 @@ def test_where_nothing_comes_from_a_disk_it_says_what_it_needs() -> None:
     assert needs == ["a temporary folder on a disk: set TMPDIR"]
 
 
+def test_how_much_is_read_around_is_said_by_the_kernel(tmp_path: Path) -> None:
+    own = load(LESSON)
+    assert own.read_around(tmp_path) % 4096 == 0
+    own.Path = lambda name: tmp_path / "no such file"
+    assert own.read_around(tmp_path) == 131_072
+
+
 IN_FILE = "tokens in the file of shard 0"
-ON_DISK = "bytes of all shards"
-LARGEST = "largest token that a shard takes"
-SHARD = "window 101: its shard"
-BYTE = "window 101: its first byte there"
-DELIVERED = "window 101: bytes from the disk"
-AROUND = "window 101, no advice: share of its shard"
+LARGEST = "of tokens 65,535 and 65,536, the largest taken"
+SHARD = "window 91: its shard"
+BYTE = "window 91: its first byte there"
+DELIVERED = "window 91: bytes from the disk"
+AROUND = "window 91, no advice: pages from the disk"
 ONCE = "windows not read exactly once, all ranks"
 INPUTS = "inputs, joined, unlike the text's tokens"
 TARGETS = "targets, joined, unlike those one token on"
@@ -88,7 +96,7 @@ STORE = "        kept.astype(DTYPE).tofile("
 LINES = {
     "each shard is read as a whole (Try)": (
         (MAPPED, "    return np.fromfile(path, DTYPE)\n"),
-        {DELIVERED},
+        {DELIVERED, AROUND},
     ),
     "the byte order of another machine (Try)": (
         (STORE, STORE.replace("DTYPE", '">u2"')),
@@ -96,7 +104,7 @@ LINES = {
     ),
     "tokens of 4 bytes": (
         ("DTYPE = np.uint16", "DTYPE = np.uint32"),
-        {IN_FILE, ON_DISK, LARGEST, BYTE},
+        {IN_FILE, LARGEST, BYTE, AROUND},
     ),
     "the kernel always reads around": (("    mapped.madvise(advice)\n", ""), {DELIVERED}),
     "the kernel never reads around": (
@@ -106,7 +114,7 @@ LINES = {
     "no token is too large": (("    if tokens.max() > largest:", "    if False:"), {LARGEST}),
     "a shard ends with two tokens more": (
         ("stop * T + 1]", "stop * T + 2]"),
-        {IN_FILE, ON_DISK},
+        {IN_FILE},
     ),
     "a shard ends with a token of its own": (
         (STORE, "        kept = np.append(kept[:-1], 7)\n" + STORE),
@@ -116,7 +124,10 @@ LINES = {
         ("start = place * T\n", "start = len(self.maps[shard]) - 1 - (place + 1) * T\n"),
         {BYTE, DELIVERED, INPUTS, TARGETS},
     ),
-    "a shard has 50 windows": (("PER_SHARD = 60 ", "PER_SHARD = 50 "), {IN_FILE, SHARD, BYTE}),
+    "a shard has 40 windows": (
+        ("PER_SHARD = 60 ", "PER_SHARD = 40 "),
+        {IN_FILE, SHARD, BYTE, AROUND},
+    ),
     "every rank reads all windows": (
         ("range(RANK, WINDOWS, WORLD_SIZE)", "range(WINDOWS)"),
         {ONCE},
@@ -128,7 +139,7 @@ LINES = {
 }
 ALONE = [  # others would do no harm then
     "tokens of 4 bytes",
-    "a shard has 50 windows",
+    "a shard has 40 windows",
     "the kernel never reads around",
 ]
 BREAKS = Breaks(LINES, alone=ALONE)
