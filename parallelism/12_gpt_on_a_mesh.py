@@ -10,10 +10,11 @@ all three at once, which sums belong to which axis, and what must not be counted
 1. To find the norm of the gradient, each rank adds up the squares of all gradients that it holds,
    and the eight sums are added. How many times does that count a weight of an MLP?
 2. How many times does it count a weight of an RMSNorm?
-3. The embedding, 256 x 64 numbers, is the head, too: the first stage needs it, and so does the
-   last. How many numbers must one of their ranks add up with the other stage per step?
-4. Along which axis does a rank hand over most bytes per step? (It has 24 sequences of 16 tokens, 64
-   wide, and half of each matrix of two blocks, which have 44,672 parameters each.)
+3. The gradient of a matrix is summed along dp. Say that the gradients of the norms are summed along
+   dp *and* along tp. How many times too large are they then?
+4. Along which axis does a rank hand over most bytes per step? It has two blocks, which have 44,672
+   parameters each and add up their activations four times along tp, and 24 sequences of 16 tokens,
+   64 wide.
 5. Ranks 0 to 3 are on one machine, ranks 4 to 7 on another. Which axis runs between the machines?
 
 **Run.**
@@ -24,8 +25,9 @@ all three at once, which sums belong to which axis, and what must not be counted
 
 Not run on several GPUs.
 
-**Try.** In the table `COPIED` take "tp" away from the norms: which claims fail? In `make_groups`
-put tp outermost, `.view(tp, dp, pp).permute(2, 1, 0)`: which fail now?
+**Try.** In the table `COPIED` take "tp" away from the norms: which claims fail? In `SUMMED` take
+"ends" away from the embedding: which ones now? In `make_groups` put tp outermost,
+`.view(tp, dp, pp).permute(2, 1, 0)`: and now?
 
 **Before.** parallelism/06_tensor_parallel.py, parallelism/07_pipeline_schedules.py and
 parallelism/18_vocabulary_parallel.py: f and g, 1F1B, and an embedding split by words.
@@ -65,7 +67,6 @@ Group = dist.ProcessGroup
 # sequences of a micro-batch, v = V / tp, and likewise h, g.
 B, T, V, D, H, G, K, E = 48, 16, 256, 64, 8, 4, 8, 168
 LAYERS, MICRO_BATCHES = 4, 4
-FORWARD, BACKWARD = 1, -1  # the result goes to the next stage, or to the one before
 MESHES = {1: (1, 1, 1), 2: (1, 1, 2), 3: (3, 1, 1), 4: (1, 2, 2), 8: (2, 2, 2), 16: (4, 2, 2)}
 
 # %% [markdown]
@@ -89,7 +90,7 @@ MESHES = {1: (1, 1, 1), 2: (1, 1, 2), 3: (3, 1, 1), 4: (1, 2, 2), 8: (2, 2, 2), 
 #
 # **A gradient is summed over the copies**, since each copy has met other tokens, or the same tokens
 # at the other end of the pipeline. The exception is a norm along tp. Its copies have met the same
-# tokens, and f (section 2) has already added up what reaches them. Summed again, it would double.
+# tokens, and f (section 3) has already added up what reaches them. Summed again, it would double.
 #
 # **In the norm of the gradient n copies count as one**: each counts 1/n, in a sum over all ranks.
 
@@ -116,7 +117,7 @@ def make_groups(dp: int, pp: int, tp: int) -> dict[str, Group]:
 
 
 def add_up(x: torch.Tensor, group: Group) -> None:
-    """Replace x by its sum over the ranks of the group. Every sum of a step is made here."""
+    """Replace x by its sum over the ranks of the group. All gradients are added up here."""
     HANDED_OVER[group] += x.nbytes
     dist.all_reduce(x, group=group)
 
@@ -162,7 +163,123 @@ def train_step(stage: "Llama", optimizer: Optimizer, tokens_BT: torch.Tensor) ->
 
 
 # %% [markdown]
-# ## 2. Along tp: sums of activations, f and g
+# ## 2. How it is measured
+#
+# The **oracle** is the same model on groups of one rank, without stages and micro-batches, with
+# PyTorch's own loss and clipping, in float64. A gradient passes some 20 operations per block, each
+# a sum of up to E terms in another order. Adam divides a gradient by its own size plus 1e-8: where
+# one is next to nothing, rounding may move a weight by the learning rate times 2**-53 / 1e-8 per
+# step. Over all steps so much is allowed for a loss and a norm.
+
+
+# %%
+STEPS = 10
+OF_A_GRADIENT = 20 * LAYERS * E * 2**-53
+OF_TRAINING = STEPS * 1e-3 * 2**-53 / 1e-8  # 1e-3 is AdamW's usual learning rate
+TEXT = torch.tensor(list(__doc__.encode()))
+
+
+def check_gradients(whole: "Llama", stage: "Llama", device: torch.device) -> None:
+    """Claim this rank's gradients, and how many times all ranks' squares of them count each."""
+    tokens_BT = batch_of(device)
+    loss_of_whole(whole, tokens_BT).backward()
+    HANDED_OVER.clear()
+    compute_gradients(stage, tokens_BT)
+    dp, pp, tp = (stage.groups[axis].size() for axis in ("dp", "pp", "tp"))
+    claim_counts("matrix", whole, stage, times=dp, question=1)
+    claim_counts("norm", whole, stage, times=dp * tp, question=2)
+    claim_counts("embedding", whole, stage, times=dp * min(pp, 2))
+    norm = stage.blocks[min(stage.blocks)].norm1.weight.grad
+    twice = norm.clone()
+    dist.all_reduce(twice, group=stage.groups["tp"])  # as if SUMMED said so
+    claim(
+        "norms summed along tp too: times too large",
+        tp,
+        (twice / norm).mean(),
+        atol=1e-9,
+        question=3,
+    )
+
+
+def claim_counts(
+    kind: str, whole: "Llama", stage: "Llama", times: int, question: int | None = None
+) -> None:
+    """Claim this kind's gradients, and all ranks' squares of them over the whole model's."""
+    due = {name: x.grad for name, x in whole.named_parameters() if kind_of(name) == kind}
+    ours = {name: x.grad for name, x in stage.named_parameters() if kind_of(name) == kind}
+    errors = [torch.zeros((), dtype=torch.float64)]
+    for name, gradient in ours.items():
+        expected = share(due[name], name, stage.groups["tp"])
+        errors.append((gradient - expected).abs().max().cpu() / expected.abs().max().cpu())
+    error = torch.stack(errors).max()  # which a NaN passes, as it does not pass Python's
+    claim(f"{kind}: error of the gradients", 0, error, atol=OF_A_GRADIENT)
+    once = sum(gradient.square().sum() for gradient in due.values())
+    held = torch.zeros_like(once) + sum(gradient.square().sum() for gradient in ours.values())
+    dist.all_reduce(held)
+    claim(f"{kind}: times that it counts", times, held / once, atol=1e-9, question=question)
+
+
+def check_training(whole: "Llama", stage: "Llama", device: torch.device) -> None:
+    """Claim that each step on the mesh does what one process does."""
+    theirs = AdamW(whole.parameters())
+    ours = AdamW(stage.parameters())
+    errors = []
+    for _ in range(STEPS):
+        tokens_BT = batch_of(device)
+        whole.zero_grad()
+        due = loss_of_whole(whole, tokens_BT)
+        due.backward()
+        due_norm = nn.utils.clip_grad_norm_(whole.parameters(), max_norm=1.0)
+        theirs.step()
+        loss, norm = train_step(stage, ours, tokens_BT)
+        dist.all_reduce(loss)  # along tp all have the same summand
+        loss /= stage.groups["tp"].size()
+        errors.append([(loss - due).abs().item(), (norm - due_norm).abs().item()])
+    loss_error, norm_error = torch.tensor(errors).amax(dim=0)
+    claim("losses of all steps: largest difference", 0, loss_error, atol=OF_TRAINING)
+    claim("norms of all steps: largest difference", 0, norm_error, atol=OF_TRAINING)
+
+
+def batch_of(device: torch.device) -> torch.Tensor:
+    starts_B1 = torch.randint(len(TEXT) - T, (B, 1))  # the same on all ranks, by one seed
+    return TEXT[starts_B1 + torch.arange(T + 1)].to(device)
+
+
+def loss_of_whole(whole: "Llama", tokens_BT: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(whole(tokens_BT[:, :-1]).flatten(0, 1), tokens_BT[:, 1:].flatten())
+
+
+def check_axes(stage: "Llama") -> None:
+    """Claim which ranks are neighbors along each axis, and what one hands over per gradient."""
+    dp, pp, tp = (stage.groups[axis].size() for axis in ("dp", "pp", "tp"))
+    tokens = B // dp * T
+    A = 8 * tokens * D  # bytes of a rank's activations, in float64
+    due = {
+        "tp": 4 * LAYERS // pp * A + stage.first * A + stage.last * (A + 24 * tokens),
+        "dp": sum(parameter.nbytes for parameter in stage.parameters()),
+        "pp": (2 - stage.first - stage.last) * A,
+    }
+    stride = 1
+    for axis, nbytes in due.items():
+        group = stage.groups[axis]
+        if group.size() == 1:
+            blocked(f"{axis}: bytes handed over", needs=f"{2 * WORLD_SIZE} ranks, or --mesh")
+            continue
+        claim(f"{axis}: bytes handed over", nbytes, HANDED_OVER[group], question=4)
+        one, other = dist.get_process_group_ranks(group)[:2]
+        claim(f"{axis}: from a rank to the next in its group", stride, other - one, question=5)
+        stride *= group.size()
+    if pp > 1:
+        numbers = HANDED_OVER[stage.groups["ends"]] / 8
+        expected = V // tp * D if stage.first or stage.last else 0
+        claim("ends: numbers added up, embedding", expected, numbers)
+
+
+# %% [markdown]
+# ## 3. The parts: along tp, f and g
+#
+# The table is all that is new. What follows is known from 06_tensor_parallel.py,
+# 18_vocabulary_parallel.py and 07_pipeline_schedules.py, and meets here.
 #
 # The parts are Llama's: RMSNorm; **RoPE**, which turns queries and keys by an angle that grows with
 # their place; **grouped queries**, H heads that share G heads of keys and values; **SwiGLU**, a
@@ -284,7 +401,7 @@ def loss_of(logits_bTv: torch.Tensor, next_bT: torch.Tensor, tp: Group) -> torch
 
 
 # %% [markdown]
-# ## 3. Along pp: messages, and no sum
+# ## 4. The parts: along pp, messages and no sum
 #
 # The order, 1F1B, and the exchange are those of 07_pipeline_schedules.py. All ranks along tp hold
 # the same activations between two blocks, so each sends them to its own partner on the next stage.
@@ -299,27 +416,20 @@ def run_pipeline(stage: Llama, tokens_bT: torch.Tensor) -> torch.Tensor:
     pp = stage.groups["pp"]
     s = pp.rank()
     num_warmup = pp.size() - 1 - s
-    order = [(FORWARD, k) for k in range(num_warmup)]
+    order = [("forward", k) for k in range(num_warmup)]
     for k in range(MICRO_BATCHES):
         if k + num_warmup < MICRO_BATCHES:
-            order.append((FORWARD, k + num_warmup))
-        order.append((BACKWARD, k))
+            order.append(("forward", k + num_warmup))
+        order.append(("backward", k))
     held = {}
     result = None
     for done, todo in pairwise([None, *order, None]):
-        messages = []
-        if done and s + done[0] in range(pp.size()):
-            messages.append(dist.P2POp(dist.isend, result, group=pp, group_peer=s + done[0]))
-            HANDED_OVER[pp] += result.nbytes
-        if todo and s - todo[0] in range(pp.size()):
-            arrived = loss.new_empty(len(micro_batches[0]), T, D)
-            messages.append(dist.P2POp(dist.irecv, arrived, group=pp, group_peer=s - todo[0]))
-        for work in dist.batch_isend_irecv(messages) if messages else []:
-            work.wait()
+        arrived = loss.new_empty(len(micro_batches[0]), T, D)
+        exchange(pp, done, result, todo, arrived)
         if todo is None:
             return loss
         direction, k = todo
-        if direction == FORWARD:
+        if direction == "forward":
             x = micro_batches[k][:, :-1] if stage.first else arrived.requires_grad_()
             y = stage(x)
             if stage.last:
@@ -333,99 +443,24 @@ def run_pipeline(stage: Llama, tokens_bT: torch.Tensor) -> torch.Tensor:
             result = x.grad
 
 
-# %% [markdown]
-# ## 4. How it is measured
-#
-# The **oracle** is the same model on groups of one rank, without stages and micro-batches, with
-# PyTorch's own loss and clipping, in float64. A gradient passes some 20 operations per block, each
-# a sum of up to E terms in another order. Adam divides a gradient by its own size plus 1e-8: where
-# one is next to nothing, rounding may move a weight by the learning rate times 2**-53 / 1e-8 per
-# step. Over all steps so much is allowed for a loss and a norm.
+Action = tuple[str, int] | None  # the pass and the micro-batch
 
 
-# %%
-STEPS = 10
-OF_A_GRADIENT = 20 * LAYERS * E * 2**-53
-OF_TRAINING = STEPS * 1e-3 * 2**-53 / 1e-8  # 1e-3 is AdamW's usual learning rate
-TEXT = torch.tensor(list(__doc__.encode()))
-
-
-def check_steps(whole: Llama, stage: Llama, device: torch.device) -> None:
-    """Claim that each step on the mesh does what one process does."""
-    theirs = AdamW(whole.parameters())
-    ours = AdamW(stage.parameters())
-    errors = []
-    for step in range(STEPS):
-        starts_B1 = torch.randint(len(TEXT) - T, (B, 1))  # the same on all ranks, by one seed
-        tokens_BT = TEXT[starts_B1 + torch.arange(T + 1)].to(device)
-        whole.zero_grad()
-        due = F.cross_entropy(whole(tokens_BT[:, :-1]).flatten(0, 1), tokens_BT[:, 1:].flatten())
-        due.backward()
-        if step == 0:
-            first = due.item()
-            check_gradients(whole, stage, tokens_BT)
-        due_norm = nn.utils.clip_grad_norm_(whole.parameters(), max_norm=1.0)
-        theirs.step()
-        loss, norm = train_step(stage, ours, tokens_BT)
-        dist.all_reduce(loss)  # along tp all have the same summand
-        loss /= stage.groups["tp"].size()
-        errors.append([(loss - due).abs().item(), (norm - due_norm).abs().item()])
-    loss_error, norm_error = torch.tensor(errors).amax(dim=0)
-    claim("losses of all steps: largest difference", 0, loss_error, atol=OF_TRAINING)
-    claim("norms of all steps: largest difference", 0, norm_error, atol=OF_TRAINING)
-    claim("one process: last loss over first, at most", 0.9, due.item() / first, "<=", varies=True)
-
-
-def check_gradients(whole: Llama, stage: Llama, tokens_BT: torch.Tensor) -> None:
-    """Claim the gradients, and how many times all ranks' squares of them count each."""
-    HANDED_OVER.clear()
-    compute_gradients(stage, tokens_BT)
-    dp, pp, tp = (stage.groups[axis].size() for axis in ("dp", "pp", "tp"))
-    times = {kind: times_counted(kind, whole, stage) for kind in COPIED}
-    claim("times that a weight of an MLP counts", dp, times["matrix"], atol=1e-9, question=1)
-    claim("times that a norm counts", dp * tp, times["norm"], atol=1e-9, question=2)
-    claim("times that the embedding counts", dp * min(pp, 2), times["embedding"], atol=1e-9)
-    check_axes(stage, dp, pp, tp)
-
-
-def times_counted(kind: str, whole: Llama, stage: Llama) -> torch.Tensor:
-    """Claim this kind's gradients; return all ranks' squares of them over the whole model's."""
-    due = {name: x.grad for name, x in whole.named_parameters() if kind_of(name) == kind}
-    ours = {name: x.grad for name, x in stage.named_parameters() if kind_of(name) == kind}
-    errors = [0.0]
-    for name, gradient in ours.items():
-        expected = share(due[name], name, stage.groups["tp"])
-        errors.append(((gradient - expected).abs().max() / expected.abs().max()).item())
-    claim(f"{kind}: error of the gradients", 0, max(errors), atol=OF_A_GRADIENT)
-    once = sum(gradient.square().sum() for gradient in due.values())
-    held = torch.zeros_like(once) + sum(gradient.square().sum() for gradient in ours.values())
-    dist.all_reduce(held)
-    return held / once
-
-
-def check_axes(stage: Llama, dp: int, pp: int, tp: int) -> None:
-    """Claim which ranks are neighbors along each axis, and what one hands over per gradient."""
-    tokens = B // dp * T
-    A = 8 * tokens * D  # bytes of a rank's activations, in float64
-    due = {
-        "tp": 4 * LAYERS // pp * A + stage.first * A + stage.last * (A + 24 * tokens),
-        "dp": sum(parameter.nbytes for parameter in stage.parameters()),
-        "pp": (2 - stage.first - stage.last) * A,
-    }
-    stride = 1
-    for axis, nbytes in due.items():
-        group = stage.groups[axis]
-        if group.size() == 1:
-            blocked(f"{axis}: bytes handed over", needs=f"{2 * WORLD_SIZE} ranks, or --mesh")
-            continue
-        claim(f"{axis}: bytes handed over", nbytes, HANDED_OVER[group], question=4)
-        one, other = dist.get_process_group_ranks(group)[:2]
-        claim(f"{axis}: from a rank to the next in its group", stride, other - one, question=5)
-        stride *= group.size()
-    if pp > 1:
-        numbers = HANDED_OVER[stage.groups["ends"]] / 8
-        expected = V // tp * D if stage.first or stage.last else 0
-        claim("ends: numbers added up, embedding", expected, numbers, question=3)
+def exchange(
+    pp: Group, done: Action, result: torch.Tensor, todo: Action, arrived: torch.Tensor
+) -> None:
+    """Send the result of what is done on, and receive what the next action needs."""
+    s = pp.rank()
+    to = {"forward": s + 1, "backward": s - 1}
+    of = {"forward": s - 1, "backward": s + 1}
+    messages = []
+    if done and to[done[0]] in range(pp.size()):
+        messages.append(dist.P2POp(dist.isend, result, group=pp, group_peer=to[done[0]]))
+        HANDED_OVER[pp] += result.nbytes
+    if todo and of[todo[0]] in range(pp.size()):
+        messages.append(dist.P2POp(dist.irecv, arrived, group=pp, group_peer=of[todo[0]]))
+    for work in dist.batch_isend_irecv(messages) if messages else []:
+        work.wait()
 
 
 # %% [markdown]
@@ -434,14 +469,17 @@ def check_axes(stage: Llama, dp: int, pp: int, tp: int) -> None:
 # 1. Two: ranks that differ in dp alone are copies of each other.
 # 2. Four: a norm is copied along tp, too. The embedding, on two stages, also counts four times. So
 #    no factor repairs the sum, and a norm that is too large clips without an error.
-# 3. 8,192: the 64 numbers of each of a rank's 128 rows. An untied head would need no such sum.
+# 3. Twice. A norm's copies along tp have the same gradient already: their inputs are the same, and
+#    so is, after f, what comes back.
 # 4. tp. A is 24 x 16 x 64 = 24,576 numbers, 197 kB in float64. A rank hands over 4 A for each of
 #    its two blocks and A at its end: 9 A, 1.77 MB. Along dp go 0.42 MB of gradients, along pp A.
 #    More tokens make tp and pp larger, and leave dp as it is.
-# 5. pp, the outermost: rank 0's partner there is rank 4. (With the sum of the ends 0.26 MB cross.)
+# 5. pp, the outermost: rank 0's partner there is rank 4. The sum of the embedding crosses, too: 64
+#    numbers of each of a rank's 128 rows. An untied head would need no such sum. In all 0.26 MB.
 #
-# **Try.** Where tp has two ranks, the two rows of norms and losses fail, and every gradient is
-# right. With tp outermost all values are right. What fails is the distance to the next rank, for tp
+# **Try.** Without "tp" in `COPIED` the two rows of norms and losses fail, and every gradient is
+# right. Without the sum of the ends the embedding's gradients are wrong, and all that follows from
+# them. With tp outermost all values are right. What fails is the distance to the next rank, for tp
 # and for pp: 1.77 MB cross now. On a cluster nothing fails, and every block waits four times for
 # the slowest link. **HSDP** makes two axes of dp, and shards on the outer one are the same mistake.
 #
@@ -455,9 +493,9 @@ def check_axes(stage: Llama, dp: int, pp: int, tp: int) -> None:
 # backward (04_buckets_and_overlap.py). With sequence parallelism (06_tensor_parallel.py) norms meet
 # other tokens along tp, and the exception goes: their gradients are summed over dp and tp.
 #
-# **When.** If a model fits with FSDP on fast links, tp and pp only cost: sums and a bubble. Else
-# take tp up to the NVLink domain, then pp across nodes until the model fits, with many more
-# micro-batches than stages; the rest is dp.
+# **When.** If a model fits with FSDP on fast links, and the batch has sequences for each rank, tp
+# and pp only cost: sums and a bubble. Else take tp up to the NVLink domain, then pp across nodes
+# until the model fits, with many more micro-batches than stages; the rest is dp.
 
 
 # %%
@@ -475,7 +513,9 @@ def main() -> None:
     stage = Llama(make_groups(dp, pp, tp)).to(device, torch.float64)
     alone, _ = dist.new_subgroups(1)
     whole = Llama({"pp": alone, "tp": alone}).to(device, torch.float64)
-    check_steps(whole, stage, device)
+    check_gradients(whole, stage, device)
+    check_axes(stage)
+    check_training(whole, stage, device)
     finish()
 
 

@@ -2,9 +2,7 @@
 
 from types import SimpleNamespace
 
-import pytest
-
-from course.playing import Lazily, load, play
+from course.playing import Lazily, load
 from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
 
 LESSON = "parallelism/15_is_it_right.py"
@@ -14,6 +12,10 @@ LOSS = "error of the loss, float32"
 COARSE = "error of the loss, bfloat16"
 NOTHING = "axes found wrong, no mistake"
 THREE = "mistakes found in their axis alone"
+SAMPLER = "sampler's mistake: axes found wrong"
+FACTOR = "factor: axes found wrong"
+TWO = "dp x tp found wrong, no mistake"
+TOGETHER = "dp x tp found wrong, sampler's mistake"
 NAMES = "wrong gradients, of a block's 9"
 THEN = "error of the loss then"
 DOUBLED = "gradients doubled: difference of losses"
@@ -21,43 +23,54 @@ DOUBLED = "gradients doubled: difference of losses"
 NO_CURVES = ("        check_curves(whole)\n", "")
 LINES = {
     "later stages repeat layers, as in Try": (
-        "range(s * LAYERS // p, (s + 1) * LAYERS // p)",
-        "range((s + 1) * LAYERS // p)",
-        {LOSS, NOTHING, THREE},
+        "return range(s * LAYERS // p, (s + 1) * LAYERS // p)",
+        "return range((s + 1) * LAYERS // p)",
+        {LOSS, NOTHING, THREE, SAMPLER},
     ),
     "micro-batches' losses are added": (
         "for loss in losses) / m / dp",
         "for loss in losses) / dp",
-        {LOSS, COARSE, NOTHING, THREE, THEN},
+        {LOSS, COARSE, NOTHING, THREE, SAMPLER, TWO, THEN},
     ),
     "a rank's tokens always count alike": (
-        '    if mistake == "dp":\n',
-        "    if True:\n",
-        {LOSS, NOTHING, THREE},
+        "    return (whole_BT != NONE).sum()\n",
+        "    return (mine_bT != NONE).sum() * dp\n",
+        {LOSS, NOTHING, THREE, SAMPLER, TWO},
     ),
-    "no stage is seeded alike": ('    if mistake == "pp":\n', "    if False:\n", {THREE}),
+    "no stage is seeded alike": ('"pp": {"stage_of": seeded_alike}', '"pp": {}', {THREE}),
     "no norm is forgotten": (
-        'forgotten = "norm" if mistake == "tp" else None',
-        "forgotten = None",
+        'if "norm" not in name}',
+        "if name}",
         {THREE, NAMES},
     ),
     "the norms' mistake is one of the loss as well": (
-        "    tokens = (batch.next_BT != NONE).sum() / dp ",
-        '    tokens = (batch.next_BT != NONE).sum() / dp * (2 if mistake == "tp" else 1) ',
-        {THREE, NAMES, THEN},
+        "for loss in losses) / m / dp / tp",
+        "for loss in losses) / m / dp / tp * (1 if 'norm1' in BLOCK else 2)",
+        {THEN},
     ),
+    "tp is outermost for the sampler, and there is no dp": (
+        'return RANK % mesh["dp"].size()',
+        "return 0",
+        {SAMPLER},
+    ),
+    "the sampler reads as it should": (
+        '"sampler": {"share_of": by_number}',
+        '"sampler": {}',
+        {TOGETHER},
+    ),
+    "the factor is averaged away": ("scale_grads=False", "scale_grads=True", {FACTOR}),
 }
 CURVES = {
     "the doubled run has another learning rate": (
         "AdamW(stage.parameters(), lr=3e-3)",
-        'AdamW(stage.parameters(), lr=1e-3 if mistake == "factor" else 3e-3)',
+        "AdamW(stage.parameters(), lr=1e-3 if isinstance(Schedule1F1B, partial) else 3e-3)",
         {DOUBLED},
     ),
 }
 LEARNED = {
     "the norms' run has another learning rate": (
         "AdamW(stage.parameters(), lr=3e-3)",
-        'AdamW(stage.parameters(), lr=3e-2 if mistake == "tp" else 3e-3)',
+        "AdamW(stage.parameters(), lr=3e-3 if 'norm1' in BLOCK else 3e-2)",
         {"norms' mistake / other batches, losses"},
     ),
 }
@@ -80,7 +93,9 @@ ON_GPUS = OnGpus(
         ),
         NO_CURVES,
     ],
-    hardware={LOSS: WHY, COARSE: WHY, NOTHING: WHY, THREE: WHY, NAMES: WHY, THEN: WHY},
+    hardware=dict.fromkeys(
+        [LOSS, COARSE, NOTHING, THREE, SAMPLER, FACTOR, TWO, TOGETHER, NAMES, THEN], WHY
+    ),
 )
 
 
@@ -103,9 +118,3 @@ def test_what_is_no_number_is_wrong_and_so_is_what_another_rank_found() -> None:
     assert not own.any_is_wrong(1e-7, 0.0)
     others = [True]
     assert own.any_is_wrong(1e-7, 0.0)
-
-
-@pytest.mark.night
-@pytest.mark.timeout(400)
-def test_it_holds_on_8_ranks() -> None:
-    play(LESSON, 8, deadline=300).expect(set())
