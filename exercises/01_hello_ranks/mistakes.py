@@ -123,4 +123,11 @@ MISTAKES = [
         "test_greeting_and_checksum",
         "rank 4: IndexError: list index out of range",
     ),
+    (
+        "a checksum that is never below zero",
+        "int(checksum)",
+        "int(checksum) % 2**64",
+        "test_greeting_and_checksum",
+        ": elements may be below zero, and so may their sum",
+    ),
 ]

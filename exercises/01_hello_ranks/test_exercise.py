@@ -13,12 +13,15 @@ LENGTHS = [3, 1, 0, 5, 2]
 
 def shard_of(rank: int, seed: int) -> torch.Tensor:
     """Another length on every rank, none on rank 2. Even numbers, but for one on rank 0, so that
-    every checksum is odd; and so large that no float64 holds an odd number of that size.
+    every checksum is odd; and so large that no float64 holds an odd number of that size. Those of
+    rank 1 are below zero, and make the checksum of 2 and of 3 ranks so.
     """
     random = torch.Generator().manual_seed(seed + rank)
     shard = 2 * torch.randint(2**55, 2**56, (LENGTHS[rank],), generator=random)
     if rank == 0:
         shard[0] += 1
+    if rank == 1:
+        shard *= -4
     return shard
 
 
@@ -53,8 +56,10 @@ def compare(said: tuple, rank: int, n: int, seed: int) -> None:
         "weigh each rank's sum before they are added up": (rank + 1) * sum(sums),
     }
     why = next((f": {mistake}" for mistake, value in known.items() if checksum == value), "")
-    if 0 < abs(checksum - due) < due / 2**20 and checksum % 16 == 0:  # due is odd
+    if 0 < abs(checksum - due) < abs(due) / 2**20 and checksum % 16 == 0:  # due is odd
         why = ": as rounded by a float; int64 is exact"
+    if checksum == due % 2**64:
+        why = ": elements may be below zero, and so may their sum"
     if checksum != due:
         raise Wrong(f"rank {rank}: checksum: expected {due:,}, got {checksum:,}{why}")
 

@@ -339,4 +339,21 @@ MISTAKES = [
         "test_partition",
         "expected 12 ranks from 0 to 1, got [0.0, ",
     ),
+    (
+        "each group dealt out by itself",
+        (
+            "        trained = []\n        for group in self.param_groups:\n"
+            '            trained += [p for p in group["params"] if p.requires_grad]\n'
+            "        owners = partition([p.numel() for p in trained], n)\n"
+            "        self.owner = dict(zip(trained, owners, strict=True))\n",
+        ),
+        (
+            "        self.owner = {}\n        for group in self.param_groups:\n"
+            '            trained = [p for p in group["params"] if p.requires_grad]\n'
+            "            owners = partition([p.numel() for p in trained], n)\n"
+            "            self.owner |= dict(zip(trained, owners, strict=True))\n",
+        ),
+        "test_groups_of_one",
+        "with one parameter per group one rank holds all of the state",
+    ),
 ]

@@ -280,9 +280,10 @@ def storages(tensors: list[torch.Tensor]) -> dict[int, int]:
     return {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors if t.dim())}
 
 
-def hold(answer, wire, seed: int, how: str) -> tuple[int, int]:
+def hold(answer, wire, seed: int, how: str, alone: bool = False) -> tuple[int, int]:
     """Bytes of tensors, weights and gradients apart: the most at the end of any optimizer's step,
-    before its hooks can free something, and those at the end. (A copy kept as bytes or as a list of
+    before its hooks can free something, and those at the end. With `alone` each parameter has a
+    group of its own. (A copy kept as bytes or as a list of
     numbers is not seen: this finds mistakes, not deceit.)"""
     optimizer_class, defaults, _ = HOW[how]
     params = parameters(seed)
@@ -302,7 +303,8 @@ def hold(answer, wire, seed: int, how: str) -> tuple[int, int]:
             inspect.unwrap(optimizer_class.step)(self)  # without the wrapper that calls the hooks
             alive.append(live())
 
-    zero = answer.ZeRO1(in_groups(params, how), Counted, **defaults)
+    every = [{"params": [p]} for p in params.values()]
+    zero = answer.ZeRO1(every if alone else in_groups(params, how), Counted, **defaults)
     for _ in range(2):
         for name, p in params.items():
             p.grad = grads[name]
@@ -321,7 +323,20 @@ HELD = [(2, "AdamW"), (3, "AdamW"), (4, "AdamW"), (1, "AdamW"), (3, "Adagrad")]
 @pytest.mark.parametrize(("n", "how"), HELD)
 def test_state(answer: Path, seed: int, n: int, how: str) -> None:
     """Bytes of {how}'s state: one copy over {n} ranks, evenly"""
-    held = grade(answer, hold, n, seed, how, forbid=ZERO)
+    check_state(grade(answer, hold, n, seed, how, forbid=ZERO), n, how)
+
+
+def test_groups_of_one(answer: Path, seed: int) -> None:
+    """The same where each parameter is a group of its own, over 3 ranks"""
+    held = grade(answer, hold, 3, seed, "AdamW", True, forbid=ZERO)
+    if sum(end > 0 for _, end in held) == 1:
+        told = "one rank holds all of the state: deal out the parameters of all groups together"
+        raise Wrong(f"with one parameter per group {told}")
+    check_state(held, 3, "AdamW")
+
+
+def check_state(held: list[tuple[int, int]], n: int, how: str) -> None:
+    """One copy of the state over all ranks, and none above its share plus the largest."""
     each = {"AdamW": 2, "Adagrad": 1}[how]  # tensors as large as the weights
     if n > 1 and min(end for _, end in held) >= each * P:
         told = f"every rank holds {each * P:,} B, a whole copy"

@@ -322,4 +322,12 @@ MISTAKES = [
         "test_zero_bubble",
         "expected the number of a micro-batch, got '0'",
     ),
+    (
+        "one activation in flight",
+        "                sends[k].append(dist.isend(y.detach(), rank + 1))\n",
+        "                if k > 0:\n                    sends[k - 1][0].wait()\n"
+        "                sends[k].append(dist.isend(y.detach(), rank + 1))\n",
+        "test_in_flight",
+        "is in F0: it waits for its earlier activations to be taken",
+    ),
 ]

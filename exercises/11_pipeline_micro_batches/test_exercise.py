@@ -195,6 +195,12 @@ class Stage(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         k = len(self.alive)
         self.begins(f"F{k}")
+        if k == 0:
+            ahead = min(self.p - self.s, self.m - 1)
+            told = f"rank {self.s - 1} does not begin F{ahead} while rank {self.s} is in F0: it "
+            self.wait_until(
+                self.s - 1, f"F{ahead}", f"{told}waits for its earlier activations to be taken"
+            )
         done = k - (self.p - 1 - self.s)  # the next pass of this stage is its B
         if done > self.s and k < self.m:
             told = f"rank {self.s + 1} does not begin W{done - self.s - 1} before rank {self.s} "

@@ -312,4 +312,11 @@ MISTAKES = [
         "test_share",
         "other ranks' events: us of communication: expected 40, got 0",
     ),
+    (
+        "a GPU known by its kernels within the steps",
+        "    if kernels:\n",
+        "    if any(covered(spans([e]), a, b) for e in kernels for a, b in spans(steps)):\n",
+        "test_share",
+        "a GPU: its kernels lie outside the step: us of communication: expected 0, got 75",
+    ),
 ]

@@ -98,6 +98,13 @@ CASES = {  # title: steps, communication, compute, on a GPU, events that must no
         *(ONE, [(20, 60)], [], True),
         [event("aten::mm", "cpu_op", 0, 90)],
     ),
+    "a GPU: its kernels lie outside the step": (
+        *(ONE, [(120, 140)], [(105, 110)], True),
+        [
+            event("aten::mm", "cpu_op", 0, 90),
+            event("gloo:all_reduce", "user_annotation", 20, 95),
+        ],
+    ),
     "a GPU: launches and annotations are not communication": (
         *(ONE, *HALF, True),
         [

@@ -94,4 +94,17 @@ MISTAKES = [
         "test_large_scores",
         "scores of 20,000 or -20,000: o",
     ),
+    (
+        "inf weighed by 0",
+        (
+            "(part_BHT - lse_BHT).exp().unsqueeze(-1)",
+            "torch.where(seen_BHT1, share_BHT1 * part_BHTD, 0)",
+        ),
+        (
+            "(part_BHT - lse_BHT).exp().nan_to_num(0.0).unsqueeze(-1)",
+            "share_BHT1 * part_BHTD.masked_fill(part_BHTD.isnan(), 0.0)",
+        ),
+        "test_nan_where_no_key_is",
+        "inf lies where a part has no key: o",
+    ),
 ]

@@ -121,10 +121,11 @@ def test_large_scores(answer: Path, seed: int, size: int) -> None:
     check(seed, float(size), found, f"scores of {size:,} or {-size:,}")
 
 
-def test_nan_where_no_key_is(answer: Path, seed: int) -> None:
-    """nan in a half without a key goes nowhere"""
-    found = grade(answer, merged, 1, seed, 0.0, torch.nan)[0]
-    check(seed, 0.0, found, "nan lies where a part has no key")
+@pytest.mark.parametrize("what", ["nan", "inf"])
+def test_nan_where_no_key_is(answer: Path, seed: int, what: str) -> None:
+    """{what} in a half without a key goes nowhere"""
+    found = grade(answer, merged, 1, seed, 0.0, float(what))[0]
+    check(seed, 0.0, found, f"{what} lies where a part has no key")
 
 
 def of_ranks(
