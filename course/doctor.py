@@ -3,6 +3,7 @@
 It looks at what a lesson cannot look at: Python, the environment, the disk, the clone, packages.
 If torch is there it goes on with fundamentals/00_check_your_machine.py, which tries GPUs, network
 and shared memory. Nothing is imported before it was found, so this file starts on sick machines.
+`course doctor --log FILE ...` names what killed the job that wrote these; launch/diagnose.py does.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from course.terminal import command
 
 ROOT = Path(__file__).resolve().parents[1]
 LESSON = "fundamentals/00_check_your_machine.py"
+DIAGNOSE = "launch/diagnose.py"
 OLDEST = (3, 11)  # of Python
 NEWEST = (3, 14)
 OLDEST_TORCH = (2, 11)
@@ -205,10 +207,19 @@ def run(options: argparse.Namespace) -> int:
     return 1 if bad else lesson.returncode
 
 
+def run_or_read(options: argparse.Namespace) -> int:
+    """Read the logs of a job that died, if there are any; else look at this machine."""
+    if options.log:
+        return subprocess.run([sys.executable, ROOT / DIAGNOSE, "--log", *options.log]).returncode
+    return run(options)
+
+
 def add(subparsers: argparse._SubParsersAction) -> None:
     """Add `course doctor`."""
     parser = subparsers.add_parser("doctor", help="look whether everything is here, and works")
-    parser.set_defaults(run=run)
+    about = "name what killed the job that printed this; - reads a pipe"
+    parser.add_argument("--log", metavar="FILE", nargs="+", help=about)
+    parser.set_defaults(run=run_or_read)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Check your machine: look at it, try what it promises, know its failures by their words
-======================================================================================
+"""Check your machine: look at it, and try what it promises
+========================================================
 
 **Question.** What can this machine train, and when something does not work, what is it?
 
@@ -15,7 +15,8 @@
 cannot.
 
     python 00_check_your_machine.py
-    python 00_check_your_machine.py --log train.log  # and name what killed the job that wrote it
+
+If a job has died: `course doctor --log train.log`, or launch/diagnose.py, names what killed it.
 
 Not run on several GPUs.
 
@@ -299,248 +300,69 @@ def rdma_ports(root: Path) -> str:
 
 
 # %% [markdown]
-# ## 4. Failures have faces
+# ## 4. Two failures with the same words
 #
-# What a job says as it dies; what that means; how to be sure; what to do. Causes stand first and
-# consequences last, for one failure speaks in many voices: when a rank runs out of memory, its
-# peers say "connection closed", and the watchdog of a third node says "timeout" half an hour later.
-#
-# Six are provoked below: here each takes seconds; the first time that you meet one, it takes an
-# evening. Two die with the same words, `client socket has timed out`. There the host that was
-# called is looked up: no such name, or nobody at home?
-
-# %%
-TABLE = r"""
-no way out: Max retries exceeded|HTTPSConnectionPool|URLError|LocalEntryNotFoundError
-  this node does not reach the internet, and the program downloads weights or data
-  curl -sI https://huggingface.co on that node
-  download where there is a way out, to a shared folder, then HF_HUB_OFFLINE=1; or set https_proxy
-port taken: EADDRINUSE|[Aa]ddress already in use
-  another job, or an orphan of your last one, listens on MASTER_PORT
-  ss -ltnp | grep :29500
-  torchrun --standalone, which takes a free port; or end that process
-unknown host name: gai ?error|nodename nor|Name or service not known|name resolution|no address of
-  MASTER_ADDR, or socket.getfqdn() which torchrun puts there, leads nowhere
-  getent hosts $MASTER_ADDR $(hostname --fqdn)
-  one machine: torchrun --local-addr=127.0.0.1; several: an IP address as MASTER_ADDR
-wrong interface: Unable to find address for|connectFullMesh failed|[Nn]o (socket )?interface found
-  gloo or NCCL uses an interface that is not there, or that other machines cannot reach
-  ip -brief address; NCCL_DEBUG=INFO prints the one that NCCL takes
-  on every node GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, as it is called there
-no NCCL: doesn't have NCCL built in|requires at least one CUDA device|no GPUs found
-  torch was built for CPUs, or may use no GPU
-  python -c 'import torch; print(torch.version.cuda, torch.cuda.device_count())'
-  torch's CUDA build, a driver, CUDA_VISIBLE_DEVICES not empty; or backend gloo
-two ranks on a GPU: Duplicate GPU detected|Multiple Ranks are using the same GPU
-  more ranks than GPUs, or no torch.cuda.set_device (NCCL before 2.30 says "Duplicate GPU detected")
-  nvidia-smi shows two ranks on one GPU; print LOCAL_RANK and torch.cuda.current_device()
-  torch.cuda.set_device(LOCAL_RANK) first of all; --nproc-per-node no more than the GPUs
-wrong GPU: ProcessGroupNCCL is bound to device
-  tensors on one GPU, the group on another: device_id's, else LOCAL_RANK's, else rank % GPUs
-  the message names both; print LOCAL_RANK and torch.cuda.current_device()
-  torch.cuda.set_device(LOCAL_RANK) before the first tensor; the same GPU as device_id
-versions differ: [Mm]ismatched NCCL version|NCCL version mismatch
-  nodes run different builds of torch or NCCL
-  python -c 'import torch; print(torch.cuda.nccl.version())' on every node
-  one image, or one constraints file, for all nodes
-fabric manager: system not yet initialized|CUDA error 802|Error 802
-  the NVSwitches have not been set up, so CUDA refuses to start
-  systemctl status nvidia-fabricmanager
-  start it, in the driver's own version; after an update, restart the node
-broken GPU: Xid(?: \(.*?\):)? (48|6[34]|74|79|9[245]|119|120|14[4-9]|150)\b|ECC error|off the bus
-  memory, a link or the card itself has given up; of Xids these numbers are the machine's
-  dmesg -T | grep -i xid; nvidia-smi -q -d ECC; dcgmi diag -r 3
-  drain the node, restart from the last checkpoint without it, call its owner
-index out of range: device-side assert|cudaErrorAssert
-  a kernel met a number that it refuses: mostly a label or token beyond the layer's size
-  the lines "Assertion ... failed" above; one step on the CPU, or with CUDA_LAUNCH_BLOCKING=1
-  labels.max() < number of classes, token numbers < vocabulary, on every rank's data
-wild kernel: illegal memory access|misaligned address|Xid(?: \(.*?\):)? (13|31|43|45)\b
-  a kernel read or wrote where it may not: first of all the program's fault, not the card's
-  CUDA_LAUNCH_BLOCKING=1, then compute-sanitizer python train.py
-  the kernel or index that these name; if it follows one card through other jobs, drain that card
-another Xid: \bXid\b
-  hardware, driver or program: the number after "Xid (PCI:...):" tells which
-  dmesg -T | grep -i xid; docs.nvidia.com/deploy/xid-errors
-  as that page says for this number
-"""
-
-# %% [markdown]
-# So far the machine, the launch and the GPUs. Now memory, disks, the scheduler and the program; and
-# last what is mostly a consequence.
-
-# %%
-TABLE += r"""
-GPU memory full: CUDA out of memory|torch\.OutOfMemoryError|CUDA error: out of memory
-  weights, gradients, optimizer and activations need more than the GPU has, or another job has it
-  torch.cuda.memory_summary(); nvidia-smi for other programs
-  smaller micro-batch, activation checkpointing, bf16, sharding (ZeRO, FSDP), in this order
-kernel too greedy: out of resource: shared memory|OutOfResources
-  a Triton kernel asks for more shared memory than a GPU's SM has; not /dev/shm
-  the message names Required and Hardware limit
-  smaller blocks or fewer stages (num_stages) in that kernel's configuration
-too little shared memory: /dev/shm|shared memory|</torch_\d+|Bus error|SIGBUS
-  a container has 64 MB unless told otherwise; NCCL and DataLoader workers want more
-  df -h /dev/shm
-  docker run --shm-size=1g, or --ipc=host; Kubernetes: an emptyDir of medium Memory
-disk full: No space left on device|Disk quota exceeded
-  a disk is full, mostly of checkpoints, logs or caches; or its owner's quota is
-  df -h and df -i of the folder in the message, and of /tmp; quota -s
-  keep fewer checkpoints, write elsewhere, TMPDIR and HF_HOME on a larger disk
-time is up: DUE TO TIME LIMIT|DUE TO PREEMPTION
-  Slurm ended the job: its --time was over, or another job wanted the nodes
-  sacct -j JOB -o State,Elapsed,Timelimit
-  sbatch --signal=B:USR1@300 and save then; --requeue and load the checkpoint; more --time
-killed for memory: exitcode *: -9|SIGKILL|[Oo]ut of memory: Killed|oom-kill|killed by signal: Killed
-  the kernel, Slurm or Kubernetes killed a rank, mostly for the host's memory
-  dmesg -T | grep -i 'out of memory'; sacct -o MaxRSS; memory.events of its cgroup
-  fewer DataLoader workers, load weights on one rank or on meta, ask for more memory
-package missing: ModuleNotFoundError|No module named
-  this node's Python is another one, or its image lacks a package
-  python -c 'import sys; print(sys.executable)' and pip list on every node
-  one image or environment for all nodes; the same activation in the job script as in your shell
-unused parameter: Expected to have finished reduction in the prior iteration
-  DDP waits for the gradient of a parameter that the loss does not depend on
-  TORCH_DISTRIBUTED_DEBUG=DETAIL names it; or print which p.grad is None after backward()
-  use or freeze it; all outputs into the loss; else find_unused_parameters=True
-gradient twice: marked as ready twice|mark a variable ready only once
-  DDP got one parameter's gradient twice in a backward pass, as from reentrant checkpointing
-  the message names the parameter
-  checkpoint(..., use_reentrant=False), one forward pass per backward pass; else static_graph=True
-calls differ: Detected mismatch between collectives|Received data size doesn't match expected size
-  ranks made different calls of one group: another collective, order, shape or dtype
-  TORCH_DISTRIBUTED_DEBUG=DETAIL names the rank; profiling/04_debugging_hangs.py, the line, too
-  the same calls in the same order with the same shapes and dtypes on all ranks
-RDMA gave up: NET/IB.*completion.*status=12|IBV_WC_RETRY_EXC_ERR
-  the other end did not answer: a flapping link, a wrong RoCE address, or its process has died
-  ibstat and ports' error counters; ib_write_bw between the two; one card in all reports?
-  the cable, card or node; on RoCE NCCL_IB_GID_INDEX and flow control
-hang in training: Watchdog caught|operation timeout|Timed out waiting \d+ms for|watchdog got stuck
-  one rank did not call what the others called: it died, took another branch, or had no data left
-  the first error of any rank; py-spy dump --pid PID; torchfrtrace on the flight recorder's files
-  fix that rank; if it was only slow (a checkpoint, a download), a longer timeout
-node missing: RendezvousTimeoutError
-  torchrun waited for another node's torchrun: 10 minutes in the c10d form
-  on every node: is torchrun there? with the same --nnodes, --rdzv-id and --rdzv-endpoint?
-  start it on all nodes; nc -vz FIRST_NODE 29500 from each; --rdzv-conf=join_timeout=1800
-hang at init: clients joined|wait timeout after|store based barrier|monitoredBarrier|gave no answer
-  a rank is missing: not started, dead before init, or waiting in another call
-  pgrep -af python counts them; py-spy dump --pid PID says where one waits
-  start all that WORLD_SIZE promises; fix the first error of the first that died
-nobody listens: socket has (timed out|failed)|C10d store has failed|(?<!\d\] )Connection refused
-  rank 0 is not there, or its port is another, or a firewall stands before it
-  nc -vz $MASTER_ADDR $MASTER_PORT
-  the same MASTER_ADDR and MASTER_PORT on all nodes; open the ports between them
-a peer died: Connection (closed|reset) by peer|ncclRemoteError|remote process exited
-  another rank ended first, and this one only noticed
-  the first error, by time, in the logs of all ranks: torchrun --log-dir D -r 3 keeps them apart
-  run this tool on that rank's log
-NCCL stopped: unhandled (system|cuda|internal) error|nccl(System|UnhandledCuda|Internal)Error
-  a call of NCCL's to the system or to CUDA failed, and it says no more without being asked
-  run again with NCCL_DEBUG=WARN: the line "NCCL WARN" above names the call
-  run this tool on that log
-"""
-AILMENTS = re.findall(r"^(\w.*?): (.+)\n  (.+)\n  (.+)\n  (.+)", TABLE, re.M)
-
-
-# %% [markdown]
-# The first row whose words occur names the failure.
+# What a job says as it dies often names the cause. launch/diagnose.py, a file of this course to
+# copy alone, has a table of such words. Whatever fails in section 5 is shown to it, if it is here.
 
 
 # %%
-def diagnose(words: str) -> tuple[str, ...]:
-    """The line that gives a job's last `words` away, then the row of the table that it fits."""
-    called = re.search(r"connect to \((.+?), \d+\)", words)
-    if called:
-        answer = look(socket.getaddrinfo, called[1], None)()
-        if isinstance(answer, OSError | UnicodeError):
-            words += f"\nName or service not known: {called[0]}"
-    for row in AILMENTS:
-        found = re.search(f".{{0,30}}({row[1]}).*", words)
-        if found:
-            before = words[: found.start()].rpartition("\n")[2]
-            return ("…" if before else "") + found[0], *row
-    last = words if len(words) <= 300 else "…" + words[-299:]
-    return last, "in no table", "", "?", "?", "fix the first error of the first rank"
+DIAGNOSE = Path(__file__).resolve().parent.parent / "launch/diagnose.py"
 
 
 def prescribe(words: object) -> None:
-    said, name, _, cause, proof, remedy = diagnose(str(words))
-    said = shortened(said, 200)
-    show(name, f'"{said}"\ncause: {cause}\nproof: {proof}\nremedy: {remedy}')
+    """Show what launch/diagnose.py makes of a failure's words; if it is not here, the error."""
+    if DIAGNOSE.exists():
+        command = [sys.executable, DIAGNOSE, "--log", "-"]
+        ran = subprocess.run(command, input=str(words), capture_output=True, text=True)
+        show("diagnosis", ran.stdout + ran.stderr)
+    else:
+        error = re.search(r"^(\[rank\d+\]: )?[\w.]*(Error|Exception)\b.*", str(words), re.M)
+        show("it said", error[0] if error else str(words)[-300:])
 
 
-def shortened(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"
+# %% [markdown]
+# But no table knows more than the words do. A rank calls a host that does not exist, or one where
+# nobody listens: both times torch says that the client socket has timed out. Both are provoked
+# here. It takes seconds; the first time that you meet one, it takes an evening. What tells them
+# apart is a question to the machine: does that name lead anywhere?
 
 
-def store(host: str = "127.0.0.1", port: int = 0, n: int = 1, serve: bool = True) -> dist.TCPStore:
-    return dist.TCPStore(host, port, n, serve, timedelta(seconds=4))  # in place of minutes
+# %%
+def call_rank_0(host: str, port: int) -> None:
+    """Look for rank 0's store, as every rank does first; for 4 seconds, in place of minutes."""
+    dist.TCPStore(host, port, 1, False, timedelta(seconds=4))
 
 
-def taken_port() -> None:
-    first = store()
-    store(port=first.port)
+def unknown_name() -> None:
+    call_rank_0("nowhere-" * 9, 29500)  # too long for DNS
 
 
 def silent_port() -> None:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))  # nobody listens there, and nobody else may
-        store(port=held.getsockname()[1], serve=False)
+        call_rank_0("127.0.0.1", held.getsockname()[1])
 
 
-def torch_without_nccl() -> None:
-    """What a torch built for CPUs says."""
-    c10d = dist.distributed_c10d
-    there = c10d._NCCL_AVAILABLE
-    c10d._NCCL_AVAILABLE = False
-    try:
-        dist.init_process_group("nccl", rank=0, world_size=1, store=store())
-    finally:
-        c10d._NCCL_AVAILABLE = there
+def leads_nowhere(words: str) -> bool:
+    """Whether this machine finds no address for the host that these words name."""
+    called = re.search(r"connect to \((.+?), \d+\)", words)
+    found = look(socket.getaddrinfo, called[1], None)() if called else None
+    return isinstance(found, OSError | UnicodeError)
 
 
-FAILURES = {
-    "port taken": taken_port,
-    "unknown host name": lambda: store("nowhere-" * 9, 29500, serve=False),  # too long for DNS
-    "nobody listens": silent_port,
-    "wrong interface": lambda: dist.ProcessGroupGloo.create_device(interface="nowhere0"),
-    "no NCCL": torch_without_nccl,
-    "hang at init": lambda: store(n=2),  # and the other never comes
-}
-
-
-# %% [markdown]
-# A table names the failures that its writer had before him. Is it of use for others? These lines
-# are from public reports of other people's jobs, shortened.
-
-# %%
-REPORTED = {
-    "error: device-side assert triggered\nCUDA kernel errors might be": "index out of range",
-    "thread terminated with exception: CUDA error: an illegal memory access": "wild kernel",
-    "NVRM: Xid (PCI:0000:cb:00): 13, pid='<unknown>', Graphics SM Warp Exception": "wild kernel",
-    "NET/IBP:Got completion from peer 7.6.13.83<36315> with status=12 opcode": "RDMA gave up",
-    "STEP 494583.0 ON n CANCELLED AT 2024-04-20T09:09:37 DUE TO TIME LIMIT ***": "time is up",
-    "RuntimeError: DataLoader worker (pid 13904) is killed by signal: Killed.": "killed for memory",
-    "OSError: [Errno 28] No space left on device": "disk full",
-    '"message": "RendezvousTimeoutError: ",': "node missing",
-    "RendezvousConnectionError: The connection to the C10d store has failed.": "nobody listens",
-    "HTTPSConnectionPool(host='h', port=443): ... [Errno 111] Connection refused": "no way out",
-    "Expected to have finished reduction in the prior iteration before": "unused parameter",
-    "Expected to mark a variable ready only once. This error is caused by": "gradient twice",
-}
-
-
-def failures_are_recognized() -> None:
-    named = sum(diagnose(words)[1] == name for words, name in REPORTED.items())
-    claim("failures of strangers that the table names rightly", len(REPORTED), named)
+def two_failures_say_the_same() -> None:
+    failures = {"unknown name": unknown_name, "silent port": silent_port}
+    answers = {name: look(failure) for name, failure in failures.items()}  # they wait together
+    alike = 0
     right = 0
-    answers = {name: look(failure) for name, failure in FAILURES.items()}  # they wait together
     for name, answer in answers.items():
-        said, found, _, _, _, remedy = diagnose(str(answer(60)))
-        right += found == name
-        show(found, f'provoked: "{shortened(said, 66)}"\n{remedy}')
-    claim("failures provoked here and named rightly", len(FAILURES), right, question=3)
+        said = str(answer(60)).partition("\n")[0]
+        alike += "client socket has timed out" in said
+        right += leads_nowhere(said) == (name == "unknown name")
+        show(name, said)
+    claim("failures that say: client socket has timed out", 2, alike, question=3)
+    claim("of these, told apart by looking up the host name", 2, right, question=3)
 
 
 # %% [markdown]
@@ -668,7 +490,7 @@ def the_host_name_is_ours() -> None:
     count = len(held) if isinstance(held, list) else 0
     claim("addresses of the host name that are this machine's", 1, count, ">=")
     if not count:
-        prescribe(held or f"{name} has no address of this machine")
+        prescribe(f"{name} has no address of this machine: {held}")
 
 
 def fill_shared_memory(size: int) -> int:
@@ -694,7 +516,7 @@ def shared_memory_is_there() -> None:
     count = same if isinstance(same, int) else NOTHING
     claim(f"bytes that {SHM} gives back", size, count, question=2)
     if same != 2**27:
-        prescribe(f"{SHM}: {same}" if isinstance(same, Exception) else f"{SHM}: {same:,} bytes")
+        prescribe(f"insufficient shared memory in {SHM}: {same!r} of {2**27} bytes")
 
 
 # %% [markdown]
@@ -797,12 +619,11 @@ def what_runs_here() -> None:
 #    one machine NCCL only meets there: data go by NVLink, PCIe or shared memory. The claims compare
 #    what was predicted with the sockets that were really open.
 # 2. All 128 MiB, unless this is a container: Docker gives 64 MB, and then the claim shows how many
-#    there are, and the row of the table what to do. A program that only asks how long its file is
-#    would have been told 128 MiB.
-# 3. An unknown host name, and a host where nobody listens: both die with the same words. Only
-#    looking up the name tells which. All six provoked failures are named rightly, and so are
-#    lines from reports of strangers. Such a table is never complete: "in no table" means that the
-#    first error of the first rank has to be read.
+#    there are. `docker run --shm-size=1g` gives more, or `--ipc=host`; in Kubernetes, an emptyDir
+#    of medium Memory. A program that only asks how long its file is would have been told 128 MiB.
+# 3. An unknown host name, and a host where nobody listens. Both die with the same words, so a table
+#    cannot tell; looking up the name does. launch/diagnose.py says of both "nobody listens", and to
+#    look up the name first. Where no table knows the words, read the first error of the first rank.
 #
 # **Try.** `rank + 2.0` sums to 5 for 3: a wrong sum is a FAIL, as a hang or a crash would be. With
 # `lo` first, NCCL is predicted on the loopback, and NCCL itself says otherwise.
@@ -814,12 +635,9 @@ def what_runs_here() -> None:
 
 # %%
 def main() -> None:
-    about = {"metavar": "PATH", "help": "what a job that died had printed"}
-    options = command_line({"--log": about})
+    command_line()
     if WORLD_SIZE > 1:
         refuse(f"needs 1 rank, for it starts its own; got {WORLD_SIZE}; run it with plain python")
-    if options.log and not os.path.isfile(options.log):
-        refuse(f"--log: no file {options.log}")
     gloo = look(torchrun, "gloo", 2)  # its ranks import torch while we look around
     print0(f"This machine, as torch {torch.__version__} finds it\n")
     for name, probe in {"computer": computer, "GPUs": gpus, "network": network}.items():
@@ -830,11 +648,8 @@ def main() -> None:
     nccl_takes_what_is_predicted()
     every_gpu_joins()
     shared_memory_is_there()
-    print0("\nFailures that you will meet, provoked and recognized\n")
-    failures_are_recognized()
-    if options.log:
-        print0(f"\nWhat killed the job that wrote {options.log}\n")
-        prescribe(look(Path(options.log).read_text)())
+    print0("\nTwo failures that you will meet\n")
+    two_failures_say_the_same()
     what_runs_here()
     finish()
 

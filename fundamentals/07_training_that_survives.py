@@ -949,7 +949,7 @@ def reports_of_torchrun(folder: Path, flags: list[str]) -> list[dict]:
 #
 # launch/ddp_surviving.py is all of this in one file to copy, with what a lesson leaves out: workers
 # and augmentation, accumulation, a full disk, orphans of a dead launcher, ranks that hang, settings
-# that changed, `@record`, logs with the rank in front, a progress bar, TensorBoard. Its tests kill
+# that changed, `@record`, logs with the rank in front, TensorBoard. Its tests kill
 # it before every line that writes, and at random anywhere else. launch/ddp_minimal.py is for trying
 # something for an hour.
 

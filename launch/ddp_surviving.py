@@ -9,10 +9,10 @@ After whatever end, type the same line again: it goes on where the last checkpoi
 On several nodes launch_ddp.sh, next to this file, sets the variable that `join` below asks for.
 
 **The claim.** Killed at any point and started again with as many ranks, it ends with the same
-weights, bit for bit, as if nothing had happened: on the same kind of machine and the same torch.
-On **another number of ranks** each step still takes the same images, cropped alike, and the mean
-over all of them, for --batch counts those of all ranks: only sums round otherwise, and dropout and
-batch norm's statistics, which are a rank's own, draw and see others. So it is with --micro-batch.
+weights, bit for bit, on the same kind of machine and the same torch. On **another number of
+ranks** each step still takes the same images, cropped alike, and the mean over all of them: --batch
+counts those of all ranks. Only sums round otherwise, and dropout and batch norm's statistics, which
+are a rank's own, draw and see others. So it is with --micro-batch.
 
 **It survives**
 - a rank that is killed or raises: torchrun starts all ranks anew, from the last checkpoint;
@@ -21,26 +21,23 @@ batch norm's statistics, which are a rank's own, draw and see others. So it is w
   Ctrl-C, and SIGHUP, when a terminal closes: all ranks end the same step, save, and leave with
   status 143, 130 or 129. torchrun gives them 30 seconds for that (--shutdown-timeout), in which
   --listen-every steps and the saving have to fit;
-- the death of torchrun itself: its ranks see that they are orphans, save, and leave. Until they
-  have left, a new run waits for them: two never write into one folder;
+- the death of torchrun itself: its ranks see that they are orphans, save, and leave. A new run
+  waits until they have left: two never write into one folder;
 - death while a checkpoint is written, and a full disk: the checkpoint before it is still whole;
 - a checkpoint that is cut off, incomplete, or has a bit flipped: it is named, put aside as
   step-N.damaged, and the one before it is used. If none is whole, nothing starts;
 - gradients that are not finite: all ranks stop before that step, and it is not saved.
 
-**It refuses** a GPU that is missing, and bfloat16 on a GPU that only emulates it. It trains on the
-CPU where no node has a GPU, or where CUDA_VISIBLE_DEVICES is empty on all nodes.
+**It refuses** a missing GPU, bfloat16 that a GPU emulates, another batch or rate than before. It
+trains on the CPU where no node has a GPU, or where CUDA_VISIBLE_DEVICES is empty on all nodes.
 
 **It does not survive**
-- another batch, another learning rate: refused, and told what differs;
 - a disk that fails to read (not: a file that is damaged): it ends, and puts no checkpoint aside;
-- the loss of the disk. On several nodes --checkpoints has to be a folder that all of them share:
-  after a restart another machine may be rank 0's, and the old one gone. Every rank reads there;
+- the loss of the disk. On several nodes all have to share the folder of --checkpoints;
 - wrong arithmetic: a GPU that computes nonsense has it saved with a correct checksum;
 - transforms that draw from numpy or from Python's `random`: an image's seed is torch's alone.
 """
 
-import argparse
 import fcntl
 import hashlib
 import io
@@ -57,6 +54,7 @@ import sys
 import time
 import traceback
 import zlib
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import nullcontext
 from copy import deepcopy
@@ -67,13 +65,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset
 
-try:
-    from tqdm import tqdm
-except ImportError:
-    tqdm = None
 try:
     from torch.utils.tensorboard import SummaryWriter
 except ImportError:
@@ -86,41 +79,40 @@ LOCK_SECONDS = 60  # that orphans of a run before may take to leave
 log = logging.getLogger("training")
 
 
-def read_flags() -> argparse.Namespace:
-    flags = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    flags.add_argument("--data", type=Path, help="folder with train/ and val/, else the digits")
-    flags.add_argument("--checkpoints", type=Path, default="checkpoints", help="folder for them")
-    flags.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
-    flags.add_argument("--keep", type=int, default=3, help="how many checkpoints stay")
-    flags.add_argument("--keep-every", type=int, default=100, help="and of all each so many-th")
-    flags.add_argument("--epochs", type=int, default=6)
-    flags.add_argument("--batch", type=int, default=96, help="images of a step, on all ranks")
-    flags.add_argument("--micro-batch", type=int, default=64, help="at most so many at a time")
-    flags.add_argument("--learning-rate", type=float, default=0.1, help="falls to 0 by a cosine")
-    flags.add_argument("--warm-up", type=int, default=0, help="first steps, in which it rises")
-    flags.add_argument("--weight-decay", type=float, default=5e-5, help="of weights, not of biases")
-    flags.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradients")
-    flags.add_argument("--precision", choices=DTYPES, default="bfloat16")
-    flags.add_argument("--loss-scale", type=float, default=2.0**16, help="first one, for float16")
-    flags.add_argument("--seed", type=int, default=0)
-    flags.add_argument("--workers", type=int, default=0, help="loader processes of one rank")
-    flags.add_argument("--log-every", type=int, default=10, help="steps between lines")
-    flags.add_argument("--listen-every", type=int, default=10, help="steps until SIGTERM is heard")
-    flags.add_argument("--timeout", type=float, default=600, help="seconds to wait for a rank")
+def read_flags() -> Namespace:
+    flags = ArgumentParser(formatter_class=ArgumentDefaultsHelpFormatter)
+    add = flags.add_argument
+    add("--data", type=Path, help="folder with train/ and val/, else the digits")
+    add("--checkpoints", type=Path, default="checkpoints", help="folder for them")
+    add("--save-every", type=int, default=100, help="steps between checkpoints")
+    add("--keep", type=int, default=3, help="how many checkpoints stay")
+    add("--keep-every", type=int, default=100, help="and of all each so many-th")
+    add("--epochs", type=int, default=6)
+    add("--batch", type=int, default=96, help="images of a step, on all ranks")
+    add("--micro-batch", type=int, default=64, help="at most so many at a time")
+    add("--learning-rate", type=float, default=0.1, help="falls to 0 by a cosine")
+    add("--warm-up", type=int, default=0, help="first steps, in which it rises")
+    add("--weight-decay", type=float, default=5e-5, help="of weights, not of biases")
+    add("--clip", type=float, default=1.0, help="largest norm of the gradients")
+    add("--precision", choices=DTYPES, default="bfloat16")
+    add("--loss-scale", type=float, default=2.0**16, help="first one, for float16")
+    add("--seed", type=int, default=0)
+    add("--workers", type=int, default=0, help="loader processes of one rank")
+    add("--log-every", type=int, default=10, help="steps between lines")
+    add("--listen-every", type=int, default=10, help="steps until SIGTERM is heard")
+    add("--timeout", type=float, default=600, help="seconds to wait for a rank")
     args = flags.parse_args()
-    if args.keep < 2:
-        flags.error("--keep must be at least 2: the newest checkpoint may be the damaged one")
-    if args.keep_every < 1:
-        flags.error("--keep-every must be at least 1: each so many-th checkpoint stays for ever")
-    if args.batch < 1 or args.micro_batch < 1:
-        flags.error("--batch and --micro-batch must be at least 1")
+    least = {"keep": 2, "warm_up": 0, "workers": 0, "seed": 0}  # 2: the newest may be damaged
+    for name, value in vars(args).items():
+        if type(value) is int and value < least.get(name, 1):
+            flags.error(f"--{name.replace('_', '-')} must be at least {least.get(name, 1)}")
     return args
 
 
 # What is yours: the model and the data
 
 
-def build_model(args: argparse.Namespace, classes: int) -> nn.Module:
+def build_model(args: Namespace, classes: int) -> nn.Module:
     if args.data:
         from torchvision.models import resnet18
 
@@ -132,7 +124,7 @@ def build_model(args: argparse.Namespace, classes: int) -> nn.Module:
     )  # fmt: skip
 
 
-def load_data(args: argparse.Namespace) -> tuple[Dataset, Dataset, int]:
+def load_data(args: Namespace) -> tuple[Dataset, Dataset, int]:
     """Images to learn from, images to be judged by, number of classes."""
     if args.data:
         from torchvision import transforms
@@ -153,9 +145,6 @@ def load_data(args: argparse.Namespace) -> tuple[Dataset, Dataset, int]:
     return Subset(data, order[:1440]), Subset(data, order[1440:]), 10
 
 
-# Data that can go on anywhere
-
-
 class MicroBatches(Sampler):
     """This rank's share of each step, in micro-batches of (epoch, index), from any step on.
 
@@ -163,15 +152,12 @@ class MicroBatches(Sampler):
     cards. Images that are left over at an epoch's end wait for another epoch's order.
     """
 
-    epoch = 0
-    first = 0  # how many steps of the epoch are done
-
     def __init__(self, images: int, batch: int, most: int, seed: int) -> None:
         self.images, self.batch, self.seed = images, batch, seed
+        self.epoch, self.first = 0, 0  # which epoch, and how many of its steps are done
         self.steps = images // batch
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        share = len(range(self.rank, batch, self.ranks))
-        self.per_step = math.ceil(share / most)
+        self.per_step = math.ceil(len(range(self.rank, batch, self.ranks)) / most)
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         dice = torch.Generator().manual_seed(seed_of(self.seed, self.epoch))
@@ -183,14 +169,10 @@ class MicroBatches(Sampler):
 
 
 class Seeded(Dataset):
-    """Draws the augmentation of an image from (seed, epoch, index) alone.
-
-    So it does not matter which rank or worker makes it, nor what was made before.
-    """
+    """Draws an image's augmentation from (seed, epoch, index), whatever rank or worker makes it."""
 
     def __init__(self, data: Dataset, seed: int) -> None:
-        self.data = data
-        self.seed = seed
+        self.data, self.seed = data, seed
 
     def __getitems__(self, places: list[tuple[int, int]]) -> list:
         found = []
@@ -206,8 +188,7 @@ def seed_of(*numbers: int) -> int:
     return zlib.crc32(" ".join(map(str, numbers)).encode())
 
 
-# Checkpoints: rank 0 alone writes, and chooses; then every rank reads. Their folder must outlive
-# rank 0's machine, and be visible to all: on several nodes, a shared folder.
+# Checkpoints: rank 0 writes and chooses, then every rank reads. So nodes must share the folder.
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -216,32 +197,15 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return sorted(found, reverse=True)
 
 
-def to_bytes(state: object) -> bytes:
-    file = io.BytesIO()  # into memory: on a full disk torch.save raises no OSError
-    torch.save(state, file)
-    return file.getvalue()
-
-
-def write_durably(path: Path, data: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())  # else the name may outlive a power cut, and the bytes not
-
-
-def sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Have this file, or the names in this folder, on the disk: for the case of a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
 
 
-def write_checkpoint(
-    folder: Path, step: int, states: dict[str, object], keep: int, stays: int
-) -> None:
-    """Write all of it or nothing; then delete what is older than the last `keep`.
-
-    Those of steps that `stays` divides are never deleted: training may have gone wrong long ago.
-    """
+def write_checkpoint(folder: Path, step: int, states: dict, keep: int, stays: int) -> None:
+    """Write all or nothing; then delete all but the last `keep`, and steps that `stays` divides."""
     final = folder / f"step-{step:09}"
     if final.exists():  # it was loaded from there, or saved before SIGTERM came
         return
@@ -249,13 +213,16 @@ def write_checkpoint(
     temporary.mkdir()
     sums = {}
     for name, state in states.items():
-        data = to_bytes(state)
-        sums[name] = hashlib.sha256(data).hexdigest()
-        write_durably(temporary / name, data)
-    write_durably(temporary / CHECKSUMS, json.dumps(sums).encode())
-    sync_folder(temporary)
+        file = io.BytesIO()  # into memory: on a full disk torch.save raises no OSError
+        torch.save(state, file)
+        sums[name] = hashlib.sha256(file.getbuffer()).hexdigest()
+        (temporary / name).write_bytes(file.getbuffer())
+        sync(temporary / name)
+    (temporary / CHECKSUMS).write_text(json.dumps(sums))
+    sync(temporary / CHECKSUMS)
+    sync(temporary)
     temporary.rename(final)  # at this moment it begins to exist
-    sync_folder(folder)
+    sync(folder)
     for old in checkpoints_in(folder)[keep:]:
         if int(old.name.removeprefix("step-")) % stays:
             old.rename(old.with_suffix(".tmp"))  # half of one must not look like one
@@ -268,9 +235,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def check(path: Path) -> None:
-    """Raises ValueError if a file of a checkpoint is not as it was written, OSError if the disk
-    fails: then it may be whole.
-    """
+    """Raises ValueError if a file is not as it was written, OSError if the disk fails to read."""
     try:
         sums = json.loads((path / CHECKSUMS).read_bytes())
         for name in PARTS:
@@ -302,9 +267,8 @@ def newest_whole(folder: Path) -> Path | None:
 
 def load_checkpoint(folder: Path, device: torch.device) -> dict[str, dict]:
     """What `states` made, the same on every rank; empty if there is none."""
-    newest = [path.name for path in checkpoints_in(folder)[:1]]
     seen = [None] * dist.get_world_size()
-    dist.all_gather_object(seen, newest)
+    dist.all_gather_object(seen, [path.name for path in checkpoints_in(folder)[:1]])
     if max(seen) > seen[0]:
         raise ValueError(f"a rank sees {max(seen)[0]} in {folder}, and rank 0 does not: share it")
     word = [None, ""]
@@ -335,47 +299,26 @@ def lock(folder: Path) -> None:
     descriptor = os.open(folder / "lock", os.O_CREAT | os.O_RDWR)
     for _ in range(10 * LOCK_SECONDS):
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
+            return fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             time.sleep(0.1)
     raise ValueError(f"another run trains into {folder}. End it, or choose other --checkpoints.")
-
-
-# Randomness and signals
-
-
-def random_state(device: torch.device) -> dict:
-    state = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def set_random_state(state: dict, device: torch.device) -> None:
-    random.setstate(state["python"])
-    torch.set_rng_state(state["torch"].cpu())
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"].cpu(), device)
 
 
 class Stop:
     """Whether any rank was told to stop. All ranks learn of it at the end of the same step."""
 
     def __init__(self) -> None:
-        self.number = 0  # the signal that came
+        self.heard = [0]  # the numbers of the signals that came
         self.parent = os.getppid()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self.hear)
-
-    def hear(self, number: int, frame: object) -> None:
-        self.number = number
+            signal.signal(number, lambda number, frame: self.heard.append(number))
 
     def ask(self) -> None:
         """At the start of a step: the answer travels while the step computes."""
         if os.getppid() != self.parent:  # torchrun has died
-            self.number = signal.SIGTERM
-        self.flag = torch.tensor(self.number)  # on the CPU, through gloo: no GPU waits for it
+            self.heard.append(signal.SIGTERM)
+        self.flag = torch.tensor(self.heard[-1])  # on the CPU, through gloo: no GPU waits for it
         self.work = dist.all_reduce(self.flag, dist.ReduceOp.MAX, async_op=True)
 
     def answer(self) -> int:
@@ -384,30 +327,22 @@ class Stop:
         return int(self.flag)
 
 
-# Training
-
-
 class Trainer:
     """All that a checkpoint holds, and the step that changes it."""
 
-    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
-        self.args = args
-        self.device = device
-        self.rank = dist.get_rank()
+    def __init__(self, args: Namespace, device: torch.device) -> None:
+        self.args, self.device, self.rank = args, device, dist.get_rank()
         train, self.test, classes = load_data(args)
         if not dist.get_world_size() <= args.batch <= len(train):
             told = f"--batch {args.batch}: at least one image for each of {dist.get_world_size()}"
             raise ValueError(f"{told} ranks, and at most the {len(train)} there are")
         self.sampler = MicroBatches(len(train), args.batch, args.micro_batch, args.seed)
-        own = torch.Generator()  # else each new iterator draws from the generator of dropout
-        how = {"num_workers": args.workers, "generator": own, "pin_memory": device.type == "cuda"}
+        how = {"num_workers": args.workers, "pin_memory": device.type == "cuda"}
         self.loader = DataLoader(Seeded(train, args.seed), batch_sampler=self.sampler, **how)
-        self.steps_per_epoch = self.sampler.steps
-        self.total_steps = args.epochs * self.steps_per_epoch
-
+        self.total_steps = args.epochs * self.sampler.steps
         torch.manual_seed(args.seed)
         model = build_model(args, classes).to(device)
-        self.ddp = DistributedDataParallel(model)
+        self.ddp = nn.parallel.DistributedDataParallel(model)
         weights = [parameter for parameter in model.parameters() if parameter.dim() > 1]
         others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
         groups = [{"params": weights, "weight_decay": args.weight_decay}, {"params": others}]
@@ -416,13 +351,11 @@ class Trainer:
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.rate)
         scales = args.precision == "float16"  # whose small gradients would else be 0
         self.scaler = torch.amp.GradScaler(device.type, args.loss_scale, enabled=scales)
-        self.step = 0
-        self.batches = None  # what is left of the epoch
+        self.step, self.batches = 0, None  # the next step, and what is left of its epoch
         self.arrange_buckets([train[0], train[1]])
-        self.draw_anew()
-        same = ["epochs", "batch", "learning_rate", "warm_up", "weight_decay"]
-        same += ["clip", "precision", "seed"]
-        self.settings = {name: getattr(args, name) for name in same} | {"images": len(train)}
+        same = "epochs batch learning_rate warm_up weight_decay clip precision seed"
+        self.settings = {name: getattr(args, name) for name in same.split()}
+        self.settings["images"] = len(train)
 
     def rate(self, step: int) -> float:
         """By what the learning rate is multiplied in a step, from 0: up a line, down a cosine."""
@@ -430,12 +363,6 @@ class Trainer:
             return (step + 1) / (self.args.warm_up + 1)
         left = max(1, self.total_steps - self.args.warm_up)
         return (1 + math.cos(math.pi * (step - self.args.warm_up) / left)) / 2
-
-    def draw_anew(self) -> None:
-        """Seed this rank's generators, by the step: each rank drops out others."""
-        seed = seed_of(self.args.seed, self.step, dist.get_world_size(), self.rank)
-        torch.manual_seed(seed)
-        random.seed(seed)
 
     def arrange_buckets(self, samples: list) -> None:
         """Let DDP do now what it does after its first backward: arrange its buckets anew.
@@ -457,10 +384,14 @@ class Trainer:
 
     def train_step(self) -> torch.Tensor:
         """Take the next step; return this rank's loss of it. The mean over ranks is the batch's."""
-        epoch, done = divmod(self.step, self.steps_per_epoch)
+        epoch, done = divmod(self.step, self.sampler.steps)
         if self.batches is None or done == 0:
             self.sampler.epoch, self.sampler.first = epoch, done
             self.batches = iter(self.loader)
+        # Dropout draws by the step, on each rank others: no state of a generator is to be saved.
+        seed = seed_of(self.args.seed, self.step, dist.get_world_size(), self.rank)
+        torch.manual_seed(seed)
+        random.seed(seed)
         # DDP divides by the ranks. Their shares differ by an image if they do not divide a batch.
         scale = dist.get_world_size() / self.args.batch
         total = 0
@@ -474,19 +405,15 @@ class Trainer:
         return total
 
     def update(self) -> None:
-        """Change the weights, unless the gradients' norm is not finite.
-
-        DDP has averaged the gradients: all ranks raise FloatingPointError, or none.
-        """
+        """Change the weights, unless the gradients' norm is not finite: then all ranks raise."""
         self.scaler.unscale_(self.optimizer)  # clip the gradients, not what the scale makes of them
         norm = nn.utils.clip_grad_norm_(self.ddp.parameters(), self.args.clip)
         scale = self.scaler.get_scale()
         # An overflow by float16's scale is no divergence: such a step is skipped, below, and the
         # scale halved. The host waits here for the GPU, once a step.
         if scale <= 1 and not norm.isfinite():
-            told = f"step {self.step + 1}: the gradients' norm is {norm:g}"
-            rule = "Nothing of this step was taken or saved; the checkpoints before it are good"
-            raise FloatingPointError(f"{told}. {rule}. Look at its data and the learning rate.")
+            told = f"step {self.step + 1}: the gradients' norm is {norm:g}. It was not taken"
+            raise FloatingPointError(f"{told} or saved: look at its data and the learning rate")
         self.scaler.step(self.optimizer)  # does nothing if a gradient is infinite
         self.scaler.update()
         self.optimizer.zero_grad()
@@ -503,7 +430,7 @@ class Trainer:
         own = Subset(self.test, range(self.rank, len(self.test), dist.get_world_size()))
         counts = torch.zeros(2, dtype=torch.long, device=self.device)
         self.ddp.eval()
-        for x, y in DataLoader(own, 100, generator=torch.Generator()):
+        for x, y in DataLoader(own, 100):
             right = self.ddp.module(x.to(self.device)).argmax(1) == y.to(self.device)
             counts += torch.tensor([right.sum(), len(y)], device=self.device)
         self.ddp.train()
@@ -512,11 +439,9 @@ class Trainer:
 
     def save(self, must: bool) -> None:
         """Write a checkpoint. Where there is no room for it, go on without, unless it `must` be."""
-        states = [None] * dist.get_world_size()
-        dist.all_gather_object(states, random_state(self.device))
         if self.rank > 0:
             return
-        progress = {"step": self.step, "settings": self.settings, "random": states}
+        progress = {"step": self.step, "settings": self.settings}
         progress |= {"scheduler": self.scheduler.state_dict(), "scaler": self.scaler.state_dict()}
         model = self.ddp.module.state_dict()
         parts = dict(zip(PARTS, (model, self.optimizer.state_dict(), progress), strict=True))
@@ -546,11 +471,6 @@ class Trainer:
         self.scheduler.load_state_dict(progress["scheduler"])
         self.scaler.load_state_dict(progress["scaler"])
         self.step = progress["step"]
-        if len(progress["random"]) == dist.get_world_size():
-            set_random_state(progress["random"][self.rank], self.device)
-        else:
-            log.info("was saved by %d ranks: draws anew", len(progress["random"]))
-            self.draw_anew()
         log.info("goes on after step %d of %d", self.step, self.total_steps)
 
 
@@ -574,53 +494,42 @@ def own_device(precision: str) -> torch.device:
 def join(precision: str, timeout: timedelta) -> torch.device:
     """Do what init_process_group does; return this rank's device. Raises on all ranks, or on none.
 
-    It forgets the addresses of ranks that have died: torchrun's store outlives its ranks, and a
-    rank that starts anew may find in it where a dead one could be reached. (torch 2.15: torchrun
-    makes one TCPStore for all its restarts, dynamic_rendezvous.py, and what _create_c10d_store says
-    of a new one per retry holds only with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.) On one node a
-    prefix per restart does. On several nodes restarts are not counted alike: the variable has to.
+    It forgets the addresses of ranks that have died, which torchrun's store has kept: torch 2.15
+    makes one TCPStore for all restarts (dynamic_rendezvous.py), unless it is told not to. On one
+    node a prefix per restart does. Several do not count restarts alike: the variable has to.
     """
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
-    elif shared_store_restarts():
-        raise ValueError(
-            "--max-restarts on several nodes: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each"
-        )
-    device = torch.device("cpu")
+    elif shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+        raise ValueError(f"--max-restarts on several nodes: export {name}=1 on each")
     try:
         device = own_device(precision)
+        told = device.type
     except (ValueError, RuntimeError) as error:  # RuntimeError: CUDA cannot reach the GPU
-        store.set("why not", str(error))
+        told = str(error)
     # Before any collective, which would wait for a rank that has given up.
-    store.add(device.type, 1)
-    if store.add("ranks that looked", 1) == world_size:
-        store.set("all have looked", "")
-    store.wait(["all have looked"])
-    if store.check(["why not"]):
-        raise ValueError(store.get("why not").decode())
-    if store.add(device.type, 0) < world_size:
-        told = f"{store.add('cuda', 0)} of {world_size} ranks have a GPU, the other nodes have none"
+    store.set(f"rank {rank}", told)
+    every = store.multi_get([f"rank {other}" for other in range(world_size)])  # waits for all
+    for told in every:
+        if told not in (b"cuda", b"cpu"):
+            raise ValueError(told.decode())
+    gpus = every.count(b"cuda")
+    if gpus not in (0, world_size):
+        told = f"{gpus} of {world_size} ranks have a GPU, the other nodes have none"
         raise ValueError(f"{told}: CUDA_VISIBLE_DEVICES= on every node if it is to be the CPU")
     how = {"store": store, "rank": rank, "world_size": world_size, "timeout": timeout}
-    if device.type == "cuda":
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **how)
-    else:
-        dist.init_process_group("gloo", **how)
+    gpu = device if gpus else None
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", device_id=gpu, **how)
     return device
 
 
-def shared_store_restarts() -> bool:
-    """Whether torchrun may start ranks anew, and would give them the store of those that died."""
-    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-
-
 def meet() -> None:
-    """Wait for all ranks, by gloo.
+    """Wait for all ranks, by gloo: dist.barrier takes NCCL if it is there, so a zero is added up.
 
-    On CPUs by what has no tensor: an exit while a thread of gloo's lets go of one may abort. Where
-    there are GPUs dist.barrier takes NCCL, so gloo adds up a zero.
+    On CPUs by what has no tensor: an exit while a thread of gloo's lets go of one may abort.
     """
     if dist.get_backend() == "gloo":
         dist.barrier()
@@ -628,33 +537,12 @@ def meet() -> None:
         dist.all_reduce(torch.zeros(1))
 
 
-class Display:
-    """What rank 0 shows: a progress bar and TensorBoard's scalars, each if it is installed."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.bar = None
-        self.writer = None
-        if trainer.rank > 0:
-            return
-        if tqdm and sys.stderr.isatty():  # a file gets the log's lines alone
-            self.bar = tqdm(total=trainer.total_steps, initial=trainer.step)
-        if SummaryWriter:  # what a run before wrote beyond this step is taken back
-            folder = trainer.args.checkpoints / "tensorboard"
-            self.writer = SummaryWriter(folder, purge_step=trainer.step + 1)
-
-    def advance(self) -> None:
-        if self.bar:
-            self.bar.update()
-
-    def scalar(self, name: str, value: float, step: int) -> None:
-        if self.writer:
-            self.writer.add_scalar(name, value, step)
-
-
 def run(trainer: Trainer, stop: Stop) -> None:
     """Train to the end, or until a signal comes."""
     args = trainer.args
-    display = Display(trainer)
+    writer = None
+    if SummaryWriter and trainer.rank == 0:  # what was written beyond this step is taken back
+        writer = SummaryWriter(args.checkpoints / "tensorboard", purge_step=trainer.step + 1)
     while trainer.step < trainer.total_steps:
         listens = trainer.step % args.listen_every == 0  # the same steps on all ranks
         if listens:
@@ -663,16 +551,17 @@ def run(trainer: Trainer, stop: Stop) -> None:
         number = stop.answer() if listens else 0
         step = trainer.step
         last = step == trainer.total_steps
-        display.advance()
         if step % args.log_every == 0 or last:
             dist.all_reduce(loss)
             loss /= dist.get_world_size()
             log.info("step %d of %d, loss %.4f", step, trainer.total_steps, loss)
-            display.scalar("loss", loss, step)
-        if step % trainer.steps_per_epoch == 0:  # before saving: who dies here does it again
+            if writer:
+                writer.add_scalar("loss", loss, step)
+        if step % trainer.sampler.steps == 0:  # before saving: who dies here does it again
             right, seen = trainer.evaluate()
-            log.info("epoch %d: %d of %d right", step // trainer.steps_per_epoch, right, seen)
-            display.scalar("accuracy", right / seen, step)
+            log.info("epoch %d: %d of %d right", step // trainer.sampler.steps, right, seen)
+            if writer:
+                writer.add_scalar("accuracy", right / seen, step)
         if number or last or step % args.save_every == 0:
             trainer.save(must=last)
         if number and not last:
@@ -688,8 +577,7 @@ def main() -> None:
     stop = Stop()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA is asked anything
     device = join(args.precision, timedelta(seconds=args.timeout))
-    if device.type == "cuda":
-        torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(device.type == "cuda", warn_only=True)
     rank = dist.get_rank()
     level = logging.INFO if rank == 0 else logging.WARNING
     logging.basicConfig(format=f"[rank {rank}] %(message)s", level=level, stream=sys.stdout)

@@ -150,7 +150,7 @@ hang at init: clients joined|wait timeout after|based barrier|onitoredBarrier(?!
   a rank never started, died, or waits elsewhere [torch, store] -> this tool with --job on each node
 nobody listens: client socket has (timed out|failed)|C10d store has failed
     |(?<!\d\] )Connection refused|socketStartConnect: Connect to .* failed
-  rank 0 is not there, or a firewall [pytorch#79388] -> nc -vz $MASTER_ADDR $MASTER_PORT
+  no rank 0, no such name, or a firewall [pytorch#79388] -> getent hosts HOST; nc -vz HOST PORT
 a peer died: [Cc]onnection (was )?(closed|reset)|ncclRemoteError|remote process exited
     |[Bb]roken pipe|lost communication with|Barrier, but|Horovod has been shut|ly disconnected
   this rank only noticed [nccl#2076] -> this tool with --log and the logs of all ranks
@@ -343,7 +343,7 @@ def accuse(guilty: list[int], old: list, records: dict[int, Record]) -> Finding:
     evidence = [f"{records[r].file}: {c} ({c.tensors})" for r, c in old[:3]]
     for mine in record.calls if record and call.peer is None else []:
         theirs = records[rank].at(mine) if mine.group == call.group and mine.peer is None else None
-        if theirs and theirs.where != mine.where:
+        if theirs and mine.created and theirs.where != mine.where:  # a log's lines always differ
             evidence += [f"ways part: rank {guilty[0]} calls {mine}; rank {rank} calls {theirs}"]
             break
     places = [str(records.get(one, f"rank {one}: no record, so no line")) for one in guilty]
@@ -516,7 +516,7 @@ rror xcept ailed FAILED imeout imed atchdog Xid ECC OOM oom illed SIG ignal emor
 Traceback Uncaught return AF_INET alloc space uota CANCEL DUE NET/ fault victed open ancdata reset
 onnection refused ready reduction nterrupt clients arrier ddress Duplicate Multiple interface bound
 ordinal match expects insufficient kernel initialized bus ssert illegal aligned OutOf ibv_ shm core
-odule NodeLost low RETRY endezvous store ocket remote roken unhandled nown resol nodename GPUs NCCL
+odule NodeLost low RETRY endezvous uires ocket remote roken unhandled nown resol nodename GPUs NCCL
 answer undef writing param too srun family found lost ranks: EXIT denied thread connected NaN nan,
 """
 HINTS = HINT_WORDS.split()
@@ -536,7 +536,7 @@ LISTED = re.compile(r"\b(host|rank) {6}: (\S+)")  # torchrun's list of failures
 ABORTED = re.compile(r"Terminating (StepId|job step)|Job step aborted")
 INDENTED = re.compile(r"^(\S*:)?\s{2}")  # of a traceback, after a rank's prefix
 ENDS = re.compile(r"(?i)\b(train|job|run|all )\w*.{0,30}(done|finish|complete)|^\W*done|n_runtime")
-SOURCE = re.compile(r"(^|\s{2,})raise ")  # in a traceback; its last line tells more
+SOURCE = re.compile(r"(^|\s{2,})(raise|except) ")  # in a traceback; its last line tells more
 FAILED = re.compile(
     r"failed \(exitcode|core dumped|non-zero exit|ChildFailed|Process(Exit|Rais)ed"
     r"|(Actor\w*|RayTask)Error|[Ss]ee .*root cause"
@@ -679,7 +679,7 @@ def diagnose_logs(files: list[str]) -> Finding:
     local = re.search(r"local_rank: \d+", first.text)
     who = [f"rank {rank}" if rank else local and local[0], host and f"on {host}"]
     said = " ".join(filter(None, [*who, first.own_line and f"at {first.own_line}"]))
-    evidence = [f"{h.file}:{h.number}: {h.text[:150]}" for _, h in sorted(hits.items())]
+    evidence = [f"{h.file}:{h.number}: {h.text[:200]}" for _, h in sorted(hits.items())]
     finding = Finding(name, f"{said or 'some rank'}: {meaning}", [said] if said else [])
     if name == "hang in training" and log.timeouts().kind in (name, "calls differ"):
         finding = log.timeouts()

@@ -16,12 +16,11 @@ additions differs: --batch counts the samples of a step on all ranks together.
 
 **It survives** what ddp_surviving.py does, in the same way: ranks that are killed, raise or hang;
 SIGTERM, Ctrl-C and SIGHUP (status 143, 130, 129), if a step, the save that is under way and one
-more fit into torchrun's --shutdown-timeout; the death of torchrun; a full disk. And
-- death in any phase of a save: all ranks write shards into a .tmp folder while training goes on;
-  a list of all checksums follows, and at last the folder's name;
-- a file that is cut off, missing, or has a bit flipped: its checkpoint is named, put aside as
-  step-N.damaged, and the one before it is used. If none is whole, nothing starts;
-- gradients that are not finite: all ranks stop before that step, and it is not saved.
+more fit into torchrun's --shutdown-timeout; the death of torchrun; a full disk; gradients that are
+not finite. Besides, death in any phase of a save (all ranks write shards into a .tmp folder while
+training goes on; a list of all checksums follows, and at last the folder's name), and a file that
+is cut off, missing, or has a bit flipped: its checkpoint is named, put aside as step-N.damaged, and
+the one before it is used. If none is whole, nothing starts.
 
 **It refuses** a GPU that is missing, bfloat16 that a GPU emulates, and input that does not fit: all
 ranks say why, and leave before any waits for another. It trains on CPUs where no node has a GPU, or
@@ -33,9 +32,10 @@ where CUDA_VISIBLE_DEVICES is empty on all nodes. A disk's error ends the start,
 - All nodes share --checkpoints. A rank's host needs 8 bytes per sample, and for saving its share of
   12 bytes per weight. On NFS the lock of a dead node may be held for its lease, 90 s and more.
 - A rank that hangs while others wait for a save holds them for up to 3600 s, whatever --timeout is.
-- FSDP alone: no tensor, pipeline, context or expert parallelism, no experts, no float8. Logits are
-  whole, and each micro-batch adds up its gradients over the ranks. By arithmetic, 8b wants 8 GPUs
-  of 80 GB and --recompute.
+- FSDP alone: no tensor, pipeline or context parallelism, no float8, no experts: these need a second
+  mesh in one model, for its sharding, clipping and checkpoints. parallelism/11 of this course has
+  the idea, torchtitan all of it. Logits are whole, and each micro-batch adds up its gradients over
+  the ranks. By arithmetic, 8b wants 8 GPUs of 80 GB and --recompute.
 - Of Llamas the plain ones: no tied embeddings, no scaled RoPE (Llama 3, TinyLlama; not 3.1, 3.2).
 - No dropout, so no random state is saved; no evaluation, tokenizer, or border between documents.
 """
@@ -51,14 +51,12 @@ import shutil
 import signal
 import socket
 import sys
-import sysconfig
 import time
 import traceback
 import zlib
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
@@ -68,12 +66,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.nn.functional as F
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
@@ -120,11 +115,10 @@ def read_flags() -> Namespace:
     add("--log-every", type=int, default=10, help="steps between lines")
     add("--timeout", type=float, default=600, help="seconds to wait for a rank")
     args = flags.parse_args()
+    least = {"keep": 2, "warmup": 0, "seed": 0}  # 2: the newest checkpoint may be the damaged one
     for name, value in vars(args).items():
-        if type(value) is int and value < 1 and name not in ("warmup", "seed"):
-            flags.error(f"--{name.replace('_', '-')} must be at least 1")
-    if args.keep < 2:
-        flags.error("--keep must be at least 2: the newest checkpoint may be the damaged one")
+        if type(value) is int and value < least.get(name, 1):
+            flags.error(f"--{name.replace('_', '-')} must be at least {least.get(name, 1)}")
     return args
 
 
@@ -155,8 +149,7 @@ def rotate(x_BHTK: torch.Tensor, cos_TP: torch.Tensor, sin_TP: torch.Tensor) -> 
 class Block(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        D = shape.hidden_size
-        wide = shape.intermediate_size
+        D, wide = shape.hidden_size, shape.intermediate_size
         self.K = D // shape.num_attention_heads
         few = self.K * shape.num_key_value_heads
         self.self_attn = linears(q_proj=(D, D), k_proj=(D, few), v_proj=(D, few), o_proj=(D, D))
@@ -164,31 +157,25 @@ class Block(nn.Module):
         self.input_layernorm = nn.RMSNorm(D, shape.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(D, shape.rms_norm_eps)
 
-    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        return self.run(*inputs)  # what is compiled and recomputed; FSDP2's hooks are outside of it
-
-    def run(self, x_BTD: torch.Tensor, *tables_TP: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_BTD: torch.Tensor, *tables_TP: torch.Tensor) -> torch.Tensor:
         x_BTD = x_BTD + self.attention(self.input_layernorm(x_BTD), *tables_TP)
         y_BTD = self.post_attention_layernorm(x_BTD)
-        gate = F.silu(self.mlp["gate_proj"](y_BTD))
+        gate = nn.functional.silu(self.mlp["gate_proj"](y_BTD))
         return x_BTD + self.mlp["down_proj"](gate * self.mlp["up_proj"](y_BTD))
 
     def attention(self, x_BTD: torch.Tensor, *tables_TP: torch.Tensor) -> torch.Tensor:
-        heads = []
-        for name in ("q_proj", "k_proj", "v_proj"):
-            heads.append(self.self_attn[name](x_BTD).unflatten(-1, (-1, self.K)).transpose(1, 2))
-        q_BHTK, k_BHTK, v_BHTK = heads  # k and v have fewer heads, each for several of q's
+        three = [self.self_attn[name](x_BTD) for name in ("q_proj", "k_proj", "v_proj")]
+        q_BHTK, k_BHTK, v_BHTK = [y.unflatten(-1, (-1, self.K)).transpose(1, 2) for y in three]
         q_BHTK, k_BHTK = rotate(q_BHTK, *tables_TP), rotate(k_BHTK, *tables_TP)
-        how = {"is_causal": True, "enable_gqa": True}
-        y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, **how)
+        how = {"is_causal": True, "enable_gqa": True}  # k and v have fewer heads than q
+        y_BHTK = nn.functional.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, **how)
         return self.self_attn["o_proj"](y_BHTK.transpose(1, 2).flatten(2))
 
 
 class GPT(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        V = shape.vocab_size
-        D = shape.hidden_size
+        V, D = shape.vocab_size, shape.hidden_size
         self.shape = shape
         self.model = nn.ModuleDict({"embed_tokens": nn.Embedding(V, D)})
         self.model["layers"] = nn.ModuleList(Block(shape) for _ in range(shape.num_hidden_layers))
@@ -203,16 +190,15 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def begin(self, T: int, seed: int, device: torch.device) -> None:
-        """Fill what `to_empty` left as garbage: all weights, and buffers that no state dict holds.
+        """Fill what `to_empty` left as garbage, all weights, and make RoPE's tables.
 
-        Each weight has a generator of its own, and a rank takes its rows of the whole: so all begin
-        alike, however many they are. (DTensor's own drawing repeats itself on CPUs.)
+        A weight has a generator of its own, and a rank takes its rows: on any number of ranks all
+        begin alike. (DTensor's own drawing repeats itself on CPUs.)
         """
         K = self.shape.hidden_size // self.shape.num_attention_heads
         turns_P = self.shape.rope_theta ** -(torch.arange(0, K, 2, device=device) / K)
         angles_TP = torch.arange(T, device=device)[:, None] * turns_P
-        self.register_buffer("cos", angles_TP.cos(), persistent=False)
-        self.register_buffer("sin", angles_TP.sin(), persistent=False)
+        self.cos, self.sin = angles_TP.cos(), angles_TP.sin()
         for name, weight in self.named_parameters():
             whole = torch.ones(weight.shape, device=device)
             if weight.ndim > 1:
@@ -229,7 +215,7 @@ def build_model(args: Namespace, shape: Shape, device: torch.device) -> GPT:
     sizes = {"replicas": args.replicas, "shards": dist.get_world_size() // args.replicas}
     if args.replicas == 1:
         sizes.pop("replicas")
-    how = {"mesh": init_device_mesh(device.type, (*sizes.values(),), mesh_dim_names=(*sizes,))}
+    how = {"mesh": dist.init_device_mesh(device.type, (*sizes.values(),), mesh_dim_names=(*sizes,))}
     # What is gathered and computed, and what is added up; masters, gradients and moments stay
     # float32. Blocks' inputs are not cast: they are bfloat16, and RoPE's tables stay float32.
     dtypes = (torch.bfloat16, torch.float32) if args.precision == "bfloat16" else ()
@@ -238,11 +224,11 @@ def build_model(args: Namespace, shape: Shape, device: torch.device) -> GPT:
         how["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     for block in model.model["layers"]:
         if args.compile:
-            block.run = torch.compile(block.run, backend=args.compile)
+            block.forward = torch.compile(block.forward, backend=args.compile)
         if args.recompute:
             again = {"use_reentrant": False, "preserve_rng_state": False}
-            block.run = partial(checkpoint, block.run, **again)
-        fully_shard(block, **how)
+            block.forward = partial(checkpoint, block.forward, **again)
+        fully_shard(block, **how)  # its hooks are outside of what is compiled and recomputed
     fully_shard(model, **how)
     model.to_empty(device="cpu" if args.offload else device)
     model.begin(args.context, args.seed, device)
@@ -300,12 +286,11 @@ class Tokens:
 
     def __init__(self, args: Namespace, shape: Shape) -> None:
         self.args = args
-        self.T = args.context
-        self.V = shape.vocab_size
+        self.T, self.V = args.context, shape.vocab_size
         if args.data:
             self.all = np.load(args.data, mmap_mode="r")
         else:
-            sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+            sources = sorted(Path(os.__file__).parent.glob("*.py"))
             self.all = np.frombuffer(b"".join(path.read_bytes() for path in sources), np.uint8)
         if self.all.ndim != 1 or self.all.dtype.kind not in "ui" or len(self.all) <= self.T:
             told = f"{args.data} has {self.all.dtype} of shape {self.all.shape}"
@@ -329,9 +314,6 @@ class Tokens:
             self.epoch = epoch
         start = self.T * int(self.order[index])
         return torch.from_numpy(self.known(start, start + self.T + 1).astype(np.int64))
-
-
-# Checkpoints: each rank writes its shards, rank 0 the rest
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -360,10 +342,7 @@ def checksum(path: Path) -> str:
 
 
 class Publisher(dcp.FileSystemWriter):
-    """Writes step-N.RUN.tmp, and names it step-N when all of it is on the disk.
-
-    RUN differs from run to run: an orphan of the one before may still be writing.
-    """
+    """Writes step-N.RUN.tmp (an orphan may be writing its own), and names it step-N when whole."""
 
     def __init__(self, final: Path, run: str, progress: dict, args: Namespace) -> None:
         how = {"per_thread_copy_ahead": 0}  # all is on the host: its thread shall use no GPU
@@ -395,11 +374,11 @@ class Publisher(dcp.FileSystemWriter):
         remove_leftovers(self.final.parent)
 
 
-def damage_in(path: Path) -> str | OSError | None:
-    """What is wrong with this rank's share of its files: "" if nothing, None if it is not there."""
+def damage_in(path: Path) -> str | OSError:
+    """What is wrong with this rank's share of its files: "" if nothing."""
     try:
         if not path.is_dir():
-            return None
+            raise OSError("it is not there: all nodes must share the folder")
         sums = json.loads((path / CHECKSUMS).read_bytes())
         names = sorted({PROGRESS, ".metadata", *sums})
         for name in names[dist.get_rank() :: dist.get_world_size()]:
@@ -414,14 +393,11 @@ def damage_in(path: Path) -> str | OSError | None:
 
 def newest_whole(folder: Path) -> Path | None:
     """The newest checkpoint that is as it was written: rank 0 lists them, all ranks read."""
-    told = [(checkpoints_in(folder), [*folder.glob("step-*.damaged")])]
+    told = [checkpoints_in(folder), [*folder.glob("step-*.damaged")]]
     dist.broadcast_object_list(told, src=0)  # rank 0 decides for all
-    listed, damaged = told[0]
-    for path in listed:
+    for path in told[0]:
         found = [None] * dist.get_world_size()
         dist.all_gather_object(found, damage_in(path))
-        if None in found:
-            raise ValueError(f"rank {found.index(None)} does not see {path}: share the folder")
         if errors := [error for error in found if isinstance(error, OSError)]:
             raise ValueError(f"{path} cannot be read, and may be whole: {errors[0]}")
         if not any(found):
@@ -430,7 +406,7 @@ def newest_whole(folder: Path) -> Path | None:
             log.error("%s is damaged: %s. The one before is used.", path, max(found))
             again = f".{time.time_ns():x}" if path.with_suffix(".damaged").exists() else ""
             path.rename(path.with_suffix(f"{again}.damaged"))
-    if listed or damaged:
+    if any(told):
         raise ValueError(f"no checkpoint in {folder} is whole. Remove the folder to start anew.")
     return None
 
@@ -439,9 +415,10 @@ def lock(folder: Path) -> None:
     """Keep other runs out until this process ends, however it ends."""
     descriptor = os.open(folder / "lock", os.O_CREAT | os.O_RDWR)
     for _ in range(10 * LOCK_SECONDS):
-        with suppress(BlockingIOError, PermissionError):
+        try:
             return fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        time.sleep(0.1)
+        except (BlockingIOError, PermissionError):
+            time.sleep(0.1)
     raise ValueError(f"another run trains into {folder}. End it, or choose other --checkpoints.")
 
 
@@ -449,19 +426,16 @@ class Stop:
     """Whether any rank was told to stop. All ranks learn of it at the end of the same step."""
 
     def __init__(self) -> None:
-        self.number = 0  # the signal that came
+        self.heard = [0]  # the numbers of the signals that came
         self.parent = os.getppid()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self.hear)
-
-    def hear(self, number: int, frame: object) -> None:
-        self.number = number
+            signal.signal(number, lambda number, frame: self.heard.append(number))
 
     def ask(self) -> None:
         """At the start of a step: the answer travels while the step computes."""
         if os.getppid() != self.parent:  # torchrun has died
-            self.number = signal.SIGTERM
-        self.flag = torch.tensor(self.number)  # on the CPU, through gloo: no GPU waits for it
+            self.heard.append(signal.SIGTERM)
+        self.flag = torch.tensor(self.heard[-1])  # on the CPU, through gloo: no GPU waits for it
         self.work = dist.all_reduce(self.flag, dist.ReduceOp.MAX, async_op=True)
 
     def answer(self) -> int:
@@ -475,17 +449,12 @@ class Trainer:
 
     def __init__(self, args: Namespace, device: torch.device, shape: Shape, tokens: Tokens):
         self.args, self.device, self.tokens = args, device, tokens
-        self.rank = dist.get_rank()
-        self.ranks = dist.get_world_size()
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         same = "steps batch context learning_rate warmup weight_decay clip precision seed"
         self.settings = {name: getattr(args, name) for name in same.split()}
         self.settings |= {"shape": shape._asdict(), "data": tokens.mark}
-        told = [None] * self.ranks
-        given = vars(args) | {"shape": shape._asdict(), "tokens": tokens.mark}
-        dist.all_gather_object(told, (given, f"{time.time_ns():x}"))
-        if other := {name for has, _ in told for name in has if has[name] != told[0][0][name]}:
-            raise ValueError(f"ranks were given different values of {', '.join(sorted(other))}")
-        self.run = told[0][1]  # this run's name
+        self.run = [f"{time.time_ns():x}"]  # this run's name: rank 0's time
+        dist.broadcast_object_list(self.run, src=0)
         self.model = build_model(args, shape, device)
         matrices = [weight for weight in self.model.parameters() if weight.ndim > 1]
         norms = [weight for weight in self.model.parameters() if weight.ndim == 1]
@@ -496,29 +465,21 @@ class Trainer:
         products = sum(weight.numel() for weight in matrices) - shape.vocab_size * shape.hidden_size
         attention = 12 * shape.num_hidden_layers * shape.hidden_size * args.context
         self.flops = (6 * products + attention) * args.context  # of a sample
-        self.step = 0
         self.reader = ThreadPoolExecutor(1)
-        self.ready = None  # the next step's samples, as they are read
+        self.step, self.ready = 0, None  # the next step, and its samples, as they are read
         # Saving has a group of its own, since it goes on while the training's is in use.
         self.background = dist.new_group(backend="gloo", timeout=timedelta(seconds=SAVE_SECONDS))
         pinned = device.type == "cuda"
         self.stager = DefaultStager(StagingOptions(pinned, False, False, pinned))
-        self.saving = None  # what is being written, and
-        self.saved = -1  # of which step; or the step that was written last
+        self.saving, self.saved = None, -1  # what is being written, and of which step
 
-    def read(self, step: int) -> torch.Tensor:
-        """This rank's samples of a step, in as many micro-batches as every rank has.
-
-        If there are too few for that, -100 fills up, which cross_entropy ignores.
-        """
+    def read(self, step: int) -> tuple[torch.Tensor, ...]:
+        """This rank's micro-batches of a step: -100, which cross_entropy ignores, fills them up."""
         batch = self.args.batch
-        size = self.args.micro_batch
-        starts = range(self.rank * size, self.rank * size + batch, size * self.ranks)
-        found_NBT = torch.full((len(starts), size, self.args.context + 1), -100)
-        for rows_BT, start in zip(found_NBT, starts, strict=True):
-            for row, place in enumerate(range(start, batch)[:size]):
-                rows_BT[row] = self.tokens.sample(step * batch + place)
-        return found_NBT
+        rows_NT = torch.full((math.ceil(batch / self.ranks), self.args.context + 1), -100)
+        for row, place in enumerate(range(self.rank, batch, self.ranks)):  # dealt like cards
+            rows_NT[row] = self.tokens.sample(step * batch + place)
+        return rows_NT.split(self.args.micro_batch)
 
     def train_step(self) -> torch.Tensor:
         """Take the next step; return this rank's share of its loss."""
@@ -528,7 +489,7 @@ class Trainer:
         for rows_BT in now.result():
             rows_BT = rows_BT.to(self.device)
             logits_NV = self.model(rows_BT[:, :-1].clamp(min=0)).flatten(0, 1).float()
-            loss = F.cross_entropy(logits_NV, rows_BT[:, 1:].flatten(), reduction="sum")
+            loss = nn.functional.cross_entropy(logits_NV, rows_BT[:, 1:].flatten(), reduction="sum")
             loss = loss / (self.args.batch * self.args.context)  # whatever the number of ranks
             (loss * self.ranks).backward()  # FSDP2 takes the mean over them
             total += loss.detach()
@@ -542,9 +503,8 @@ class Trainer:
         self.norm = norm.full_tensor().item()  # over all ranks; the host waits for the GPU here
         if not math.isfinite(self.norm):
             self.finish_saving()
-            told = f"step {self.step + 1}: the gradients' norm is {self.norm:g}"
-            rule = "Nothing of this step was taken or saved; the checkpoints before it are good"
-            raise FloatingPointError(f"{told}. {rule}. Look at its data and the learning rate.")
+            told = f"step {self.step + 1}: the gradients' norm is {self.norm:g}. It was not taken"
+            raise FloatingPointError(f"{told} or saved: look at its data and the learning rate")
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate()
         self.optimizer.step()
@@ -571,7 +531,7 @@ class Trainer:
         progress["settings"] = self.settings
         path = self.args.checkpoints / f"step-{self.step:09}"
         how = {"process_group": self.background, "async_stager": self.stager}
-        how["storage_writer"] = Publisher(path, self.run, progress, self.args)
+        how["storage_writer"] = Publisher(path, self.run[0], progress, self.args)
         self.saving = dcp.async_save(self.state(), **how)
         self.saved = self.step
 
@@ -580,7 +540,7 @@ class Trainer:
         try:
             if self.saving:
                 self.saving.result()
-        except CheckpointException as error:  # on all ranks, whichever failed
+        except dcp.CheckpointException as error:  # on all ranks, whichever failed
             log.error("step %d could not be saved: %s", self.saved, error)
             self.saved = -1
             if self.rank == 0:
@@ -633,12 +593,9 @@ class Trainer:
             said["MFU"] = each / self.args.peak
         told = ", ".join(f"{name} {value:.4g}" for name, value in said.items())
         log.info("step %d of %d, %s", self.step, self.args.steps, told)
-        for name, value in said.items():
-            if self.writer:
+        if self.writer:
+            for name, value in said.items():
                 self.writer.add_scalar(name, value, self.step)
-
-
-# Ranks that meet: as in ddp_surviving.py, which says why
 
 
 def own_device(precision: str) -> torch.device:
@@ -664,32 +621,35 @@ def join(args: Namespace) -> tuple[torch.device, Shape, Tokens]:
     how = {"timeout": timedelta(seconds=args.timeout)}
     store, rank, world_size = next(dist.rendezvous("env://", **how))
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if os.environ.get("GROUP_WORLD_SIZE") == "1":  # forget the addresses of ranks that died
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":  # forget dead ranks: see ddp_surviving.py
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     elif shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
-        rule = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each"
-        raise ValueError(f"--max-restarts on several nodes: {rule}")
-    device = torch.device("cpu")
-    inputs = ()
+        name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+        raise ValueError(f"--max-restarts on several nodes: export {name}=1 on each")
     try:
         device = own_device(args.precision)
         shape = shape_of(args, world_size)
-        inputs = (shape, Tokens(args, shape))
+        tokens = Tokens(args, shape)
+        told = vars(args) | {"device": device.type, "shape": shape, "tokens": tokens.mark}
     except (ValueError, RuntimeError, OSError, KeyError) as error:
-        store.set("why not", f"rank {rank} on {socket.gethostname()}: {error}")
-    store.add(device.type, 1)  # before any collective, which would wait for a rank that gave up
-    if store.add("ranks that looked", 1) == world_size:
-        store.set("all have looked", "")
-    store.wait(["all have looked"])
-    if store.check(["why not"]):
-        raise ValueError(store.get("why not").decode())
-    if store.add(device.type, 0) < world_size:
-        told = f"{store.add('cuda', 0)} of {world_size} ranks have a GPU, the other nodes have none"
-        raise ValueError(f"{told}: CUDA_VISIBLE_DEVICES= on every node if it is to be the CPU")
+        told = {"why not": f"rank {rank} on {socket.gethostname()}: {error}"}
+    # Before any collective, which would wait for a rank that gave up.
+    store.set(f"rank {rank}", json.dumps(told, default=str))
+    every = store.multi_get([f"rank {other}" for other in range(world_size)])  # waits for all
+    every = [json.loads(one) for one in every]
+    for one in every:
+        if "why not" in one:
+            raise ValueError(one["why not"])
+    gpus = [one["device"] for one in every].count("cuda")
+    if gpus not in (0, world_size):
+        few = f"{gpus} of {world_size} ranks have a GPU, the other nodes have none"
+        raise ValueError(f"{few}: CUDA_VISIBLE_DEVICES= on every node if it is to be the CPU")
+    if other := [name for name in told if len({str(one[name]) for one in every}) > 1]:
+        raise ValueError(f"ranks were given different values of {', '.join(other)}")
     how |= {"store": store, "rank": rank, "world_size": world_size}
-    gpu = device if device.type == "cuda" else None
-    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", device_id=gpu, **how)
-    return device, *inputs
+    gpu = device if gpus else None
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", device_id=gpu, **how)
+    return device, shape, tokens
 
 
 def run(trainer: Trainer, stop: Stop) -> None:
@@ -741,6 +701,6 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except (Exception, CheckpointException):
+    except (Exception, dcp.CheckpointException):
         traceback.print_exc()
         os._exit(1)  # at once: a tidy end would wait for ranks that are gone

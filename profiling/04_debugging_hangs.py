@@ -420,6 +420,13 @@ def wants_a_core(process: psutil.Process) -> bool:
 #   and raises on every rank. It costs a round of messages per collective.
 # - **torchfrtrace** (torch.distributed.flight_recorder) analyses one dump per rank in a folder. It
 #   wants to know the ranks of each group, which gloo's dump leaves out, so they are added.
+#
+# launch/diagnose.py, a file to copy alone, is sections 2 and 3 for a job that nobody prepared. Put
+# `skipped_collective` into a file job.py that joins gloo, start it with torchrun, and ask:
+#
+#     python launch/diagnose.py --job job.py       # stacks, by py-spy; --dumps DIR reads recorders
+#     CALLS DIFFER: rank 2 called barrier (.../job.py:12 in skipped_collective), ranks 0, 1, 3
+#     all_reduce at .../job.py:11 in skipped_collective ...
 
 
 # %%
@@ -491,29 +498,20 @@ def barrier_without_one(rank: int, guilty: bool) -> None:
 # A **watchdog** thread ends the process when a collective takes longer than the group's timeout,
 # and has every rank write its dump first. So after a hang the files are there, unless somebody
 # turned that off: one per rank, on each node, in ~/.cache/torch/ (or $XDG_CACHE_HOME/torch/). In a
-# container that is gone with it: set the prefix. The variables are from torch's documentation
-# ("ProcessGroupNCCL Environment Variables"), newer names and defaults from the sources of torch
-# 2.15, which knows both. None was tried here, since gloo has no watchdog:
+# container that is gone with it: set TORCH_FR_DUMP_TEMP_FILE, their prefix. This variable, its kin,
+# and how torch's old and new NCCL backends word a timeout are in communication/nccl_debugging.md.
+# torch's documentation ("ProcessGroupNCCL Environment Variables") has more. None was tried here,
+# since gloo has no watchdog:
 #
-#     TORCH_FR_BUFFER_SIZE               calls kept per rank: 2000; 0 turns the recorder off
-#                                        (was TORCH_NCCL_TRACE_BUFFER_SIZE, once 0 by default)
-#     TORCH_FR_DUMP_ON_TIMEOUT           the watchdog dumps: 1 (was TORCH_NCCL_DUMP_ON_TIMEOUT)
-#     TORCH_FR_DUMP_TEMP_FILE            prefix: ~/.cache/torch/comm_lib_trace_rank_, then the rank
-#                                        (was TORCH_NCCL_DEBUG_INFO_TEMP_FILE)
 #     TORCH_NCCL_DEBUG_INFO_PIPE_FILE    prefix of pipes, unset: write a byte, and get a dump
-#     TORCH_NCCL_ENABLE_TIMING           also record when a kernel starts: 0
 #     TORCH_NCCL_DESYNC_DEBUG            the watchdog itself says which rank lags: 0
-#     TORCH_NCCL_ASYNC_ERROR_HANDLING    after an error: 3 ends the process, 0 hangs for ever
 #     TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC   480: ends a process whose watchdog is stuck itself
 #     TORCH_NCCL_BLOCKING_WAIT           1: wait() blocks, and raises at the timeout
 #
 # A GPU at 100% that draws little power spins in a NCCL kernel: its rank waits. And if no rank's
-# code is to blame, ask the machine: `dmesg | grep -i xid` on each node. Xid 13, 31, 43 and 45 are
-# mostly the program's (an illegal address, say); 48, 63, 64, 74 (NVLink), 79 ("fallen off the
-# bus"), 92, 94, 95, 119 and 120 are the machine's: take the node out, and restart without it.
-#
-# torch 2.15 has an old and a new NCCL backend, which word a timeout differently; the table of both
-# is in communication/nccl_debugging.md.
+# code is to blame, ask the machine: `dmesg -T | python launch/diagnose.py --log -` on each node
+# knows which Xid numbers are mostly the program's, and which are the machine's. Then take the node
+# out, and restart without it.
 
 # %% [markdown]
 # ## 5. All eight

@@ -806,11 +806,16 @@ def draw(results: Results, path: str) -> None:
 # a margin of 0 the rank that is 3% slower is named by both sign tests, and real ranks may be.
 #
 # **On GPUs** the clock waits for the device twice per step, which costs some overlap. A detector
-# that runs all day records CUDA events around compute instead, and reads them a step later. On a
-# thousand ranks the all-gather of 20 steps is 160 bytes per rank. torchtitan collects garbage on
-# all ranks in the same step: 1.5% per step on 512 GPUs (its pull request 148). Megatron-LM has
-# `--manual-gc`. Asking *what if* of recorded times is how Lin et al. (2025) found the causes in
-# ByteDance's jobs.
+# that runs all day records CUDA events around compute instead, and reads them a step later.
+# torchtitan collects garbage on all ranks in the same step: 1.5% per step on 512 GPUs (its pull
+# request 148). Megatron-LM has `--manual-gc`. Asking *what if* of recorded times is how Lin et al.
+# (2025) found the causes in ByteDance's jobs.
+#
+# **Your own job.** Let each rank write its own seconds, a number per step, into steps.RANK.csv.
+# launch/diagnose.py, a file to copy alone, is the test of section 2. Of question 1's job it says:
+#
+#     python launch/diagnose.py --steps steps.*.csv
+#     STRAGGLER: rank 3 took 1.1 times the others' median or more, not by chance.
 
 
 # %%

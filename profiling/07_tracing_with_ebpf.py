@@ -899,6 +899,12 @@ def watch(pids: list[int], seconds: float) -> None:
 # own profiler plugins, the inspector among them: they need a variable set *before* the job starts.
 # communication/nccl_debugging.md has their settings.
 #
+# **Does it hang, or is it slow?** If it hangs, there is nothing to count. launch/diagnose.py, to be
+# copied alone, reads each rank's stack three times. While this lesson runs, it says:
+#
+#     python launch/diagnose.py --job 07_tracing_with_ebpf.py
+#     HEALTHY: ranks 0, 1, 2, 3 moved or computed, and the others may wait for that.
+#
 # **On a real cluster** one rank in a hundred is slow, and nobody knows which. Attach on each node
 # for ten seconds (`--attach`, with the pids of its ranks), and compare what they spend inside.
 # Instead of root, CAP_BPF and CAP_PERFMON do; a container needs the host's pids (`--pid=host`).

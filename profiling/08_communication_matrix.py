@@ -656,7 +656,10 @@ def in_words(calls: list[Logged]) -> str:
 # %% [markdown]
 # `--logs FILE ...` reads the logs of a job of yours, one per rank: it prints the matrix of all that
 # they tell, the best places of its ranks, and in each communicator the first calls in which a rank
-# differs from the communicator's first one.
+# differs from the communicator's first one. To know only who differs first, a file to copy alone is
+# enough: `python launch/diagnose.py --nccl-logs /tmp/nccl.*`. Of the sample below it says "ranks 0,
+# 1 wait for each other, and no majority says who is wrong", and names the lines; of three ranks or
+# more, it names the one that differs.
 
 
 # %%

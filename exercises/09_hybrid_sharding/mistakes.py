@@ -196,12 +196,4 @@ MISTAKES = [
         "test_predict",
         "across rounded down before it is multiplied: expected (53856, 3444), got (53856, 3302)",
     ),
-    (
-        "what the model itself holds forgotten",
-        "    total = sum(p.nbytes for p in model.parameters())\n",
-        "    total = in_blocks + sum(p.nbytes for p in {*model.first.parameters(), *model.again."
-        "parameters(), *model.last.parameters()})\n",
-        "test_counted",
-        ", the model's own parameter not counted: expected",
-    ),
 ]

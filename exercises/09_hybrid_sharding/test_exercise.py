@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 class Model(nn.Module):
     """Takes down, in the middle of every block, forward and backward, how many bytes of parameters
-    are whole. Outside of them are tied weights, a buffer, and a parameter of the model's own."""
+    are whole. Outside of them are tied weights, and a buffer."""
 
     def __init__(self, seed: int, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -40,7 +40,6 @@ class Model(nn.Module):
         self.again = nn.Linear(D, D, bias=False)
         self.again.weight = self.first.weight
         self.register_buffer("shift", torch.randn(D))
-        self.scale = nn.Parameter(torch.randn(D))
         self.last = nn.Linear(D, 2 * D)
         self.blocks = nn.ModuleList(Block(hidden) for hidden in HIDDEN)
         self.to(dtype)
@@ -56,7 +55,7 @@ class Model(nn.Module):
         self.whole.append(sum(p.nbytes for p in self.parameters() if not isinstance(p, DTensor)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.again(self.first(x)) * self.scale + self.shift
+        x = self.again(self.first(x)) + self.shift
         for block in self.blocks:
             x = block(x)
         return self.last(x).square().mean()
@@ -222,7 +221,6 @@ def check_predicted(
     total, _, blocks = sizes(dtype)
     tied = model.first.weight.nbytes
     more = {
-        "the model's own parameter not": -model.scale.nbytes,
         "buffers": model.shift.nbytes,
         "tied weights twice": tied,
         "buffers, and tied weights twice": model.shift.nbytes + tied,

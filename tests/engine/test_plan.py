@@ -71,6 +71,7 @@ DATA = ROOT / "tests/data"
 H100 = known_gpus()["h100"]
 # 2 layers, h = 8, 2 heads of 4, ff = 16, V = 32
 TINY = Model(2, 8, 2, 2, 4, 4, 16, 32, tied=False, gated=True)
+TINY_MOE = TINY._replace(experts=4, top_k=2, expert_ff=16)
 
 
 def preset(name: str) -> Model:
@@ -106,6 +107,37 @@ def test_bytes_by_hand() -> None:
     of_layer = (4 * 8 + 2 * 8 + 2 * 16 + 2 * 8 + 4 * 2) + (4 * 8 + 6 * 16)
     assert parts["activations"] == 20 * 2 * of_layer
     assert parts["logits"] == 20 * 32 * 6
+
+
+def test_a_router_is_whole_on_every_rank_of_tp() -> None:
+    """As norms are. A layer: attention 256, norms 16, router 4 x 8, experts 4 x 384; tables 512."""
+    for tp, ep in ((1, 1), (2, 1), (2, 2), (2, 4)):
+        layout = Layout(dp=2, tp=tp, ep=ep)
+        parts = memory(TINY_MOE, Job(sequence=10, batch=4), layout)
+        plain = (2 * 256 + 512) / tp + 2 * (16 + 32)
+        experts = 2 * 4 * 384 / ep
+        assert parts["weights"] == 2 * (plain + experts)
+        assert parts["optimizer states"] == 12 * (plain / 2 + experts / (2 * tp / ep))
+        assert parts["one layer's gradients"] == 2 * (256 / tp + 32 + 384)
+
+
+def test_tp_has_no_messages_of_routed_experts() -> None:
+    """Two forward, two backward per thing that is split: attention, an MLP, shared experts."""
+    endless = type(H100)(**vars(H100) | {"nvlink": np.inf})
+    for model, split in (
+        (TINY, 2 + 2),
+        (TINY_MOE, 2),
+        (TINY_MOE._replace(shared_ff=16), 2 + 2),
+        (TINY_MOE._replace(dense_layers=1), 2 + 1),
+    ):
+        for ep, recompute, passes in ((1, 0, 2), (2, 0, 2), (2, 1, 2), (2, 2, 3)):
+            layout = Layout(tp=2, ep=ep, recompute=recompute)
+            found = seconds(model, Job(10, 1), layout, endless)["tensor parallel"]
+            assert found / 20e-6 == pytest.approx(2 * passes * split)
+    model = preset("qwen3-30b-a3b")
+    parts = seconds(model, Job(4096, 1), Layout(tp=2, ep=2), H100)
+    ring = 1 / 2 * 2 * 4096 * 2048 / (0.8 * 450e9)  # half of a sequence, 2 bytes, 2,048 wide
+    assert parts["tensor parallel"] == pytest.approx(48 * 4 * (ring + 20e-6))
 
 
 def test_an_expert_keeps_its_input_and_no_output() -> None:
@@ -221,6 +253,18 @@ def test_data_parallel_by_hand() -> None:
     for zero, share in ((0, 1), (1, 8)):  # weights and gradients once, states read and written
         parts = data_parallel_seconds(TINY, job, Layout(dp=8, zero=zero), H100, one=0.0)
         assert parts["optimizer"] == pytest.approx((2 + 4 + 2 * 12) * count / share / H100.hbm)
+
+
+def test_what_data_parallelism_sums_under_tp() -> None:
+    """Of tp = 2 a rank has half of attention and tables; norms and routers whole; experts / ep."""
+    layout = Layout(dp=4, tp=2, ep=2)
+    parts = data_parallel_seconds(TINY_MOE, Job(10, 32), layout, H100, one=0.0)
+    plain = (2 * 256 + 512) / 2 + 2 * (16 + 32) + 8
+    experts = 2 * 4 * 384 / 2  # copied by 4 x 2 / 2 ranks
+    ring = 3 / 4 * (plain + experts) / (0.8 * 450e9)
+    assert parts["data parallel, exposed"] == pytest.approx((4 + 2) * ring)
+    owned = (plain + experts) / 4
+    assert parts["optimizer"] == pytest.approx((2 + 4 + 2 * 12) * owned / H100.hbm)
 
 
 def test_experts_have_fewer_replicas() -> None:
@@ -440,11 +484,11 @@ def test_flops_per_token_of_megatron_bridge() -> None:
     assert {name.split("_")[0].split()[0] for name in unread} == {"DeepSeekV4", "Nemotron"}
 
 
-# The figure that is not reached; plan_validate.WHY_RANK says why.
-NOT_AMONG_TEN = {("DeepSeekV3", "b200", 256)}
+# What is not reached; plan_validate.WHY_RANK says why.
+NOT_AMONG_TEN = {("DeepSeekV3", "b200", 256), ("Qwen3_235B_a22B", "h100", 256)}
 
 
-def test_nvidias_choice_is_among_the_first_ten_but_once() -> None:
+def test_nvidias_choice_is_among_the_first_ten_but_twice() -> None:
     ranks = ranks_of_nvidias_choices()
     missed = {cell for cell, rank in ranks.items() if rank > 10}
     assert missed == NOT_AMONG_TEN, ranks
@@ -609,7 +653,8 @@ NAMES = {
 @pytest.mark.parametrize("trainer", WRITERS)
 def test_settings_write_the_listed_names_and_no_others(trainer: str) -> None:
     model = preset("deepseek-v3")
-    layouts = [Layout(dp=4, tp=2, zero=zero, recompute=1) for zero in range(4)]
+    ep = 1 if trainer in ("deepspeed", "accelerate") else 2
+    layouts = [Layout(dp=4, tp=2, ep=ep, zero=zero, recompute=1) for zero in range(4)]
     if trainer not in ("deepspeed", "accelerate"):
         layouts.append(Layout(dp=4, pp=4, ep=4, chunks=4, recompute=1))
         layouts.append(Layout(dp=4, pp=4, recompute=2))
@@ -635,12 +680,32 @@ def test_megatron_gets_the_layout_that_was_planned() -> None:
     assert "--num-virtual-stages-per-pipeline-rank 2" in said
 
 
+def test_megatron_splits_no_expert_by_tp() -> None:
+    """It would, if nothing were said: expert-tensor-parallel-size is tensor-model-parallel-size."""
+    flag = "--expert-tensor-parallel-size 1"
+    for name, layout, said in (
+        ("qwen3-30b-a3b", Layout(dp=4, tp=2), True),
+        ("qwen3-30b-a3b", Layout(dp=4, tp=2, ep=8), True),
+        ("qwen3-30b-a3b", Layout(dp=8), False),
+        ("llama-70b", Layout(dp=4, tp=2), False),
+    ):
+        assert (flag in settings("megatron", preset(name), layout, Job())) is said
+
+
 def test_torchtitan_counts_tokens() -> None:
     layout = Layout(dp=4, pp=2, micro_batch=2)
     said = settings("torchtitan", preset("llama-8b"), layout, Job(sequence=8192, batch=64))
     assert "num_tokens_per_microbatch_per_dp_rank=16384 " in said
     assert "num_tokens_per_train_step=524288 " in said
     assert "num_pp_microbatches=8" in said
+
+
+def test_torchtitan_splits_experts_by_tp_where_ep_is_1() -> None:
+    model = preset("qwen3-30b-a3b")
+    with pytest.raises(ValueError, match="ep above 1"):
+        settings("torchtitan", model, Layout(dp=4, tp=2), Job())
+    said = settings("torchtitan", model, Layout(dp=4, tp=2, ep=2), Job())
+    assert "expert_parallel_degree=2" in said
 
 
 def test_scenarios_and_advice_are_tables() -> None:

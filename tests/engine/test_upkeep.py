@@ -123,7 +123,7 @@ def test_what_an_extra_blocks_is_read_off_the_lessons(monkeypatch: pytest.Monkey
     blocked = {row.label: row.found for row in doctor.extras()}
     assert set(blocked) == {"deepspeed", "ffcv", "numba", "nvtx"}
     assert blocked["deepspeed"].endswith("fsdp/09_inference, fsdp/10_offload")
-    assert blocked["ffcv"].count("data-loading/") == 6
+    assert blocked["ffcv"].count("data-loading/") == 5
     assert "profiling/03" in blocked["nvtx"]
     missing = doctor.core()
     assert missing.state == "bad"

@@ -15,7 +15,9 @@ import os
 import pickle
 import random
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -24,12 +26,16 @@ import time
 import tomllib
 import tracemalloc
 from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from course.lessons import ROOT
 from course.playing import load
@@ -41,7 +47,11 @@ SCRIPT = ROOT / "launch/diagnose.py"
 WORDS = ROOT / "tests/launch/last_words.toml"
 SETS = ["seen", "unseen", "fresh", "later", "last"]
 HANGS = "profiling/04_debugging_hangs.py"
-CHECK_MACHINE = ROOT / "fundamentals/00_check_your_machine.py"
+ALONE = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--user", "--map-root-user"])]
+NAMESPACES = (
+    shutil.which("unshare") is not None
+    and subprocess.run([*ALONE, "true"], capture_output=True).returncode == 0
+)
 
 # Some containers forbid root to trace; what the tool says there is tested instead.
 PY_SPY_DUMP = f"{Path(sys.executable).parent}/py-spy dump --pid {os.getpid()}"
@@ -359,6 +369,7 @@ def test_nccl_s_logs_name_who_called_otherwise_or_not_at_all(tmp_path: Path) -> 
     assert "rank 2 called AllGather (count 9 " in found.what
     assert "nccl.2:4" in found.guilty[0]
     assert found.guilty[0].startswith("rank 2, n2, 42")
+    assert not any("ways part" in line for line in found.evidence)  # places in the logs
     found = nccl_log(tmp_path, right, right, right[:-1], right)
     assert found.kind == "hang in training"
     assert "rank 2 did not come to AllReduce #3" in found.what
@@ -426,16 +437,78 @@ def test_the_table_is_flat_and_names_its_sources() -> None:
         assert remedy, name
 
 
-def test_it_agrees_with_the_check_of_the_machine(tmp_path: Path) -> None:
-    """Both tables have these rows; where both know the words, they give the same name."""
-    source = CHECK_MACHINE.read_text()
-    table = "".join(re.findall(r'^TABLE \+?= r"""\n(.*?)"""', source, re.M | re.S))
-    rows = re.findall(r"^(\w.*?): (.+)\n  (.+)\n  (.+)\n  (.+)", table, re.M)
-    names = [name for name, *_ in rows]
-    assert len(names) == 30
-    assert set(names) <= {*diagnose().NAMES}
-    reported = re.search(r"^REPORTED = (\{.*?^\})", source, re.M | re.S)[1]
-    for words, name in eval(reported).items():
+# Words of torch, NCCL, CUDA and Slurm, and of public reports, shortened, with the row that must
+# name them. A job's last words often hold a consequence besides the cause: the cause is named.
+QUOTED = {
+    "error: device-side assert triggered\nCUDA kernel errors might be": "index out of range",
+    "thread terminated with exception: CUDA error: an illegal memory access": "wild kernel",
+    "NVRM: Xid (PCI:0000:cb:00): 13, pid='<unknown>', Graphics SM Warp Exception": "wild kernel",
+    "NET/IBP:Got completion from peer 7.6.13.83<36315> with status=12 opcode": "RDMA gave up",
+    "STEP 494583.0 ON n CANCELLED AT 2024-04-20T09:09:37 DUE TO TIME LIMIT ***": "time is up",
+    "RuntimeError: DataLoader worker (pid 13904) is killed by signal: Killed.": "killed for memory",
+    "OSError: [Errno 28] No space left on device": "disk full",
+    '"message": "RendezvousTimeoutError: ",': "node missing",
+    "RendezvousConnectionError: The connection to the C10d store has failed.": "nobody listens",
+    "HTTPSConnectionPool(host='h', port=443): ... [Errno 111] Connection refused": "no way out",
+    "Expected to have finished reduction in the prior iteration before": "unused parameter",
+    "Expected to mark a variable ready only once. This error is caused by": "gradient twice",
+    "[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9)": "hang in training",
+    "ProcessGroupNCCL's watchdog got stuck for 480 seconds without making": "hang in training",
+    "Received data size doesn't match expected size.\nConnection closed by peer": "calls differ",
+    "Detected mismatch between collectives on ranks. Rank 1 is running": "calls differ",
+    "Timed out waiting 8000ms for recv operation to complete": "hang in training",
+    "triton.OutOfResources: out of resource: shared memory, Required: 1": "kernel too greedy",
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB": "GPU memory full",
+    "CUDA out of memory.\n[rank1]: Connection closed by peer [10.0.0.1]": "GPU memory full",
+    "exitcode  : -9 (pid: 41)": "killed for memory",
+    "Signal 9 (SIGKILL) received by PID 41\nConnection reset by peer": "killed for memory",
+    "Connection closed by peer [10.0.0.1]:4242": "a peer died",
+    "ncclRemoteError: A call failed possibly due to a network error": "a peer died",
+    "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 7": "two ranks on a GPU",
+    "Multiple Ranks are using the same GPU/Partition. Set NCCL_MULTI": "two ranks on a GPU",
+    "NCCL WARN Mismatched NCCL version detected": "versions differ",
+    "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.": "broken GPU",
+    "CUDA error: system not yet initialized": "fabric manager",
+    "NVRM: Xid (PCI:0000:3b:00): 31, pid=12890, name=python, MMU Fault": "wild kernel",
+    "NVRM: Xid (PCI:0000:dc:00): 45, pid=18, Ch 1 caused by previous Xid 149": "broken GPU",
+    "NVRM: Xid (PCI:0000:cb:00): 109, pid=17, CTX SWITCH TIMEOUT": "another Xid",
+    "NVRM: Xid (PCI:0000:18:00): 94, pid='<unknown>', Contained ECC error": "broken GPU",
+    "ProcessGroupNCCL is bound to device cuda:1 but an operation was issued on": "wrong GPU",
+    "NCCL error: unhandled system error, NCCL version 2.30.7\nncclSystemError": "NCCL stopped",
+    "ncclSystemError\nNET/IB : Got completion from peer 1.2<3> with status=12": "RDMA gave up",
+    "Error while creating shared memory segment /dev/shm/nccl-a: No space left on device (28)": (
+        "too little shared memory"
+    ),
+    "ModuleNotFoundError: No module named 'flash_attn'": "package missing",
+    "Parameter at index 8 with name t_c2w.0 has been marked as ready twice": "gradient twice",
+    "RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error. It is possible": (
+        "too little shared memory"
+    ),
+    "urllib.error.URLError: <urlopen error [Errno 111] Connection refused>": "no way out",
+    "socketPollConnect: connect to 10.0.0.2<4242> returned Connection refused": "nobody listens",
+    "ConnectionRefusedError: [Errno 111] Connection refused": "exception of the program",
+    "*** JOB 7 ON n CANCELLED AT 2026-01-01T00:00:00 DUE TO TIME LIMIT ***\nexitcode  : -9": (
+        "time is up"
+    ),
+}
+
+
+@pytest.mark.parametrize("words", QUOTED)
+def test_quoted_words_are_understood(words: str, tmp_path: Path) -> None:
+    assert told(tmp_path, words).kind == QUOTED[words]
+
+
+XIDS = {
+    "wild kernel": [13, 31, 43, 45],
+    "broken GPU": [48, 63, 64, 74, 79, 92, 94, 95, 119, 120, *range(144, 151)],
+    "another Xid": [8, 32, 61, 62, 68, 69, 93, 96, 109, 121, 143, 151],
+}
+
+
+@pytest.mark.parametrize("name", XIDS)
+def test_an_xid_s_number_tells_whose_fault_it_is(name: str, tmp_path: Path) -> None:
+    for number in XIDS[name]:
+        words = f"NVRM: Xid (PCI:0000:3b:00): {number}, pid=1234, name=python"
         assert told(tmp_path, words).kind == name, words
 
 
@@ -568,6 +641,8 @@ def test_of_chained_exceptions_the_one_with_a_line_counts(tmp_path: Path) -> Non
     found = told(tmp_path, f"[rank1]: {full}\n\n{raises}")
     assert found.guilty == ["rank 1 at /home/me/train.py:42 in train"]
     assert found.evidence == [f"{tmp_path}/0.log:8: [rank1]: {full}"]
+    catches = TRACEBACK.replace("    return x", "    except Exception:")
+    assert told(tmp_path, catches).evidence == [f"{tmp_path}/0.log:6: [rank1]: KeyError: 'lr'"]
 
 
 def test_what_slurm_kills_once_it_ends_a_job_is_no_cause(tmp_path: Path) -> None:
@@ -898,6 +973,131 @@ def test_real_dumps_of_gloo_are_read(
     assert [one[:6] for one in found.guilty] == ["rank 2"], found
     assert f"04_debugging_hangs.py:{bugs()[job]} in {job}" in " ".join([*found.guilty, found.what])
 
+
+# Failures provoked on one rank: what torch says as it raises
+
+
+def words_of(provoke: Callable, **env: str) -> str:
+    os.environ.update(env)
+    try:
+        provoke()
+    except Exception as error:
+        return str(error)
+    raise AssertionError("nothing went wrong")
+
+
+def init(backend: str = "gloo", **options: object) -> None:
+    dist.init_process_group(backend, timeout=timedelta(seconds=4), **options)
+
+
+def taken_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as s:
+        port = str(s.getsockname()[1])
+        agentless = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": port}
+        return words_of(init, MASTER_ADDR="127.0.0.1", **agentless)
+
+
+def taken_port_in_python() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as s:
+        return words_of(lambda: socket.create_server(s.getsockname()))
+
+
+def unknown_host() -> str:
+    return words_of(init, MASTER_ADDR="nowhere-" * 9)
+
+
+def nobody_at_home() -> str:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # nobody listens there, and nobody else may
+        port = str(held.getsockname()[1])
+        return words_of(init, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+
+
+def missing_rank() -> str:
+    agentless = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": "0"}
+    return words_of(init, WORLD_SIZE="2", **agentless)
+
+
+def missing_rank_under_torchrun() -> str:
+    return words_of(init, WORLD_SIZE="2")
+
+
+def wrong_interface() -> str:
+    return words_of(init, GLOO_SOCKET_IFNAME="nowhere0")
+
+
+def no_nccl() -> str:
+    dist.distributed_c10d._NCCL_AVAILABLE = False
+    return words_of(lambda: init("nccl"))
+
+
+def unused_parameter() -> str:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = DistributedDataParallel(torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in "ab"]))
+    model.module.forward = lambda x: model.module[0](x)  # and never model.module[1]
+    model(torch.ones(1, 2)).sum().backward()
+    return words_of(lambda: model(torch.ones(1, 2)))
+
+
+def gradient_twice() -> str:
+    """Two reentrant checkpoints of one layer, before another one's gradient is there."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    first, layer = (torch.nn.Linear(2, 2) for _ in "ab")
+    inner = torch.nn.ModuleList([first, layer])
+    again = functools.partial(checkpoint, layer, use_reentrant=True)
+    inner.forward = lambda x: again(again(first(x)))
+    model = DistributedDataParallel(inner)
+    return words_of(lambda: model(torch.ones(1, 2)).sum().backward())
+
+
+def no_gpu() -> str:
+    return words_of(lambda: init("nccl"))
+
+
+PROVOKED = [
+    (taken_port, "port taken"),
+    (taken_port_in_python, "port taken"),
+    (unknown_host, "nobody listens"),  # the same words: fundamentals/00
+    (nobody_at_home, "nobody listens"),
+    (missing_rank, "hang at init"),
+    (missing_rank_under_torchrun, "hang at init"),
+    (wrong_interface, "wrong interface"),
+    (no_nccl, "no NCCL"),
+    (no_gpu, "no NCCL"),
+    (unused_parameter, "unused parameter"),
+    (gradient_twice, "gradient twice"),
+]
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(("provoke", "name"), PROVOKED, ids=[p.__name__ for p, _ in PROVOKED])
+def test_a_real_failure_is_named(provoke: Callable, name: str, tmp_path: Path) -> None:
+    (words,) = run(provoke, 1, quiet=60, group=False)
+    found = told(tmp_path, words)
+    assert found.kind == name, words
+    if name == "nobody listens":
+        assert "getent hosts" in found.type_next[0]
+
+
+SHARES = {
+    "tensor": "import torch; torch.zeros(10**6).share_memory_()",
+    "loader": "import torch; from torch.utils.data import DataLoader\n"
+    "list(DataLoader(torch.zeros(64, 10**5), batch_size=32, num_workers=1))",
+}
+
+
+@pytest.mark.deep
+@pytest.mark.skipif(not NAMESPACES, reason="needs root or user namespaces")
+@pytest.mark.parametrize("what", SHARES)
+def test_exhausted_shared_memory_is_recognized(what: str, tmp_path: Path) -> None:
+    tiny = "mount -t tmpfs -o size=1m none /dev/shm && exec " + sys.executable
+    script = [*ALONE, "sh", "-c", f'{tiny} -c "$0"', SHARES[what]]
+    ran = subprocess.run(script, capture_output=True, text=True, timeout=150)
+    assert ran.returncode != 0
+    assert told(tmp_path, ran.stderr).kind == "too little shared memory", ran.stderr
+
+
+# Crashes under torchrun
 
 KILLED = """
 import os, signal

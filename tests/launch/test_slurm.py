@@ -20,6 +20,7 @@ import pytest
 
 from course.lessons import ROOT
 from tests.helpers.leftovers import MARKED, gone
+from tests.launch import test_fsdp_surviving, test_surviving
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 SBIN = f"{os.environ['PATH']}:/usr/sbin"
@@ -34,7 +35,8 @@ HELLO = ROOT / "launch/distributed_hello.py"
 BATCH = ROOT / "launch/slurm.sbatch"
 
 # Two nodes on one host, told apart by their ports. Their names are addresses, so that they mean
-# something to the ranks without a line in /etc/hosts.
+# something to the ranks without a line in /etc/hosts. A job that is requeued waits until its
+# credential has expired: 30 s here, not 120.
 CONFIGURATION = """
 ClusterName=here
 SlurmctldHost={host}(127.0.0.1)
@@ -42,7 +44,8 @@ SlurmctldPort={ports[0]}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=30
+SchedulerParameters=sched_interval=5
 StateSaveLocation={folder}/state
 FirstJobId={first_job}
 SlurmdSpoolDir={folder}/spool-%n
@@ -93,22 +96,39 @@ class Cluster:
         assert ran.returncode == 0, ran.stdout + ran.stderr
         return ran.stdout
 
-    def submit(self, script: Path, *flags: str, ranks: int = 1, **variables: str) -> str:
+    def submit(
+        self, script: Path, *flags: str, ranks: int = 1, argv: tuple = (), **variables: str
+    ) -> str:
         """Submit the script through slurm.sbatch, a rank per node; return the job's number."""
         given = ",".join(f"{name}={value}" for name, value in variables.items())
         export = f"--export=ALL,RANKS={ranks},{given}".rstrip(",")
-        return self.call("sbatch", "--parsable", export, *flags, str(BATCH), str(script)).strip()
+        line = ["sbatch", "--parsable", export, *flags, str(BATCH), str(script), *argv]
+        return self.call(*line).strip()
 
     def output(self, job: str) -> str:
         path = self.folder / f"slurm-{job}.out"
         return path.read_text() if path.exists() else ""
 
-    def end_of(self, job: str) -> tuple[str, str]:
+    def facts(self, job: str) -> str:
+        return self.call("scontrol", "show", "job", job)
+
+    def limit(self, job: str, minutes: int) -> None:
+        self.call("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
+
+    def hears(self, job: str, word: str) -> None:
+        """Wait until Slurm or the job itself says this."""
+        for _ in patience(300):
+            said = self.facts(job) + self.output(job)
+            if word in said:
+                return
+        raise AssertionError(f"no {word}: {said}")
+
+    def end_of(self, job: str, seconds: float = 120) -> tuple[str, str]:
         """The job's state and its exit code, "code:signal", once it has ended."""
-        for _ in patience():
-            said = self.call("scontrol", "show", "job", job)
+        for _ in patience(seconds):
+            said = self.facts(job)
             state = re.search(r"JobState=(\w+)", said)[1]
-            if state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
+            if state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED"):
                 return state, re.search(r"ExitCode=(\S+)", said)[1]
         raise AssertionError(f"{said}\n{self.output(job)}")
 
@@ -324,8 +344,52 @@ def test_before_the_time_limit_ranks_are_told_and_have_time_to_save(cluster: Clu
         raise AssertionError(cluster.output(job))
     state, _ = cluster.end_of(job)
     assert state == "FAILED"  # by torchrun, which was told to end: not TIMEOUT
-    assert re.search("Requeue=1 ", cluster.call("scontrol", "show", "job", job))
+    assert "Requeue=1 " in cluster.facts(job)
     assert soon_gone(script)
+
+
+# 120 steps each, and each takes a second until there is a checkpoint, which only a signal causes:
+# Slurm looks for time limits twice a minute. The last line of a step is the same in both files.
+TRAIN = {
+    test_surviving: ("--epochs=30", "--batch=340", "--micro-batch=170"),
+    test_fsdp_surviving: ("--steps=120", "--batch=6", "--context=16", "--precision=float32"),
+}
+STEPS = 120
+STEP = "        self.step += 1\n"
+SLOW = "        time.sleep(0 if [*self.args.checkpoints.glob('step-*')] else 1)\n"
+
+
+@pytest.mark.night
+@pytest.mark.timeout(1500)
+def test_a_job_near_its_time_limit_saves_is_requeued_and_ends_with_the_same_weights(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """Once it trains, its limit is set to 5 to 6 minutes from now, however long its start took."""
+    jobs = {}
+    for file, flags in TRAIN.items():
+        source = file.SCRIPT.read_text()
+        assert source.count(STEP) == 1
+        (folder := tmp_path / file.SCRIPT.stem).mkdir()
+        (script := folder / "slow.py").write_text(source.replace(STEP, f"{SLOW}{STEP}"))
+        argv = (*flags, "--save-every=1000", "--log-every=1", f"--checkpoints={folder}/checkpoints")
+        job = jobs[file] = cluster.submit(script, "--time=60", argv=argv, REQUEUES="1")
+        cluster.hears(job, f"step 1 of {STEPS}")
+        hours, minutes = re.search(r"RunTime=(\d+):(\d+)", cluster.facts(job)).groups()
+        cluster.limit(job, 60 * int(hours) + int(minutes) + 6)
+        cluster.hears(job, "Restarts=1 ")
+        cluster.limit(job, 60)
+    for file, job in jobs.items():
+        whole = tmp_path / f"{file.SCRIPT.stem}-whole"
+        file.finish(2, whole, [*TRAIN[file], "--save-every=1000"])  # meanwhile, of the file itself
+        assert cluster.end_of(job, 300) == ("COMPLETED", "0:0"), cluster.output(job)
+        said = cluster.output(job)
+        (left,) = {int(step) for step in re.findall(r"leaves after step (\d+): SIGTERM", said)}
+        assert 0 < left < STEPS
+        assert said.count(f"goes on after step {left} of {STEPS}") == 1
+        assert said.count("begins with step 1") == 1
+        assert "Restarts=1 " in cluster.facts(job)
+        resumed = tmp_path / file.SCRIPT.stem
+        assert file.same(file.state(resumed, STEPS), file.state(whole, STEPS))
 
 
 def test_ranks_that_fail_start_anew_as_often_as_the_job_says(cluster: Cluster) -> None:
