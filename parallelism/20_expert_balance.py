@@ -45,7 +45,6 @@ import sysconfig
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -63,7 +62,7 @@ RANK = int(os.environ.get("RANK", "0"))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
 # Shapes: N tokens of a rank, D model width, E experts, each H wide, K experts per token, C = N K
-# copies of tokens; M tokens of all ranks, V different bytes.
+# copies of tokens, R rows of one expert; M tokens of all ranks, V different bytes.
 
 # %% [markdown]
 # ## 1. The fullest rank sets the pace
@@ -207,13 +206,12 @@ class Model(nn.Module):
         x_ND = self.byte(byte_NT).flatten(1)
         score_NE = self.router(x_ND).softmax(dim=1)
         score_NK, expert_NK = choose(score_NE, self.bias_E, K)
-        order_C = expert_NK.flatten().argsort(stable=True)  # copy c is of token c // K
-        rows = x_ND[order_C // K].split(counts(expert_NK, EXPERTS).tolist())
-        parts = []
-        for row_RD, up_DH, down_HD in zip(rows, self.up_EDH, self.down_EHD, strict=True):
-            parts.append(F.relu(row_RD @ up_DH) @ down_HD)
-        y_CD = score_NK.flatten()[order_C, None] * torch.cat(parts)
-        return self.head(x_ND.index_add(0, order_C // K, y_CD)), score_NE, expert_NK
+        y_ND = x_ND
+        for e in range(EXPERTS):
+            token_R, place_R = (expert_NK == e).nonzero(as_tuple=True)  # who has chosen it
+            row_RD = F.relu(x_ND[token_R] @ self.up_EDH[e]) @ self.down_EHD[e]
+            y_ND = y_ND.index_add(0, token_R, score_NK[token_R, place_R, None] * row_RD)
+        return self.head(y_ND), score_NE, expert_NK
 
 
 # %% [markdown]
@@ -268,22 +266,19 @@ def train(how: str, text: torch.Tensor) -> Trained:
 def average_gradients(model: nn.Module) -> None:
     """As DDP does: all gradients in one all-reduce."""
     gradients = [parameter.grad for parameter in model.parameters()]
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    flat = nn.utils.parameters_to_vector(gradients)
     dist.all_reduce(flat)
-    flat /= WORLD_SIZE
-    parts = flat.split([gradient.numel() for gradient in gradients])
-    for gradient, part in zip(gradients, parts, strict=True):
-        gradient.copy_(part.view_as(gradient))
+    nn.utils.vector_to_parameters(flat / WORLD_SIZE, gradients)
 
 
 # %% [markdown]
 # ## 6. How it is measured
 #
 # **The pace.** All ranks route as in the picture: the last rank's copies go to rank 0. The last
-# rank has nothing to compute then, and its time is what is claimed. On a CPU an expert sleeps a
-# millisecond per row, since ranks that wait would lend their core to the fullest one. The sleep
-# stands for a rank's own device, so this row is marked s; that the last rank waits is the real
-# all-to-all's doing. On GPUs an expert of Qwen3-30B's width computes in bfloat16.
+# rank has nothing to compute then, and its time is what is claimed. An expert sleeps a millisecond
+# per row, since on a CPU ranks that wait would lend their core to the fullest one. The sleep stands
+# for a rank's own device, so this row is marked s; that the last rank waits is the real
+# all-to-all's doing.
 
 
 # %%
@@ -293,12 +288,7 @@ def skewed(copies: int, device: torch.device) -> torch.Tensor:
     return expert_C * (expert_C < WORLD_SIZE - 1)
 
 
-def sleeping_expert(row_RD: torch.Tensor) -> torch.Tensor:
-    time.sleep(0.001 * len(row_RD))
-    return row_RD
-
-
-def layer_seconds(x_CD: torch.Tensor, expert_C: torch.Tensor, expert: Callable) -> float:
+def layer_seconds(x_CD: torch.Tensor, expert_C: torch.Tensor) -> float:
     """Seconds of dispatch, expert and combine on this rank, if all ranks route their copies so."""
     sent = counts(expert_C, WORLD_SIZE).tolist()
     received = [sent[RANK]] * WORLD_SIZE
@@ -307,7 +297,8 @@ def layer_seconds(x_CD: torch.Tensor, expert_C: torch.Tensor, expert: Callable) 
     dist.barrier()
     begin = time.perf_counter()
     dist.all_to_all_single(row_RD, x_CD, received, sent)
-    dist.all_to_all_single(y_CD, expert(row_RD), sent, received)
+    time.sleep(0.001 * len(row_RD))  # the expert
+    dist.all_to_all_single(y_CD, row_RD, sent, received)
     y_CD[0, 0].item()  # waits for the GPU
     return time.perf_counter() - begin
 
@@ -318,31 +309,21 @@ def slowdown(seconds: dict[str, list[float]]) -> float:
 
 
 def check_pace(device: torch.device) -> None:
+    text = "skewed: seconds of the last rank / even"
     if WORLD_SIZE == 1:
-        blocked("skewed: the layer's time / even", needs="2 ranks")
+        blocked(text, needs="2 ranks")
         return
     copies = 20 * WORLD_SIZE
-    x_CD = torch.ones(copies, 1)
-    expert = sleeping_expert
-    if device.type == "cuda":
-        copies = 32768 // WORLD_SIZE * WORLD_SIZE
-        x_CD = torch.ones(copies, 2048, device=device, dtype=torch.bfloat16)
-        expert = nn.Sequential(nn.Linear(2048, 1152), nn.SiLU(), nn.Linear(1152, 2048))
-        expert.to(device, torch.bfloat16)  # FLOPs of Qwen3-30B's three matrices, 768 wide
+    x_CD = torch.ones(copies, 1, device=device)
     routes = {"even": torch.arange(copies, device=device) % WORLD_SIZE}
     routes["skewed"] = skewed(copies, device)
-    fullest = imbalance(over_all_ranks(counts(routes["skewed"], WORLD_SIZE)))
-    claim("skewed: copies of the fullest rank / mean", 2, fullest, question=1)
     seconds = {"even": [], "skewed": []}
-    with torch.no_grad():
-        for _ in range(6):
-            for route, expert_C in routes.items():
-                seconds[route].append(layer_seconds(x_CD, expert_C, expert))
-    text = "skewed: seconds of the last rank / even"
+    for _ in range(6):
+        for route, expert_C in routes.items():
+            seconds[route].append(layer_seconds(x_CD, expert_C))
     ratio = slowdown(seconds)
-    kind = "simulated" if expert is sleeping_expert else "measured"
     last = WORLD_SIZE - 1
-    claim(text, 2, ratio, atol=0.4, question=1, kind=kind, timed=True, rank=last)
+    claim(text, 2, ratio, atol=0.4, question=1, kind="simulated", timed=True, rank=last)
 
 
 # %% [markdown]
@@ -390,15 +371,15 @@ def check_one_process(device: torch.device) -> None:
     error = (ours_ED - expected_ED).abs().max() / expected_ED.abs().max()
     claim("loss: error of the router's gradient", 0, error, atol=len(x_MD) * 2**-50)
     due_E = RATE * (1 / EXPERTS - share_E).sign()
-    claim("bias: experts with another one than due", 0, (bias_E != due_E).sum())
+    claim("bias: experts with another one than in one process", 0, (bias_E != due_E).sum())
 
 
 # %% [markdown]
-# **The four trainings.** What a model learns varies with the text, so these rows have room. A model
-# has learned if it needs far fewer nats (natural units of information) per byte than the
-# frequencies of single bytes do. How far experts have specialized is what the first rank, with
-# tables, and the last one, with code, do differently: the share of copies that would have to go to
-# other experts for both to send the same to each.
+# **The four trainings.** What a model learns varies with seed and text, so these rows have room. Of
+# the imbalance 1 is due; what is above it is **excess**, and each cure should leave less than half
+# of what there is with neither. How far experts have specialized is told by the first rank, with
+# tables, and the last one, with code: the share of copies that would have to go to other experts
+# for both to send the same to each.
 
 
 # %%
@@ -422,15 +403,12 @@ def check_training(text: torch.Tensor) -> None:
         differ[how] = first_and_last_differ(runs[how].share_E)
         said = f"imbalance {runs[how].uneven:.2f}, nats per byte {runs[how].nats:.3f}"
         print0(f"{'':13}{how:17} {said}, ranks differ by {differ[how]:.3f}")
-    claim("neither: imbalance, at least", 2, runs["neither"].uneven, ">=", varies=True)
-    claim("loss: imbalance, at most", 1.3, runs["loss"].uneven, "<=", varies=True)
-    claim("bias: imbalance, at most", 1.3, runs["bias"].uneven, "<=", varies=True)
+    for how in ("loss", "bias"):
+        left = (runs[how].uneven - 1) / (runs["neither"].uneven - 1)
+        claim(f"{how}: excess / with neither, at most", 0.5, left, "<=", varies=True)
     single = torch.special.entr(torch.bincount(text) / len(text)).sum().item()
     worst = max(run.nats for run in runs.values())
     claim("each: nats per byte / without context", 0.8, worst / single, "<=", varies=True)
-    cured = max(runs["loss"].nats, runs["bias"].nats)
-    more = cured - runs["neither"].nats
-    claim("cures: nats per byte more than neither", 0.02, more, "<=", varies=True)
     if WORLD_SIZE == 1:
         blocked("whose counts: experts that specialize", needs="2 ranks")
         return
@@ -438,12 +416,8 @@ def check_training(text: torch.Tensor) -> None:
     dist.all_reduce(largest_E, op=dist.ReduceOp.MAX)
     apart = (largest_E != runs["bias"].bias_E).sum()
     claim("bias: experts whose bias differs between ranks", 0, apart)
-    what = "loss: share that first and last rank differ in"
-    claim(what, 0.14, differ["loss"], ">=", varies=True)
-    own = differ["loss, own counts"]
-    claim("loss, own counts: the same", 0.1, own, "<=", varies=True)
-    more = runs["loss, own counts"].nats - runs["loss"].nats
-    claim("own counts: nats per byte more, at least", 0.005, more, ">=", varies=True)
+    ratio = differ["loss, own counts"] / differ["loss"]
+    claim("ranks differ: own counts / all counts, at most", 0.5, ratio, "<=", varies=True)
 
 
 def tables_and_code(path: str | None) -> bytes:
@@ -470,28 +444,27 @@ def tables_and_code(path: str | None) -> bytes:
 #    calm, and too small a one lets it lag behind the router.
 #
 # In the trainings the imbalance is that of *experts*: with several on a rank the ranks' is smaller.
-# Trained with neither, the fullest expert has nearly three times the mean; four times, E / K, would
-# be all tokens. Either cure brings that near 1.1, and predicts no worse: experts that get no tokens
-# were of no use. With the counts of all ranks, tables and code go to different experts for a fifth
-# of their copies. With own counts hardly any of that is left, and the prediction is a little worse,
-# though the imbalance is as small.
+# Trained with neither, the fullest expert had 1.3 to 2.8 times the mean in three runs with other
+# seeds; four times, E / K, would be all tokens. With either cure it was about 1.1 in all of them,
+# and the prediction within 0.02 nats of that with neither. With the counts of all ranks, tables and
+# code go to different experts for a fifth to a third of their copies. With own counts most of that
+# is lost.
 #
-# **Try.** With `-=` full experts are made fuller. Four claims fail: question 4's, *bias: experts
-# with another one than due*, *bias: imbalance*, and *cures: nats per byte*. With own counts only
-# *bias: experts whose bias differs between ranks* fails. Nothing else tells, and every rank now
-# routes by a bias of its own.
+# **Try.** With `-=` full experts are made fuller. Three claims fail: question 4's, *bias: experts
+# with another one than in one process*, and *bias: excess*. With own counts only *bias: experts
+# whose bias differs between ranks* fails. Nothing else tells, and every rank now routes by a bias
+# of its own.
 #
-# **On GPUs** the imbalance of a single micro-batch counts, not the mean over many: each layer of
-# each micro-batch waits for its own fullest rank. More experts per rank even it out, and so do
-# larger micro-batches. Published speeds are often measured with routing that is forced to be even;
-# a real run is slower by what its router leaves uneven. Nothing here was run on several GPUs.
+# **On GPUs**, where this has not been run, the imbalance of a single micro-batch counts, not the
+# mean over many: each layer of each micro-batch waits for its own fullest rank. More experts per
+# rank even it out, and so do larger micro-batches. A speed that was measured with routing forced to
+# be even is not that of a real run.
 #
 # **When.** Wherever experts are on different ranks. If all are on every rank, imbalance costs
 # little time, but experts that get no tokens still learn nothing. DeepSeek-V3 trained with the
 # bias, on sigmoid scores, and a very small loss per sequence; Qwen3 uses the loss over all ranks. A
 # third way is a **capacity**: an expert takes no more than so many copies, and the rest is dropped
-# and skips the layer (GShard, Switch). It bounds memory and fixes all shapes, as CUDA graphs and
-# TPUs want it, and tokens pay for it.
+# and skips the layer (GShard, Switch). It bounds memory and fixes all shapes; tokens pay for it.
 #
 # **In other systems.** Megatron-LM: `--moe-router-load-balancing-type` aux_loss, or global_aux_loss
 # for counts of all ranks; `--moe-router-enable-expert-bias`; `--moe-expert-capacity-factor`.

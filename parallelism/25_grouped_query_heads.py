@@ -6,14 +6,14 @@ parallelism splits attention by query heads. What does a rank hold if there are 
 heads than ranks, and which gradients must the ranks then add up?
 
 **Predict**, and write it down before you run. 48 query heads share 2 key-value heads, 24 each.
-There are four ranks, except in question 4.
+There are four ranks.
 
 1. Which share of all keys and values (of a cache in inference, say) does each rank hold?
 2. Over how many ranks must the gradient of a key-value head's weight be added up?
 3. Ranks 0 and 1 compute the same keys from the same input x. In the backward pass f adds up the
    four gradients that the ranks have for x. By which number must this sum be divided?
-4. A fused weight holds the 48 query heads, then the 2 key heads, then the 2 value heads. It is cut
-   into two equal parts, for two ranks. How many query heads find their key head in their own part?
+4. The norm before f is copied too, and nothing adds up the gradients of its weight. In how many of
+   its 64 numbers do those of two ranks differ?
 
 **Run.**
 
@@ -49,7 +49,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 # A *rank* is one of WORLD_SIZE processes that run this same file. `claim(text, predicted,
 # measured)` prints one row of the ledger and must be called by every rank. It, `setup`, `print0`,
@@ -200,65 +199,15 @@ def all_reduce(x: torch.Tensor, group: Group = None) -> torch.Tensor:
 
 
 # %% [markdown]
-# ## 2. The same heads in a fused weight
-#
-# Often one weight holds the rows of q, k and v, so that one product computes all three. Then a rank
-# must cut out *its heads*, and whether an even cut does so depends on their order. Two ranks:
-#
-#     by kind     q0 ............ q25 | q26 ... q47  k0 k1  v0 v1
-#     by group    q0 ... q23   k0  v0 | q24 ......... q47   k1 v1
-#
-# Both cuts give 26 heads to each rank, so no shape tells which one is wrong. Only *by group* does a
-# part hold 24 query heads, their key head and their value head. With more ranks than key-value
-# heads no even cut is right, for two key heads do not make four parts: `Part` cuts by heads, and
-# copies.
-
-
-# %%
-Head = tuple[str, int]  # ("q", number), ("k", number) or ("v", number)
-
-
-def by_kind() -> list[Head]:
-    """The order of heads in a fused weight: all of q, then all of k, then all of v."""
-    queries = [("q", number) for number in range(H)]
-    keys = [("k", number) for number in range(G)]
-    values = [("v", number) for number in range(G)]
-    return queries + keys + values
-
-
-def by_group() -> list[Head]:
-    """The order in which each key-value head follows its query heads."""
-    order = []
-    for head in range(G):
-        order += [("q", number) for number in range(head * SHARING, (head + 1) * SHARING)]
-        order += [("k", head), ("v", head)]
-    return order
-
-
-# %% [markdown]
-# ## 3. How it is measured
+# ## 2. How it is measured
 #
 # The oracle is `Attention` in one process, in float64. Errors are relative to the largest element;
 # some ten operations in a row each add up at most H K terms, in another order. Copies must be equal
-# to the bit, so they are gathered and compared. What is handed to all-reduces is counted beneath
-# torch's dispatcher, where every collective passes.
+# to the bit, so they are gathered and compared.
 
 
 # %%
 TOLERANCE = 10 * H * K * 2**-53
-
-
-class SumsCounted(TorchDispatchMode):
-    """Counts the elements that this rank hands to all-reduces."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func._schema.name == "c10d::allreduce_":
-            self.elements += sum(x.numel() for x in args[0])
-        return func(*args, **(kwargs or {}))
 
 
 def relative_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
@@ -319,22 +268,20 @@ def ranks_needed(grad_gCD: torch.Tensor, due_CD: torch.Tensor) -> int:
     return 0
 
 
-def step(block: nn.Module, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """Run both passes; return output, gradient of x, and the elements added up in each pass."""
+def step(block: nn.Module, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run both passes; return the output and the gradient of x."""
     torch.manual_seed(1)
     x_TBD = torch.randn(T, B, D, device=device, dtype=torch.float64, requires_grad=True)
-    with SumsCounted() as forward:
-        y_TBD = block(x_TBD)
-    with SumsCounted() as backward:
-        y_TBD.backward(y_TBD.detach().sin())
-    return y_TBD.detach(), x_TBD.grad, [forward.elements, backward.elements]
+    y_TBD = block(x_TBD)
+    y_TBD.backward(y_TBD.detach().sin())
+    return y_TBD.detach(), x_TBD.grad
 
 
 def check_step(whole: Attention, part: Part, groups: list[Group], device: torch.device) -> None:
     """Claim that the ranks compute what one process does, and what they add up for it."""
-    due_TBD, due_x_TBD, _ = step(whole, device)
+    due_TBD, due_x_TBD = step(whole, device)
     due_GCD = whole.kv.weight.grad.unflatten(0, (G, 2 * K))
-    y_TBD, x_grad_TBD, added_up = step(part, device)
+    y_TBD, x_grad_TBD = step(part, device)
     claim("error of the output", 0, relative_error(y_TBD, due_TBD), atol=TOLERANCE)
     needed = ranks_needed(part.kv.grad, due_GCD[0])
     claim("ranks that a head's gradient comes from", math.ceil(WORLD_SIZE / G), needed, question=2)
@@ -343,12 +290,11 @@ def check_step(whole: Attention, part: Part, groups: list[Group], device: torch.
     copied = part.kv.numel() if G % WORLD_SIZE else 0  # of this rank's weights
     before = differing_copies(part.kv.grad, groups)
     claim("copies before the sum: gradients that differ", copied, before)
-    with SumsCounted() as copies:
-        sum_copies(part.kv.grad, groups)
+    sum_copies(part.kv.grad, groups)
     after = differing_copies(part.kv.grad, groups)
     claim("copies after the sum: gradients that differ", 0, after)
     norm = differing(part.norm.weight.grad)
-    claim("norm, without a sum: gradients that differ", 0, norm)
+    claim("norm, without a sum: gradients that differ", 0, norm, question=4)
 
     mine = key_value_heads(RANK, WORLD_SIZE)
     errors = [
@@ -358,56 +304,6 @@ def check_step(whole: Attention, part: Part, groups: list[Group], device: torch.
         relative_error(part.out.grad, share(whole.out.weight.grad, 1)),
     ]
     claim("error of the weights' gradients", 0, max(errors), atol=TOLERANCE)
-    claim("elements added up forward, by g", T * B * D, added_up[0])
-    claim("elements added up backward, by f", T * B * D, added_up[1])
-    claim("elements added up for copies", copied, copies.elements)
-
-
-# %% [markdown]
-# The fused weight, cut in two: which query heads find their key head, and what comes out if each
-# half is taken for 24 query heads, a key head and a value head. No second process is needed.
-
-
-# %%
-def find_their_key(order: list[Head], parts: int) -> int:
-    """How many query heads have their key head in their own part, if the heads are cut evenly."""
-    size = len(order) // parts
-    found = 0
-    for start in range(0, len(order), size):
-        part = order[start : start + size]
-        numbers = [number for kind, number in part if kind == "q"]
-        found += sum(("k", number // SHARING) in part for number in numbers)
-    return found
-
-
-def in_two_halves(whole: Attention, order: list[Head], x_TBD: torch.Tensor) -> torch.Tensor:
-    """What two ranks compute that cut a fused weight in this order into halves."""
-    q_HKD = whole.q.weight.unflatten(0, (H, K))
-    k_GKD, v_GKD = whole.kv.weight.unflatten(0, (G, 2, K)).unbind(1)
-    heads = {"q": q_HKD, "k": k_GKD, "v": v_GKD}
-    fused_CD = torch.cat([heads[kind][number] for kind, number in order])
-    h_TBD = whole.norm(x_TBD)
-    y_TBD = torch.zeros_like(x_TBD)
-    for rows_cD, out_Dd in zip(fused_CD.chunk(2), whole.out.weight.chunk(2, dim=1), strict=True):
-        q_TBd, kv_TBc = F.linear(h_TBD, rows_cD).split([SHARING * K, 2 * K], dim=-1)
-        y_TBD += F.linear(attend(q_TBd, kv_TBc), out_Dd)
-    return y_TBD
-
-
-def check_fused(whole: Attention, device: torch.device) -> None:
-    """Claim what an even cut of a fused weight gives, in either order."""
-    found = find_their_key(by_kind(), 2)
-    claim("by kind, in two: query heads with their key", 22, found, question=4, kind="theory")
-    found = find_their_key(by_group(), 2)
-    claim("by group, in two: query heads with their key", H, found, kind="theory")
-    torch.manual_seed(1)
-    x_TBD = torch.randn(T, B, D, device=device, dtype=torch.float64)
-    with torch.no_grad():
-        due_TBD = whole(x_TBD)
-        error = relative_error(in_two_halves(whole, by_kind(), x_TBD), due_TBD)
-        claim("by kind, in two: error of the output", 0.5, error, ">=")
-        error = relative_error(in_two_halves(whole, by_group(), x_TBD), due_TBD)
-        claim("by group, in two: error of the output", 0, error, atol=TOLERANCE)
 
 
 # %% [markdown]
@@ -420,22 +316,21 @@ def check_fused(whole: Attention, device: torch.device) -> None:
 #    right. A mean over the copies would be half of the gradient; a sum over all four ranks would
 #    mix the gradients of two heads.
 # 3. One. The keys are the same, but each rank's part of the gradient comes from its own query
-#    heads, so nothing is counted twice. That is why the norm before f needs no sum.
-# 4. 22: the second half has queries 26 to 47 and both key heads. Queries 24 and 25 are cut off from
-#    theirs, and so are all queries of head 0. With the order by group all 48 find theirs.
+#    heads, so nothing is counted twice.
+# 4. In none. The norm's gradient follows from the one for h, and that one f has added up over all
+#    ranks. Copied is not enough to need a sum: what counts is whether a rank has seen a part.
 #
-# A step adds up 4,096 elements forward, as many backward, and 1,024 for the copies. The last number
-# does not grow with the tokens, and is needed once per step, not once per micro-batch.
+# A head's sum has 2 K D elements, here 1,024. It does not grow with the tokens, as what f and g add
+# up does, and is needed once per step, not once per micro-batch.
 #
-# **Try.** Without the all-reduce in `sum_copies` three rows fail: the copies after the sum, the
-# weights' gradients, and the elements added up for copies. With keys and values from `h_TBD` three
-# rows fail: f's sum for x, the norm, and the weights' gradients, by the norm's. The gradients of
-# the keys' weights are right and equal; what is wrong goes to the layers *before* this one.
+# **Try.** Without the all-reduce in `sum_copies` two rows fail: the copies after the sum, and the
+# weights' gradients. With keys and values from `h_TBD` three rows fail: f's sum for x, the norm,
+# and the weights' gradients, by the norm's. The gradients of the keys' weights are right and equal;
+# what is wrong goes to the layers *before* this one.
 #
 # **It has happened.** The second mistake was in BigCode's fork of Megatron-LM, with one key-value
 # head for all. The copies stayed equal, and yet the validation loss after 5,000 steps was 3.74; it
-# is 2.64 without the mistake, as on one rank (pull requests 36 and 37, 2023). NeMo Automodel cut
-# fused weights that lay by kind: "silently incorrect results" (pull request 1324, 2026).
+# is 2.64 without the mistake, as on one rank (pull requests 36 and 37, 2023).
 #
 # **When to use it.** In training take no more ranks than key-value heads, a number that divides
 # them: then there are no copies, and a rank's heads are a piece of the weight. Copies are for the
@@ -450,11 +345,11 @@ def check_fused(whole: Attention, device: torch.device) -> None:
 # 8) takes 1, 2, 4, 8, 16 and 32. Qwen2 7B (28 and 4) takes 1, 2, 4 and 28, not 7 and not 8. Here
 # three ranks work too: the middle one has 8 query heads of each group, and both key-value heads.
 #
-# **In other systems.** vLLM's `QKVParallelLinear` copies heads, as here; it does not train.
-# Megatron-LM keeps fused weights by group, and cuts them evenly even if that goes through a group.
-# In that case each rank gathers the *activations* of q, k and v, and takes its heads; the gradient
-# of that gather adds up what several ranks have for one head. There are no copies, and nothing is
-# left to add up after the backward pass, but activations are sent once more in each layer.
+# **In other systems.** vLLM's `QKVParallelLinear` copies heads, as here; it does not train. With
+# fewer key-value heads than ranks, Megatron-LM copies no weights. It cuts the fused weight of q, k
+# and v evenly, even through a head, gathers the *activations*, and lets each rank take its heads.
+# The gradient of that gather adds up what several ranks have for one head. Nothing is left to add
+# up after the backward pass, but activations are sent once more in each layer.
 #
 # **Where else it bites.** A norm of all gradients, for clipping, counts each copy once. A training
 # checkpoint holds each head once, so that it loads on another number of ranks.
@@ -479,7 +374,6 @@ def main() -> None:
     part = Part(whole)
     check_held(whole, part, device)
     check_step(whole, part, groups, device)
-    check_fused(whole, device)
     finish()
 
 

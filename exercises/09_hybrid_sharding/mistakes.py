@@ -196,4 +196,13 @@ MISTAKES = [
         "test_predict",
         "across rounded down before it is multiplied: expected (53856, 3444), got (53856, 3302)",
     ),
+    (
+        "what the model itself holds forgotten",
+        "    total = sum(p.nbytes for p in model.parameters())\n",
+        "    modules = [m for name, m in model.named_children() if name != 'blocks']\n"
+        "    outside = {p for m in modules for p in m.parameters()}\n"
+        "    total = in_blocks + sum(p.nbytes for p in outside)\n",
+        "test_parameter_of_the_model",
+        "a parameter lies in the model itself: bytes sent (inside, across): expected",
+    ),
 ]

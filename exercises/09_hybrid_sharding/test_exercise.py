@@ -268,3 +268,23 @@ def test_tied_blocks(answer: Path) -> None:
     total, blocks = (sum(p.nbytes for p in m.parameters()) for m in (model, model.blocks))
     due = ring(total, blocks, 2, 2)
     expect(got, due, "two blocks share a bias: bytes sent (inside, across)")
+
+
+def with_its_own() -> Model:
+    """A parameter lies in the model itself, in none of its modules."""
+    model = Model(0)
+    model.scale = nn.Parameter(torch.ones(4 * D, dtype=torch.float64))
+    return model
+
+
+def ask_of_its_own(answer, wire) -> tuple:
+    return answer.predict(with_its_own(), 2, 2)
+
+
+def test_parameter_of_the_model(answer: Path) -> None:
+    """What the model itself holds travels too"""
+    (got,) = grade(answer, ask_of_its_own, 1)
+    model = with_its_own()
+    total, blocks = (sum(p.nbytes for p in m.parameters()) for m in (model, model.blocks))
+    told = "a parameter lies in the model itself: bytes sent (inside, across)"
+    expect(got, ring(total, blocks, 2, 2), told)

@@ -325,7 +325,8 @@ MISTAKES = [
     (
         "one activation in flight",
         "                sends[k].append(dist.isend(y.detach(), rank + 1))\n",
-        "                if k > 0:\n                    sends[k - 1][0].wait()\n"
+        "                for send in sends.get(k - 1, [])[:1]:\n                    send.wait()\n"
+        "                    sends[k - 1].remove(send)\n"
         "                sends[k].append(dist.isend(y.detach(), rank + 1))\n",
         "test_in_flight",
         "is in F0: it waits for its earlier activations to be taken",
