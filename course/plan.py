@@ -83,7 +83,7 @@ class Job(NamedTuple):
 
 
 def layer_parameters(model: Model) -> SimpleNamespace:
-    """Parameters of one layer: attention, norms, MLP, what a MoE layer has, one expert."""
+    """Parameters of one layer: attention, norms, MLP; of MoE shared experts, router, one expert."""
     h = model.hidden
     q_out = model.heads * model.qk_dim
     attention = h * q_out + 2 * h * model.kv_heads * model.qk_dim + model.heads * model.v_dim * h
@@ -100,10 +100,14 @@ def layer_parameters(model: Model) -> SimpleNamespace:
         attention += q_out + 2 * model.kv_heads * model.qk_dim + h
         mlp += model.ff + h
         norms += 2 * h
-    shared = matrices * h * model.shared_ff + h * model.experts  # with the router
-    expert = matrices * h * model.expert_ff
     return SimpleNamespace(
-        attention=attention, up=up, norms=norms, mlp=mlp, shared=shared, expert=expert
+        attention=attention,
+        up=up,
+        norms=norms,
+        mlp=mlp,
+        shared=matrices * h * model.shared_ff,
+        router=h * model.experts,
+        expert=matrices * h * model.expert_ff,
     )
 
 
@@ -116,7 +120,8 @@ def parameters(model: Model) -> dict[str, int]:
         "attention": model.layers * one.attention,
         "dense MLPs": (model.layers - moe_layers) * one.mlp,
         "experts": moe_layers * model.experts * one.expert,
-        "shared experts, router": moe_layers * one.shared,
+        "shared experts": moe_layers * one.shared,
+        "routers": moe_layers * one.router,
         "norms": model.layers * one.norms + model.hidden * (1 if model.gated else 2),
         "head": 0 if model.tied else model.vocab * model.hidden,
     }
@@ -131,11 +136,12 @@ def flops_per_token(model: Model, sequence: int, convention: str = "causal") -> 
     one = layer_parameters(model)
     moe_layers = model.layers - model.dense_layers if model.experts else 0
     met = model.layers * (one.attention + one.norms) + (model.layers - moe_layers) * one.mlp
-    met += moe_layers * (one.shared + model.top_k * one.expert)
+    of_moe = one.shared + one.router + model.top_k * one.expert
+    met += moe_layers * of_moe
     head = model.vocab * model.hidden
     scores = model.layers * model.heads * (model.qk_dim + model.v_dim) * sequence
     if model.mtp:
-        met += model.mtp * (one.attention + one.shared + model.top_k * one.expert)
+        met += model.mtp * (one.attention + of_moe)
         met += model.mtp * (head + 2 * model.hidden**2)
         scores *= 1 + model.mtp / model.layers
     if convention == "6N":
@@ -232,8 +238,8 @@ def stage_bytes(
     mlps = layers - moe + (model.mtp if last and model.experts else 0)
     table = (model.vocab + model.positions * first) * model.hidden
     tables = (first + last - (model.tied if first and last else 0)) * table
-    plain = layers * one.attention + mlps * one.mlp + moe * one.shared + tables
-    plain = plain / tp + layers * one.norms
+    plain = (layers * one.attention + mlps * one.mlp + moe * one.shared + tables) / tp
+    plain = plain + layers * one.norms + moe * one.router  # these are whole on every rank of tp
     routed = moe * model.experts * one.expert / ep
     replicas = dp * cp
     routed_replicas = np.maximum(replicas * tp / ep, 1)
@@ -243,9 +249,9 @@ def stage_bytes(
         over = np.where(cut, replicas, 1)
         return bytes_each * (plain / over + routed / np.where(cut, routed_replicas, 1))
 
-    widest = one.mlp
+    widest = (one.attention + one.mlp) / tp
     if model.experts and not model.dense_layers:
-        widest = one.shared + one.expert
+        widest = (one.attention + one.shared) / tp + one.router + one.expert
     trained = 1.0
     if job.lora:  # an adapter adds rank x (in + out) to a matrix of in x out
         trained = 2 * job.lora / model.hidden
@@ -269,7 +275,7 @@ def stage_bytes(
         "weights": sharded(job.weight_bytes, 3),
         "gradients": sharded(job.grad_bytes, 2) * trained,
         "bfloat16 gradients": job.half_bytes * (plain + routed) * trained,
-        "one layer's gradients": job.layer_bytes * trained * (one.attention + widest) / tp,
+        "one layer's gradients": job.layer_bytes * trained * widest,
         "optimizer states": sharded(job.state_bytes, 1) * trained * (not job.offload),
         "buckets": job.bucket_bytes * (plain + routed) * trained * (dp > 1) * (layout.zero == 0),
         "layers gathered": gathered,  # this one and the next
@@ -402,7 +408,8 @@ def micro_batch_seconds(
     touched += moe_layers * (saved.moe + 2 * model.top_k * h)  # experts' outputs are moved, too
     hidden_bytes = 2 * tokens * h
     ring = (tp - 1) / tp * hidden_bytes  # an all-gather or reduce-scatter of the activations
-    calls = 4 * layers * both_ways * (tp > 1)
+    split = layers if model.shared_ff else layers - moe_layers  # tp splits no routed expert
+    calls = 2 * (layers + split) * both_ways * (tp > 1)  # of attention, and of MLPs
     tensor = calls * (ring / group_rate(gpu, tp, 1) + LATENCY)
     kv = 2 * 2 * tokens / tp * model.kv_heads * model.qk_dim  # keys and values of a rank
     context = (both_ways + 1) * layers * (cp - 1) * (kv / group_rate(gpu, cp, tp) + LATENCY)
@@ -433,8 +440,10 @@ def data_parallel_seconds(
     ZeRO-2 sums after each micro-batch; ZeRO-3 gathers weights for each, forward and backward.
     """
     dp, tp, pp, cp, ep = layout[:5]
-    experts = parameters(model)["experts"] / (pp * ep)
-    plain = (sum(parameters(model).values()) - parameters(model)["experts"]) / (pp * tp)
+    count = parameters(model)
+    experts = count["experts"] / (pp * ep)
+    copied = count["norms"] + count["routers"]  # whole on every rank of tp
+    plain = (sum(count.values()) - count["experts"] - copied) / (pp * tp) + copied / pp
     replicas = dp * cp
     of_experts = np.maximum(replicas * tp / ep, 1)
     ring = (replicas - 1) / replicas * plain / group_rate(gpu, replicas, tp)

@@ -30,6 +30,8 @@ def torchtitan(model: Model, layout: Layout, job: Job) -> str:
     schedules = {"1f1b": "Interleaved1F1B" if layout.chunks > 1 else "1F1B", "gpipe": "GPipe"}
     if job.schedule not in schedules:
         raise ValueError("--emit torchtitan knows 1F1B and GPipe; of zero bubble it has ZBV alone")
+    if model.experts and layout.tp > 1 and layout.ep == 1:  # its models/common/moe_sharding.py
+        raise ValueError("--emit torchtitan splits experts by tp where ep is 1; take ep above 1")
     sharded = layout.zero > 0  # it shards states alone (ZeRO-1) in no way: next is ZeRO-2
     flags = {
         "parallelism.data_parallel_replicate_degree": 1 if sharded else layout.dp,
@@ -87,7 +89,7 @@ def megatron(model: Model, layout: Layout, job: Job) -> str:
     for needed, flag in (
         (layout.tp > 1, "--sequence-parallel"),
         (layout.pp > 1, megatron_pipeline(model, layout)),
-        (layout.ep > 1, "--expert-tensor-parallel-size 1"),
+        (model.experts and layout.tp * layout.ep > 1, "--expert-tensor-parallel-size 1"),
         (layout.ep > 1, "--moe-token-dispatcher-type flex"),  # a copy per GPU; needs DeepEP
         (hides(job, layout), "--overlap-moe-expert-parallel-comm"),
         (layout.zero in (1, 2), "--use-distributed-optimizer"),

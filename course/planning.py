@@ -42,8 +42,8 @@ FORMULAS = {
     "attention scores": "3 L a (d_qk + d_v) s FLOPs per token, causal half, in bfloat16",
     "experts' weights, by HBM": "weights three times, gradients twice / HBM, beyond the products",
     "elementwise, by HBM": "3 x the bytes of the activations / HBM bandwidth",
-    "tensor parallel": "8 per layer and micro-batch: (tp-1)/tp x 2 s b h bytes / link; exposed; 12 "
-    "if all is recomputed",
+    "tensor parallel": "8 per layer and micro-batch, 4 if all of its experts are routed ones: "
+    "(tp-1)/tp x 2 s b h bytes / link; exposed; half as many more if all is recomputed",
     "context parallel": "3 (cp-1) keys and values per layer / link; exposed",
     "expert parallel": "4 all-to-alls per layer, 2 h bytes per token and GPU met / link; a fifth "
     "is left where they hide behind products",

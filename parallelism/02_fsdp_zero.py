@@ -11,9 +11,9 @@ it, and casts the gradients to float32 only when it steps.
 2. How many while its optimizer steps?
 3. How many while it steps in ZeRO stage 1, on 4 ranks, each of which keeps 1/4 of all that the
    optimizer needs?
-4. Count a reduce-scatter or an all-gather of all parameters as 1 element per parameter, and an
-   all-reduce, which does the work of both, as 2. A step of data parallelism takes one all-reduce,
-   2. How many does a step of ZeRO-1 take?
+4. A step of data parallelism all-reduces the gradients, which counts as 2 elements per parameter. A
+   reduce-scatter or an all-gather of all parameters counts as 1. A step of ZeRO-1 must also hand
+   the updated weights to all ranks. How many elements per parameter does it take?
 
 **Run.**
 
@@ -80,10 +80,13 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 #
 #              weights   gradients   masters and Adam
 #                2P         2P             12P                  bytes per parameter
-#     DDP      [####]     [####]   [########################]   16
+#     none     [####]     [####]   [########################]   16
 #     ZeRO-1   [####]     [####]   [######                  ]    4 + 12/4 = 7
 #     ZeRO-2   [####]     [#   ]   [######                  ]    2 + 14/4 = 5.5
 #     ZeRO-3   [#   ]     [#   ]   [######                  ]        16/4 = 4
+#
+# (PyTorch's DDP holds 18 unless it is told `gradient_as_bucket_view=True`, for its buckets are a
+# second copy of the gradients.)
 
 # %% [markdown]
 # ## 2. The idea: the optimizer steps between the two halves of an all-reduce
@@ -233,24 +236,7 @@ class ZeRO1:
 
 
 # %% [markdown]
-# ## 4. When the all-gather is hidden
-#
-# Communication is **hidden** while the GPU computes something else, and **exposed** while it waits.
-# DDP hides its all-reduces behind backward (parallelism/04_buckets_and_overlap.py). The
-# reduce-scatters of ZeRO-1 could hide there as well; ours start in the step. An all-gather carries
-# new weights, so only the *next* forward pass can hide it, and one ZeRO1 for the whole model hides
-# nothing: its first layer waits for the only gather. With a ZeRO1 per layer, layer 0 needs g0
-# alone. But NCCL runs the collectives of a group in the order in which they were started, and an
-# optimizer waits for its reduce-scatter r. So a gather can hide only if no r queues behind it:
-#
-#     step after step             r0 g0 r1 g1 r2 g2 r3 | g3          | F0 starts: g3 can hide
-#     all updates, then gathers   r0 r1 r2 r3 g0       | g1 g2 g3    | g1, g2 and g3 can
-#
-# The second order is that of Megatron-LM's `--overlap-param-gather`: its reduce-scatters are over
-# when its gathers start, and each layer waits for its own.
-
-# %% [markdown]
-# ## 5. How it is measured
+# ## 4. How it is measured
 #
 # **Weights.** Three steps of two micro-batches, on ranks that are seeded differently, against the
 # **oracle**, one process that sees all samples, in float32. The additions come in another order
@@ -340,8 +326,7 @@ def check_weights(x_BD: torch.Tensor, oracle: nn.Module) -> None:
 
 
 # %%
-REDUCTIONS = {"c10d::allreduce_": 2, "c10d::_reduce_scatter_base_": 1}
-COUNTED = REDUCTIONS | {"c10d::_allgather_base_": 1}
+COUNTED = {"c10d::allreduce_": 2, "c10d::_reduce_scatter_base_": 1, "c10d::_allgather_base_": 1}
 
 
 class Log(TorchDispatchMode):
@@ -394,28 +379,7 @@ def check_mixed_precision(name: str, x_BD: torch.Tensor) -> None:
 
 
 # %% [markdown]
-# For section 4, the ZeRO1 of one layer steps after that of another. Of their four gathers only
-# those can hide that start after all reduce-scatters.
-
-
-# %%
-def check_order(x_BD: torch.Tensor) -> None:
-    """Claim how many gathers start after all reduce-scatters."""
-    model = net(RANK, x_BD.device)
-    zeros = [ZeRO1(layer.parameters(), torch.optim.Adam, **ADAM) for layer in model]
-    backward(model, x_BD)
-    with Log() as log:
-        for zero in zeros:
-            zero.step(wait=False)
-    for zero in zeros:
-        zero.wait()
-    reductions = [i for i, (call, _) in enumerate(log.calls) if call in REDUCTIONS]
-    after = len(log.calls) - 1 - reductions[-1]
-    claim("a ZeRO1 per layer: gathers after all reductions", 1, after)
-
-
-# %% [markdown]
-# ## 6. On GPUs: what the allocator says
+# ## 5. On GPUs: what the allocator says
 #
 # The bytes again, by CUDA's allocator, for half a billion parameters, at the same two moments. (The
 # slack is for cuBLAS, which keeps a workspace of some 32 MB.)
@@ -466,10 +430,7 @@ def measure_on_gpus(device: torch.device) -> None:
 # 3. Eight, 4 + 16/n: 56 GB of the 80; when backward has ended it is 7, or 49 GB. At a thousand
 #    ranks little more than 4 bytes remain, those of weight and gradient. The paper's "4x less
 #    memory" for stage 1, and "8x" for stage 2, are such limits for large n.
-# 4. Two, just as many: the gathered weights take the place of gathered gradients. Time is another
-#    matter. 7 billion weights are 14 GB, of which each of 8 ranks receives 12.25: at 50 GB/s an
-#    exposed all-gather stops all GPUs for 0.25 s of every step, and the reduce-scatter, exposed
-#    here too, for another 0.25 s.
+# 4. Two, just as many: the gathered weights take the place of gathered gradients.
 #
 # The weights follow one process to some 1e-8, sharded or not, as with PyTorch's DDP. In bfloat16
 # each weight is its master, rounded, so every update has arrived. That does not say that the
@@ -480,6 +441,12 @@ def measure_on_gpus(device: torch.device) -> None:
 # bfloat16 no weight of ZeRO-1 ever changes, and only the comparison with the masters notices. With
 # an all-reduce instead of the reduce-scatter the training stays right, since the shard is a view of
 # the sum; only the count of elements tells: 3 instead of 2, 1.5 times as many.
+#
+# **On GPUs** the halves cost time where nothing hides them. 7 billion weights are 14 GB, of which
+# each of 8 ranks receives 12.25: at 50 GB/s an all-gather takes 0.25 s, and the reduce-scatter
+# another 0.25 s. Backward can hide the reduce-scatters, as DDP hides its all-reduces
+# (parallelism/04_buckets_and_overlap.py). The gathers carry new weights, so only the next forward
+# pass can hide them, layer by layer: Megatron-LM's `--overlap-param-gather` does that.
 #
 # **When to use it:** where data parallelism fits but is tight. If 4 bytes per parameter are already
 # too many, take stage 2 or 3. On real systems this is Megatron-LM's distributed optimizer and
@@ -503,7 +470,6 @@ def main() -> None:
     check_weights(x_RBD[RANK], oracle)
     for name in SHARDED:
         check_mixed_precision(name, x_RBD[RANK].bfloat16())
-    check_order(x_RBD[RANK])
     measure_on_gpus(device)
     finish()
 

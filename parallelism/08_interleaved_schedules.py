@@ -8,15 +8,15 @@ it pay?
 **Predict**, and write it down before you run. There are four ranks and eight micro-batches, and a
 backward pass takes twice as long as a forward pass. 1F1B idles 3/11, and its rank 0 holds the
 activations of four micro-batches. Now cut the model into eight stages: rank 0 holds stages 0 and 4,
-rank 1 stages 1 and 5, rank 2 stages 2 and 6, rank 3 stages 3 and 7. At first messages take no time.
+rank 1 stages 1 and 5, rank 2 stages 2 and 6, rank 3 stages 3 and 7.
 
-1. What share of the time does a rank idle?
+1. What share of the time does a rank idle, if messages take no time?
 2. How many times as many messages are sent as under 1F1B?
-3. So that a message has time to travel, a rank runs ahead by two forwards per hop instead of
-   1F1B's one. Does rank 0 hold more activations than under 1F1B, fewer, or as many? (Those of half
-   as large a stage count half.)
-4. Now let a message take one *slot*: as long as the forward pass of one of these small stages. By
-   how many slots does a step get longer?
+3. Does rank 0 hold more activations than under 1F1B, fewer, or as many? (Those of half as large a
+   stage count half.)
+4. Let each message take one *slot*, as long as the forward pass of one of the small stages, and let
+   ranks wait for no other messages than those of the first forward and of the last backward pass.
+   By how many slots does a step get longer?
 
 **Run.**
 
@@ -71,32 +71,34 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 # A micro-batch needs p-1 forward passes to reach the last rank, and its gradient needs p-1 backward
 # passes to come back to rank 0. For that long, in sum, each rank has nothing to do, however many
 # micro-batches there are. But these are passes through a *stage*, and a smaller stage is passed
-# sooner. So cut the model into v p stages, and give each rank v of them. With p = 2 ranks, m = 4
-# micro-batches and a model of four layers, where a column is the time of one layer's forward pass:
+# sooner. So cut the model into v p stages, and give each rank v of them. Take p = 2 ranks, m = 2
+# micro-batches and a model of four layers; a slot is the forward pass of one layer:
 #
-#     1F1B     rank 0, layers 0, 1   F0F0F1F1 . . . .B0B0B0B0F2F2B1B1B1B1F3F3B2B2B2B2 . .B3B3B3B3
-#              rank 1, layers 2, 3    . .F0F0B0B0B0B0F1F1B1B1B1B1F2F2B2B2B2B2F3F3B3B3B3B3 . . . .
+#     1F1B     slot    0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15 16 17
+#     layers 0, 1     F0 F0 F1 F1  .  .  .  . B0 B0 B0 B0  .  . B1 B1 B1 B1
+#     layers 2, 3      .  . F0 F0 B0 B0 B0 B0 F1 F1 B1 B1 B1 B1  .  .  .  .
 #
-#     v = 2    rank 0, layers 0, 2   F0F1f0f1F2 .b0b0F3b1b1f2B0B0f3B1B1 .b2b2 .b3b3B2B2B3B3
-#              rank 1, layers 1, 3    .F0F1f0b0b0f1b1b1F2B0B0F3B1B1f2b2b2f3b3b3B2B2B3B3 . .
+#     v = 2    slot    0  1  2  3  4  5  6  7  8  9 10 11 12 13 14
+#     layers 0, 2     F0 F1 f0 f1  .  . b0 b0  . b1 b1 B0 B0 B1 B1
+#     layers 1, 3      . F0 F1 f0 b0 b0 f1 b1 b1 B0 B0 B1 B1  .  .
 #
-# F3 and B3 are the passes of micro-batch 3 through a rank's first stage, f3 and b3 through its
-# second. Count the dots: six per rank under 1F1B, and three with two stages per rank. Rank 1 begins
-# after one layer instead of two. Each micro-batch now goes around all ranks twice, and yet nobody
-# waits for it to come around: while micro-batch 0 passes both ranks, rank 0 works on F0 and F1, and
-# goes on with f0. That is why p micro-batches are taken through a stage before the next stage.
+# A row is a rank. F1 and B1 are the passes of micro-batch 1 through its first stage, f1 and b1
+# through its second. Count the dots: six per rank under 1F1B, three with two stages per rank. Rank
+# 1 begins after one layer instead of two. Each micro-batch now goes around all ranks twice, and yet
+# nobody waits for it to come around: while it passes the other rank, rank 0 works on F1, and goes
+# on with f0. That is why p micro-batches are taken through a stage before the next stage.
 #
 # In general p-1 forward and p-1 backward passes are lost, of stages 1/v as large. If a forward pass
-# of such a stage takes one slot, these are 3 (p-1) slots, next to 3 v m of work. The share is
-# (p-1) / (v m + p-1), as with v times as many micro-batches. The stages of a rank must not be
-# neighbors, for these are one large stage again. Here they lie p apart.
+# of such a stage takes one slot, these are 3 (p-1) slots, compared with 3 v m of work. The share is
+# (p-1) / (v m + p-1), as with v times as many micro-batches.
 
 # %% [markdown]
-# ## 2. Interleaved 1F1B
+# ## 2. Interleaved 1F1B: 1F1B with several stages per rank
 #
-# An action names its stage now: rank r has the stages r, r+p, r+2p, ... Forward, a rank takes p
-# micro-batches through its first stage, the same p through its second, and so on, and then the
-# next p. Backward it does the same with the stages in reverse:
+# An action names its stage now: rank r has the stages r, r+p, r+2p, ... (They lie p apart. Stages
+# that all are neighbors would be one large stage again.) Forward, a rank takes p micro-batches
+# through its first stage, the same p through its second, and so on, and then the next p. Backward
+# it does the same with the stages in reverse:
 #
 #     forwards of rank 0      stage         0 0 2 2 0 0 2 2           p = 2, v = 2, m = 4
 #                             micro-batch   0 1 0 1 2 3 2 3
@@ -104,26 +106,14 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 #                             micro-batch   0 1 0 1 2 3 2 3
 #
 # As in 1F1B, a rank first runs ahead with forwards, then does one forward and one backward in turn.
-# It must run ahead by (v-1) p forwards until its *last* stage is due, and by more for each hop
-# between it and the last rank, since a gradient has to come back from there. 1F1B takes one forward
-# per hop. That is too few if messages take time. Here are two ranks with one stage each, a message
-# that takes as long as a forward pass, and m = 4:
-#
-#     one forward per hop     rank 0   F0F1 . . . .B0B0F2B1B1F3 . .B2B2 .B3B3
-#                             rank 1    . .F0B0B0F1B1B1 . .F2B2B2F3B3B3 . . .
-#
-#     two                     rank 0   F0F1F2 . . .B0B0F3B1B1 .B2B2 .B3B3
-#                             rank 1    . .F0B0B0F1B1B1F2B2B2F3B3B3 . . .
-#
-# With one, rank 0 may do F2 only after B0, so that rank 1 waits for B0 to travel there and for F2
-# to travel back. With two, F2 has arrived long before. So interleaved 1F1B (Narayanan et al., 2021)
-# runs ahead by two per hop. With v = 1 and one forward per hop the list below is 1F1B.
+# It must run ahead by (v-1) p forwards until its *last* stage is due, and as in 1F1B by one for
+# each hop between it and the last rank. With v = 1 the list is 1F1B.
 
 # %%
 Action = tuple[str, int, int]  # ("F" or "B", stage, number of the micro-batch)
 
 
-def interleaved(rank: int, p: int, m: int, v: int, hops: int = 2) -> list[Action]:
+def interleaved(rank: int, p: int, m: int, v: int, per_hop: int = 1) -> list[Action]:
     """Interleaved 1F1B: the order in which a rank of p works on its v stages; p divides m."""
     stages = range(rank, v * p, p)
     forwards = []
@@ -133,7 +123,7 @@ def interleaved(rank: int, p: int, m: int, v: int, hops: int = 2) -> list[Action
             forwards += [("F", stage, k) for k in range(first, first + p)]
         for stage in reversed(stages):
             backwards += [("B", stage, k) for k in range(first, first + p)]
-    num_warmup = min((v - 1) * p + hops * (p - 1 - rank), v * m)
+    num_warmup = min((v - 1) * p + per_hop * (p - 1 - rank), v * m)
     order = forwards[:num_warmup]  # fill the pipeline
     for i in range(v * m - num_warmup):  # steady state: one forward, one backward
         order.append(forwards[num_warmup + i])
@@ -142,36 +132,30 @@ def interleaved(rank: int, p: int, m: int, v: int, hops: int = 2) -> list[Action
 
 
 # %% [markdown]
-# What it costs can be counted on the list.
+# Two of its costs can be counted on the list.
 #
 # - **Messages.** A micro-batch crosses v p - 1 borders between stages each way, instead of p-1. A
 #   message is as large as before: one activation.
-# - **Time**, if a message takes c slots. The first micro-batch crosses all borders before the last
-#   stage can begin, and the last gradient crosses all of them after that stage has ended. A step
-#   gets 2 (v p - 1) c slots longer, instead of 2 (p-1) c. All other messages travel while ranks
-#   work, as long as c is at most one, a forward pass of a stage.
-# - **Memory.** Rank 0 has (v-1) p + 2 (p-1) + 1 forwards under way when its first backward comes,
-#   each of 1/v of its layers: p + (p-1)/v micro-batches, where 1F1B holds p.
+# - **Memory.** Rank 0 has (v-1) p + p-1 + 1 = v p forwards under way when its first backward comes,
+#   each of 1/v of its layers. That makes p micro-batches, as under 1F1B.
 
 # %% [markdown]
 # ## 3. How it is measured
 #
-# **The oracle** is the whole model on the whole batch in one process, in float64; every rank
-# compares the gradients of its own stages. A rank really follows its list, as in the lesson before:
-# it receives what an action needs, does it, and sends the result on without waiting. Several
-# messages between two ranks are under way at a time, so each carries a tag. (NCCL knows no tags.
-# All of this runs on CPUs by gloo, also where there are GPUs.)
+# **The oracle** is the whole model on the whole batch in one process, in float64. A rank really
+# follows its list, as in the lesson before: it receives what an action needs, does it, and sends
+# the result on without waiting. Several messages between two ranks are under way at a time, so each
+# carries a tag. (NCCL knows no tags. All of this runs on CPUs by gloo, also where there are GPUs.)
 #
 # **Slots** are counted in the run: each message takes its sender's logical clock along. A slot is
-# the forward pass of half a rank's layers, with one stage per rank and with two, so that steps can
-# be compared. How long an action and a message take is assumed, so these rows are "simulated".
-# Messages and activations held are counted as they are.
+# always the forward pass of *half* a rank's layers, so that steps with one and with two stages per
+# rank can be compared. How long an action and a message take is assumed, so these rows are
+# "simulated". Messages and activations held are counted as they are.
 
 # %%
 ROWS, WIDTH = 4, 16  # of one micro-batch
 MICRO_BATCHES = WORLD_SIZE * max(2, math.ceil(8 / WORLD_SIZE))  # 8 on 1, 2 and 4 ranks
 SLOTS = {"F": 2, "B": 4}  # of all layers of a rank
-MESSAGE = 1  # the slots of a message, in the runs in which it takes any
 
 
 class Pipeline:
@@ -194,28 +178,31 @@ class Pipeline:
     def step(self, order: Sequence[Action], inputs: Sequence[torch.Tensor]) -> None:
         """Run one step; `inputs`: the micro-batches, elsewhere tensors like what arrives."""
         for action in order:
-            self.act(action, inputs)
+            kind, stage, k = action
+            result = self.forward(stage, k, inputs[k]) if kind == "F" else self.backward(stage, k)
+            start = self.now
+            self.now += SLOTS[kind] // len(self.stages)
+            self.slots[action] = range(start, self.now)
+            target = stage + 1 if kind == "F" else stage - 1
+            if 0 <= target <= self.last:
+                self.send(action, result, target)
         for send in self.sends:
             send.wait()
 
-    def act(self, action: Action, inputs: Sequence[torch.Tensor]) -> None:
-        kind, stage, k = action
-        if kind == "F":
-            x = inputs[k] if stage == 0 else self.receive(("F", stage - 1, k), inputs[k])
-            y = self.stages[stage](x.requires_grad_())
-            if stage == self.last:
-                y = self.loss_of(y, k)
-            self.held[stage, k] = (x, y)
-            self.most_held = max(self.most_held, len(self.held))
-        else:
-            x, y = self.held.pop((stage, k))
-            y.backward(None if stage == self.last else self.receive(("B", stage + 1, k), y))
-        self.slots[action] = range(self.now, self.now + SLOTS[kind] // len(self.stages))
-        self.now = self.slots[action].stop
-        if kind == "F" and stage < self.last:
-            self.send(action, y.detach(), stage + 1)
-        if kind == "B" and stage > 0:
-            self.send(action, x.grad, stage - 1)
+    def forward(self, stage: int, k: int, x: torch.Tensor) -> torch.Tensor:
+        if stage > 0:
+            x = self.receive(("F", stage - 1, k), x)
+        y = self.stages[stage](x.requires_grad_())
+        if stage == self.last:
+            y = self.loss_of(y, k)
+        self.held[stage, k] = (x, y)
+        self.most_held = max(self.most_held, len(self.held))
+        return y.detach()
+
+    def backward(self, stage: int, k: int) -> torch.Tensor:
+        x, y = self.held.pop((stage, k))
+        y.backward(None if stage == self.last else self.receive(("B", stage + 1, k), y))
+        return x.grad
 
     def send(self, action: Action, result: torch.Tensor, stage: int) -> None:
         """Send an action's result, and when it will be there, to the rank of another stage."""
@@ -248,7 +235,8 @@ TOLERANCE = 2 * (LAYERS + 1) * WIDTH * 2**-53  # sums of WIDTH terms, LAYERS the
 class Case:
     """A model, a batch, and the gradients that one process finds."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group  # gloo
         torch.manual_seed(0)  # the same on every rank
         layers = []
         for _ in range(LAYERS):
@@ -270,11 +258,11 @@ class Case:
     def loss(self, y: torch.Tensor, k: int) -> torch.Tensor:
         return F.mse_loss(y, self.target.chunk(MICRO_BATCHES)[k]) / MICRO_BATCHES
 
-    def run(self, group: dist.ProcessGroup, v: int, hops: int, message: int = 0) -> Pipeline:
+    def run(self, v: int, per_hop: int = 1, message: int = 0) -> Pipeline:
         """Run one step with v stages per rank."""
-        pipeline = Pipeline(self.stages(v), self.loss, group)
+        pipeline = Pipeline(self.stages(v), self.loss, self.group)
         pipeline.message = message
-        order = interleaved(RANK, WORLD_SIZE, MICRO_BATCHES, v, hops)
+        order = interleaved(RANK, WORLD_SIZE, MICRO_BATCHES, v, per_hop)
         pipeline.step(order, self.x.chunk(MICRO_BATCHES))
         return pipeline
 
@@ -294,15 +282,14 @@ def relative_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 # %% [markdown]
-# First messages take no time, under 1F1B and with two stages per rank. Then they take a slot.
+# First 1F1B, then two stages per rank, with messages that take no time.
 
 
 # %%
-def check_schedules(case: Case, group: dist.ProcessGroup) -> dict[str, list[dict]]:
-    """Run the schedules and claim what they cost; return every rank's slots of each."""
+def check_schedules(case: Case) -> dict[str, list[dict]]:
+    """Run 1F1B and two stages per rank; claim what they cost; return every rank's slots of each."""
     p = WORLD_SIZE
-    m = MICRO_BATCHES
-    one = case.run(group, v=1, hops=1)
+    one = case.run(v=1)
     runs = {"1F1B": gather_objects(one.slots)}
     claim("1F1B: error of the gradients", 0, case.error(one.stages), atol=TOLERANCE)
     claim("1F1B: share of slots idle", bubble(1), idle_share(runs["1F1B"]), kind="simulated")
@@ -310,31 +297,14 @@ def check_schedules(case: Case, group: dist.ProcessGroup) -> dict[str, list[dict
     if p == 1:
         blocked("several stages per rank, and messages", needs="2 ranks")
         return runs
-    two = case.run(group, v=2, hops=2)
+    two = case.run(v=2)
     runs["v = 2"] = gather_objects(two.slots)
     claim("v = 2: error of the gradients", 0, case.error(two.stages), atol=TOLERANCE)
     idle = idle_share(runs["v = 2"])
     claim("v = 2: share of slots idle", bubble(2), idle, question=1, kind="simulated")
     ratio = sum(gather_objects(len(two.sends))) / sum(gather_objects(len(one.sends)))
     claim("v = 2: messages / 1F1B's", (2 * p - 1) / (p - 1), ratio, question=2)
-    claim("v = 2: micro-batches held", p + (p - 1) / 2, two.most_held / 2, question=3, rank=0)
-
-    slow = case.run(group, v=1, hops=2, message=MESSAGE)
-    runs["v = 1, slow messages"] = gather_objects(slow.slots)
-    added = length(runs["v = 1, slow messages"]) - length(runs["1F1B"])
-    claim("v = 1: slots that messages add", 2 * (p - 1) * MESSAGE, added, kind="simulated")
-    slow = case.run(group, v=2, hops=2, message=MESSAGE)
-    runs["v = 2, slow messages"] = gather_objects(slow.slots)
-    added = length(runs["v = 2, slow messages"]) - length(runs["v = 2"])
-    exposed = 2 * (2 * p - 1) * MESSAGE
-    claim("v = 2: slots that messages add", exposed, added, question=4, kind="simulated")
-    slow = case.run(group, v=2, hops=1, message=MESSAGE)
-    runs["v = 2, one forward per hop"] = gather_objects(slow.slots)
-    added = length(runs["v = 2, one forward per hop"]) - length(runs["v = 2"])
-    waits = (2 * m - p - 1) * (p - 1) // p  # of the last rank, each for two messages
-    exposed += waits * 2 * MESSAGE
-    claim("v = 2, one per hop: slots that messages add", exposed, added, kind="simulated")
-    claim("v = 2, one per hop: micro-batches held", p, slow.most_held / 2, rank=0)
+    claim("v = 2: micro-batches held", p, two.most_held / 2, question=3, rank=0)
     return runs
 
 
@@ -362,7 +332,7 @@ def gather_objects(value: object) -> list:
 
 
 # %% [markdown]
-# What was run is printed as grids, if they fit: a letter per slot, a small one for a later stage.
+# What was run is printed as grids, if they fit: a letter per slot, f and b for a second stage.
 
 
 # %%
@@ -373,13 +343,63 @@ def show(name: str, ranks: list[dict]) -> None:
         for (kind, stage, _), slots in actions.items():
             for slot in slots:
                 row[slot] = kind if stage == rank else kind.lower()
-        rows.append(f"{'':13}rank {rank}  {''.join(row)}")
+        rows.append(f"  rank {rank}  {''.join(row)}")
     if max(map(len, rows)) <= 100:
-        print0("\n".join([f"\n{'':13}{name}", *rows, ""]))
+        print0("\n".join([f"\n  {name}: {length(ranks)} slots", *rows]))
 
 
 # %% [markdown]
-# ## 4. PyTorch's own
+# ## 4. Messages that take time: run ahead by two forwards per hop
+#
+# So far messages took no time. Let one take c slots. The first micro-batch crosses all v p - 1
+# borders before the last stage can begin, and the last gradient crosses all of them after that
+# stage has ended. So a step gets 2 (v p - 1) c slots longer at the least.
+#
+# With 1F1B's one forward per hop it gets longer still. Here are two ranks with one stage each, m =
+# 4, a message that takes a slot, and a slot that is the forward pass of a stage:
+#
+#     one per hop    slot    0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15 16 17 18
+#     rank 0                F0 F1  .  .  .  . B0 B0 F2 B1 B1 F3  .  . B2 B2  . B3 B3
+#     rank 1                 .  . F0 B0 B0 F1 B1 B1  .  . F2 B2 B2 F3 B3 B3  .  .  .
+#
+#     two per hop    slot    0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15 16
+#     rank 0                F0 F1 F2  .  .  . B0 B0 F3 B1 B1  . B2 B2  . B3 B3
+#     rank 1                 .  . F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3  .  .  .
+#
+# With one, rank 0 does F2 only after B0, so rank 1 has nothing to do in slots 8 and 9: one for the
+# gradient to travel, and one for F2 to travel back. With two, F2 has arrived long before, and rank
+# 1 works without a break. As long as c is at most one, all messages but the first and the last
+# micro-batch's travel while ranks work. The price is memory: rank 0 has (v-1) p + 2 (p-1) + 1
+# forwards under way, p + (p-1)/v micro-batches instead of p. Narayanan et al. (2021), who invented
+# the schedule, and PyTorch's class run ahead by two.
+
+
+# %%
+MESSAGE = 1  # the slots of a message
+
+
+def check_messages(case: Case, free: dict[str, list[dict]]) -> dict[str, list[dict]]:
+    """Claim what messages add to a step, and what two forwards per hop hold; return the slots."""
+    p = WORLD_SIZE
+    runs = {}
+    one = case.run(v=1, per_hop=2, message=MESSAGE)
+    runs["v = 1, slow messages"] = gather_objects(one.slots)
+    added = length(runs["v = 1, slow messages"]) - length(free["1F1B"])
+    claim("v = 1: slots that messages add", 2 * (p - 1) * MESSAGE, added, kind="simulated")
+    two = case.run(v=2, per_hop=2, message=MESSAGE)
+    runs["v = 2, slow messages"] = gather_objects(two.slots)
+    added = length(runs["v = 2, slow messages"]) - length(free["v = 2"])
+    exposed = 2 * (2 * p - 1) * MESSAGE
+    claim("v = 2: slots that messages add", exposed, added, question=4, kind="simulated")
+    held = two.most_held / 2
+    claim("v = 2, two per hop: micro-batches held", p + (p - 1) / 2, held, rank=0)
+    one_per_hop = case.run(v=2, per_hop=1, message=MESSAGE)
+    runs["v = 2, slow messages, one forward per hop"] = gather_objects(one_per_hop.slots)
+    return runs
+
+
+# %% [markdown]
+# ## 5. PyTorch's own
 #
 # `torch.distributed.pipelining` has it as a class, which takes this rank's stages and brings a
 # runtime that works on NCCL too. Its order stands in `pipeline_order`, with names such as 4F0 for
@@ -406,13 +426,13 @@ def check_torchs(case: Case, device: torch.device) -> None:
     order = []
     for stage, kind, k in re.findall(r"(\d+)([FB])(\d+)", named):
         order.append((kind, int(stage), int(k)))
-    pairs = zip(order, interleaved(RANK, WORLD_SIZE, MICRO_BATCHES, 2), strict=True)
+    pairs = zip(order, interleaved(RANK, WORLD_SIZE, MICRO_BATCHES, 2, per_hop=2), strict=True)
     unlike = sum(theirs != action for theirs, action in pairs)
     claim("torch's Interleaved1F1B: actions unlike our list's", 0, unlike)
 
 
 # %% [markdown]
-# ## 5. On GPUs: the share that real stages idle
+# ## 6. On GPUs: the share that real stages idle
 #
 # A rank's 16 layers make one stage or two, and a step of PyTorch's class is timed. In turn with it
 # each rank does the same work alone, with no neighbor to wait for. What the step takes longer is
@@ -507,35 +527,32 @@ def draw(path: str, runs: dict[str, list[dict]]) -> None:
 # 1. 3/19 = 15.8% instead of 3/11 = 27.3%: what 1F1B would idle with 16 micro-batches. The work
 #    stays, so a step gets shorter by less: by 14%, from 66 slots to 57.
 # 2. 7/3 as many: seven borders between stages instead of three.
-# 3. More: 11 halves, 5.5 micro-batches instead of 4. With one forward per hop it would be 4.
+# 3. As many: eight halves are four. A rank runs ahead by more forwards, of smaller stages.
 # 4. By 14: seven messages until the last stage can begin, and seven after it has ended. With one
 #    stage per rank there are three and three. So of the nine slots that small stages save, slow
 #    messages take eight back: a step takes 71 slots instead of 72. With messages of half a slot it
 #    would be 64 instead of 69.
 #
-# That holds with two forwards per hop. With one, messages add 30 slots, not 14: eight times the
-# last rank stands still for two messages. What rank 0 holds in addition, 1.5 micro-batches, buys 16
-# slots of 87.
+# Two forwards per hop hold 5.5 micro-batches instead of 4. With one, messages add 30 slots, not 14:
+# in the last grid rank 3 stops eight times for two slots, one for its gradient to travel and one
+# for the next activation. So 1.5 micro-batches buy 16 slots of 87.
 #
 # **Try.** With 64 micro-batches 1F1B idles 3/67 = 4.5%, and interleaving 3/131 = 2.3%: a step takes
 # 393 slots instead of 402, which is 2.2% less, for 7/3 as many messages. With messages of two slots
 # it is longer: 92 slots instead of 78. A message outlasts a forward pass of a small stage then, so
 # that ranks wait in the middle of a step too, and the answer to question 4 fails: 35 instead of 28.
 #
-# **When.** With few micro-batches: the batch of a step is limited, so with many data-parallel
-# replicas m falls to a few times p, and p must divide it. Not when m is large next to p, as above.
+# **When to use it.** With few micro-batches: the batch of a step is limited, so with many replicas
+# m falls to a few times p, and p must divide it. Not when m is large compared with p, as above.
 # Not when the model has too few layers: it takes v p stages of equal size, and the embedding and
-# the head count as layers. If the weights of stages are sharded by FSDP, all micro-batches go
-# through a stage before the next one (breadth first, Lamy-Poirier, 2022; in PyTorch
-# `ScheduleLoopedBFS`): the bubble is the same and all m are held, but a stage is gathered once per
-# direction.
+# the head count as layers. Not under FSDP, which would gather a stage for each
+# micro-batch: there all micro-batches go through a stage before the next one (breadth first,
+# Lamy-Poirier, 2022; in PyTorch `ScheduleLoopedBFS`).
 #
 # **On GPUs.** A forward pass of a stage must take longer than its message. For Llama 3 70B, 4,096
 # tokens and bfloat16 an activation is 67 MB: 1.3 ms through a network card of 400 Gb/s. The forward
 # pass of one of its 80 layers is 7 TFLOP, 18 ms at 400 TFLOP/s: even a stage of one layer hides its
-# messages. With tensor parallelism over eight GPUs the 18 ms become 2.2, and the message an eighth,
-# if each GPU sends its share through a card of its own. With one card for all eight, 1.3 ms still
-# hide.
+# messages, and with tensor parallelism over eight GPUs (2.2 ms) it still does.
 
 
 # %%
@@ -544,10 +561,13 @@ def main() -> None:
     options = command_line({"--figure": figure})
     launch()
     device = setup()
-    case = Case()
-    runs = check_schedules(case, dist.new_group(backend="gloo"))
+    case = Case(dist.new_group(backend="gloo"))
+    runs = check_schedules(case)
+    if WORLD_SIZE > 1:
+        runs |= check_messages(case, runs)
     for name, ranks in runs.items():
         show(name, ranks)
+    print0()
     check_torchs(case, device)
     check_gpus(device)
     if options.figure and RANK == 0:

@@ -39,7 +39,6 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
@@ -122,11 +121,19 @@ def messages(stage: int, p: int, done: Action | None, todo: Action | None) -> li
 #
 # The simulator knows no layers, no bytes and no time. A message passes when both ends have posted
 # it, because a send waits for its receiver: gloo's at any size, NCCL's when the message is large. A
-# stage does its next action when all its messages have passed. When a round over all stages changes
-# nothing, either all lists are done, or the stages that are left hang.
+# stage does its next action when all messages before it have passed. In each round all messages
+# pass that can, and then each stage does an action if it can. Here are two stages under 1F1B with
+# two micro-batches; stage 0 has F0 F1 B0 B1 on its list, stage 1 has F0 B0 F1 B1:
 #
-# With `together=False` a stage posts its send alone, and its receive once the send is through.
-# `check_schedule` first refuses a list that has a B before its own F, which no message shows.
+#     round   stage 0 has posted    stage 1 has posted    passes     done by stage 0   by stage 1
+#     1       nothing               recv F0                          F0
+#     2       send F0               recv F0               F0         F1                F0
+#     3       send F1, recv B0      nothing                                            B0
+#     4       send F1, recv B0      send B0, recv F1      F1, B0     B0                F1
+#
+# With `together=False` a stage posts its send alone, and its receive once the send is through. Then
+# in round 4 there are two sends and no receive, and nothing passes. When a round changes nothing,
+# either all lists are done, or the stages that are left hang.
 
 
 # %%
@@ -137,25 +144,39 @@ def simulate(
     p = len(schedule)
     at_once = 2 if together else 1  # how many of its messages a stage posts
     done = [0] * p
-    waits = [messages(s, p, None, schedule[s][0]) for s in range(p)]
+    waits = [messages_before(schedule, s, 0) for s in range(p)]
     moved = True
     while moved:
         moved = False
         for s in range(p):
             for message in waits[s][:at_once]:
-                other_end = Message("recv", s, message.action)
-                if message.verb == "send" and other_end in waits[message.peer][:at_once]:
-                    waits[s].remove(message)
-                    waits[message.peer].remove(other_end)
-                    moved = True
+                if message.verb == "send":
+                    other_end = Message("recv", s, message.action)
+                    if other_end in waits[message.peer][:at_once]:
+                        waits[s].remove(message)
+                        waits[message.peer].remove(other_end)
+                        moved = True
+        for s in range(p):
             if not waits[s] and done[s] < len(schedule[s]):
-                action, following = [*schedule[s], None][done[s] : done[s] + 2]
                 done[s] += 1
-                waits[s] = messages(s, p, action, following)
+                waits[s] = messages_before(schedule, s, done[s])
                 moved = True
     return done, waits
 
 
+def messages_before(schedule: Sequence[list[Action]], s: int, i: int) -> list[Message]:
+    """What stage s exchanges before the i-th action of its list, or at its end."""
+    last = schedule[s][i - 1] if i > 0 else None
+    todo = schedule[s][i] if i < len(schedule[s]) else None
+    return messages(s, len(schedule), last, todo)
+
+
+# %% [markdown]
+# `check_schedule` makes an error of what the simulator finds. First it refuses a list that has a B
+# before its own F, which no message shows.
+
+
+# %%
 def check_schedule(schedule: Sequence[list[Action]], together: bool = True) -> None:
     """Raise ValueError if the stages cannot all finish; say which waits for which message."""
     for s, actions in enumerate(schedule):
@@ -170,7 +191,7 @@ def check_schedule(schedule: Sequence[list[Action]], together: bool = True) -> N
             stuck.append(f"stage {s} after {done[s]} actions, in {ends[0]}")
     if stuck:
         rule = "every stage must be able to finish its list"
-        raise ValueError(f"{rule}; for ever wait {'; '.join(stuck)}; reorder the lists")
+        raise ValueError(f"{rule}; these wait forever: {'; '.join(stuck)}; reorder the lists")
 
 
 # %% [markdown]
@@ -197,7 +218,7 @@ def check_schedule(schedule: Sequence[list[Action]], together: bool = True) -> N
 # line; backward it is the same from the other end.
 #
 # Below, every rank follows its list for real. There are no layers, and a message is one number. A
-# rank whose message does not pass within `patience` gives up and tells the line where it waits.
+# rank whose message does not pass within `patience` gives up.
 
 
 # %%
@@ -208,38 +229,32 @@ def one_gpipe_among_1f1b(p: int, m: int) -> list[list[Action]]:
 
 def exchange(
     ends: list[Message], group: dist.ProcessGroup, together: bool, patience: timedelta
-) -> None:
-    """Pass this rank's messages; each that has passed leaves `ends`."""
-    if together and ends:
-        verbs = {"send": dist.isend, "recv": dist.irecv}
-        posted = [dist.P2POp(verbs[end.verb], torch.zeros(1), end.peer, group) for end in ends]
-        for work in dist.batch_isend_irecv(posted):
-            work.wait(patience)
-            ends.pop(0)
-    while ends:
-        if ends[0].verb == "send":
-            dist.isend(torch.zeros(1), ends[0].peer, group).wait(patience)
-        else:
-            dist.irecv(torch.zeros(1), ends[0].peer, group).wait(patience)
-        ends.pop(0)
+) -> Message | None:
+    """Pass this rank's messages; return the first one that does not pass, if there is one."""
+    verbs = {"send": dist.isend, "recv": dist.irecv}
+    batches = [ends] if together and ends else [[end] for end in ends]
+    for batch in batches:
+        posted = [dist.P2POp(verbs[end.verb], torch.zeros(1), end.peer, group) for end in batch]
+        for end, work in zip(batch, dist.batch_isend_irecv(posted), strict=True):
+            try:
+                work.wait(patience)
+            except RuntimeError:  # gloo's: the patience of this rank is over, or of its peer
+                return end
+    return None
 
 
 def rehearse(
     actions: list[Action], group: dist.ProcessGroup, together: bool, patience: timedelta
-) -> tuple[int, list[Message], int]:
-    """Follow this rank's list; return the actions done, the message it waits in, and the line."""
+) -> tuple[int, Message | None]:
+    """Follow this rank's list; return the actions done, and the message that it waits in."""
     done = 0
-    line = 0
-    ends = []
-    try:
-        for last, todo in pairwise([None, *actions, None]):
-            ends = messages(RANK, WORLD_SIZE, last, todo)
-            exchange(ends, group, together, patience)
-            done += todo is not None
-    except RuntimeError as error:  # gloo's: the patience of this rank is over, or of its peer
-        frames = traceback.extract_tb(error.__traceback__)
-        (line,) = [frame.lineno for frame in frames if frame.name == "exchange"]
-    return done, ends[:1], line
+    for last, todo in pairwise([None, *actions, None]):
+        stuck = exchange(messages(RANK, WORLD_SIZE, last, todo), group, together, patience)
+        if stuck is not None:
+            return done, stuck
+        if todo is not None:
+            done += 1
+    return done, None
 
 
 # %% [markdown]
@@ -285,13 +300,23 @@ def let_happen(name: str, schedule: Sequence[list[Action]], together: bool) -> t
     told = gather_objects(rehearse(schedule[RANK], group, together, patience))
     as_simulated = 0
     finished = 0
-    for rank, (actions, message, line) in enumerate(told):
-        as_simulated += actions == done[rank] and message == waits[rank][:1]
-        finished += not message
-        for end in message:
-            print0(f"{'':13}rank {rank}, line {line}: waits in {end}, {actions} actions done")
+    for rank, (actions, message) in enumerate(told):
+        expected = waits[rank][0] if waits[rank] else None
+        as_simulated += actions == done[rank] and message == expected
+        finished += message is None
+    if stuck:
+        show_error(schedule, together)
     claim(f"{name}: stages as simulated", WORLD_SIZE, as_simulated, timed=stuck)
     return finished, told[-1][0]
+
+
+def show_error(schedule: Sequence[list[Action]], together: bool) -> None:
+    """Print what the simulator says of a schedule that cannot finish."""
+    try:
+        check_schedule(schedule, together)
+    except ValueError as error:
+        for part in str(error).split("; "):
+            print0(f"{'':13}{part}")
 
 
 def check_deadlocks() -> None:
@@ -322,65 +347,6 @@ def gather_objects(value: object) -> list:
 
 
 # %% [markdown]
-# ## 5. On GPUs: from which size on do unbatched sends wait?
-#
-# On NCCL the second deadlock hides at first. A send is copied into a buffer, 4 MiB per channel, and
-# completes with no receive posted, if the buffer takes all of it. So small activations pass, and
-# the job hangs when the batch or the sequence grows. From which size on depends on the machine: on
-# its channels per peer, and on how its links use the buffer. So ranks 0 and 1 try. Both send at the
-# same time, and receive once both sends are over, or after three seconds, so that nothing stays
-# stuck. Each direction has a group of its own for that: in one group the receive would queue behind
-# the send, which is the deadlock itself.
-
-
-# %%
-def both_send(nbytes: int, device: torch.device, groups: list[dist.ProcessGroup]) -> bool:
-    """On ranks 0 and 1: return whether both sends are over before any receive."""
-    store = dist.distributed_c10d._get_default_store()
-    peer = 1 - RANK
-    x = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    send = dist.isend(x, peer, groups[RANK])
-    for _ in range(300):  # for three seconds
-        if send.is_completed():
-            break
-        time.sleep(0.01)  # launch time: the GPU may still be at it
-    over = send.is_completed()
-    store.set(f"{nbytes} bytes from {RANK}", str(over))
-    over = store.get(f"{nbytes} bytes from {peer}") == b"True" and over  # get waits for the peer
-    dist.recv(torch.empty_like(x), peer, groups[peer])
-    send.wait()
-    torch.cuda.synchronize()
-    return over
-
-
-def sweep(device: torch.device, groups: list[dist.ProcessGroup]) -> float:
-    """Return the first size in MiB, of 1 KiB, 2 KiB, ..., at which a send is not over."""
-    for sender, group in enumerate(groups):  # connect: both ends are there
-        if sender == RANK:
-            dist.send(torch.zeros(1, device=device), 1 - sender, group)
-        else:
-            dist.recv(torch.zeros(1, device=device), sender, group)
-    nbytes = 2**10
-    while nbytes < 2**30 and both_send(nbytes, device, groups):
-        nbytes *= 2
-    return nbytes / 2**20
-
-
-def measure_on_gpus(device: torch.device) -> None:
-    """Claim between which sizes unbatched sends stop completing."""
-    at_least = "NCCL: MiB from which two sends wait, at least"
-    at_most = "NCCL: MiB from which two sends wait, at most"
-    if device.type == "cpu" or WORLD_SIZE == 1:
-        blocked(at_least, needs="2 GPUs")
-        blocked(at_most, needs="2 GPUs")
-        return
-    groups = [dist.new_group(), dist.new_group()]  # for the sends of rank 0, for those of rank 1
-    mib = sweep(device, groups) if RANK < 2 else 0.0
-    claim(at_least, 2, mib, ">=", rank=0)
-    claim(at_most, 256, mib, "<=", rank=0)
-
-
-# %% [markdown]
 # ## What you should have seen
 #
 # 1. Two: F0 and F1. It waits for F2, which stage 2 does after B0, for which stage 3 has no gradient
@@ -401,10 +367,12 @@ def measure_on_gpus(device: torch.device) -> None:
 # it hands on its last activation. "healthy schedules: stuck", "1F1B, sends first: stuck" (now with
 # one micro-batch, too) and "GPipe, sends first: stages that finish" fail.
 #
-# **On GPUs** there is no patience per message. All GPUs show 100 %, because a kernel spins, and
-# after ten minutes NCCL's watchdog ends the job. Where each rank stands is in the stacks and in the
-# flight recorder (profiling/04_debugging_hangs.py). Section 5 was written for NCCL and has not run
-# yet. Do not rely on what it finds: NCCL_BUFFSIZE or another link changes it. Use one batch
+# **On GPUs** the second deadlock hides at first. An NCCL send is copied into a buffer, 4 MiB per
+# channel, and completes with no receive posted if the buffer takes all of it. So small activations
+# pass, and the job hangs when the batch or the sequence grows; from which size on depends on the
+# machine. Nor is there a patience per message. GPUs that wait show 100 %, because a kernel spins,
+# and after ten minutes (torch's default) NCCL's watchdog ends the job. Where each rank stands is in
+# the stacks and in the flight recorder (profiling/04_debugging_hangs.py). Use one batch
 # (`batch_isend_irecv`) for messages that may cross.
 #
 # **What the simulator leaves out.** Real messages of one direction are taken in the order in which
@@ -417,10 +385,9 @@ def measure_on_gpus(device: torch.device) -> None:
 def main() -> None:
     command_line()
     launch()
-    device = setup()
+    setup()
     check_simulator()
     check_deadlocks()
-    measure_on_gpus(device)
     finish()
 
 

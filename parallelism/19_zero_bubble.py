@@ -12,8 +12,8 @@ of four micro-batches, and the last rank those of one.
 
 1. A stage's backward pass is eight matrix products. How many belong to the second half?
 2. How many does `torch.autograd.grad(y, weights, ...)` compute, on the kept graph of the stage?
-3. The second half is done when there is nothing better to do, and no rank may hold more than four
-   micro-batches. How many slots does a rank idle?
+3. The second half is put off as long as another rank waits for a first half. How many slots does a
+   rank idle then?
 4. How many micro-batches does the last rank hold then?
 5. How many tensors does it keep for them, at the most? (A layer's input is one tensor, and so is
    the gradient of its output.)
@@ -32,7 +32,7 @@ forward pass take two slots, `"F": 2` in `SLOTS`: how many slots does a rank idl
 **Before.** parallelism/08_interleaved_schedules.py: the other way to a smaller bubble.
 
 **Next.** exercises/11_pipeline_micro_batches: ZB-H1 by your own hand. Then
-parallelism/09_pipeline_deadlocks.py
+parallelism/09_pipeline_deadlocks.py: which lists can never finish.
 """
 
 import argparse
@@ -170,15 +170,22 @@ def zb_h1(rank: int, p: int, m: int) -> list[Action]:
 
 
 # %% [markdown]
-# How long does a step take? The last rank begins after (p-1) F, and then it never waits. When it
-# has done its last I, p of its W are left (above W1, W2 and W3). That I takes (p-1) I more to
-# arrive on rank 0, where one W is left after it. In all
+# Where have four of six dots gone? Read the lower grid from its last row. Rank 2 waits for F0, and
+# then works without a break. It does its last I, I3, in slot 10; thanks to the delay three W are
+# left to do after it. Meanwhile I3's result goes on to rank 0, in slots 11 and 12, and rank 0 ends
+# with one W in slot 13. So a step takes
 #
-#     (p-1) F  +  m (F + I + W) - p W  +  (p-1) I  +  W    =    m (F + I + W)  +  (p-1) (F + I - W)
+#     F0 to the last rank      (p-1) F                       slots 0 and 1
+#     its work, up to I3       m (F + I + W)  -  p W         slots 2 to 10
+#     I3 on to rank 0          (p-1) I                       slots 11 and 12
+#     rank 0's last W          W                             slot 13
 #
-# The first part is work, the second is what a rank idles. Under 1F1B that is (p-1) (F + I + W): the
-# last rank has no W left by then, and B travels to rank 0 as a whole. So with slots of equal length
-# a third of the bubble remains. (All this if W is no longer than F or I, and m is at least 2p-1.)
+#     in all                   m (F + I + W)  +  (p-1) (F + I - W)
+#
+# The first part is a rank's work, and the second is what it idles: two slots here. Under 1F1B the
+# last rank has no W left to do after I3, and B travels to rank 0 as a whole: (p-1) (F + I + W), or
+# six. With slots of equal length a third of the bubble remains. (All this if W is no longer than F
+# or I, and if m is large enough: 2p-1 always is, and here 4.)
 
 # %% [markdown]
 # ## 3. A rank follows its list
@@ -470,7 +477,7 @@ def draw(path: str, runs: dict[str, list[dict]]) -> None:
 # 1. Four: one per layer, half of the backward pass.
 # 2. Seven: the four of W, and three of I's once more, as all layers but the first hand a gradient
 #    on. Such a W would take nearly as long as a whole backward pass.
-# 3. Three instead of nine. Next to 24 slots of work that is 11% of the time instead of 27%.
+# 3. Three instead of nine. With 24 slots of work that is 11% of the time instead of 27%.
 # 4. Four, like every rank. Under 1F1B the last rank held one.
 # 5. 32: x and g of four layers, for each of the four. Under 1F1B no rank keeps more than 23: on
 #    rank 0 three micro-batches wait with the four inputs and the output, and a fourth is between I
@@ -483,20 +490,16 @@ def draw(path: str, runs: dict[str, list[dict]]) -> None:
 #
 # **Why not zero?** F0 is done on the last rank after p slots, and I0 takes p-1 more through the
 # ranks behind rank 0, which until then has nothing but forwards to do. To fill these slots too it
-# must run ahead by 2p-1 micro-batches and hold them all (ZB-H2, with twice the delay). And ranks
-# must begin the next step before others have ended this one; but to clip gradients each needs the
-# norm of all. ZB-V does with 1F1B's memory, by two small stages per rank.
+# must run ahead by 2p-1 micro-batches and hold them all (ZB-H2, with twice the delay).
 #
-# **When.** Where micro-batches are few, and the last ranks have memory to spare. Not where m is
-# large next to p: with m = 64 and p = 4 1F1B idles 4.5%, ZB-H1 1.5%. If activations are recomputed,
-# I recomputes them, and what W needs stays until W: that takes the memory which recomputing was to
-# save.
+# **When to use it.** Where micro-batches are few, and the last ranks have memory to spare. Not
+# where m is large compared with p: with m = 64 and p = 4 1F1B idles 4.5%, ZB-H1 1.5%. If
+# activations are recomputed, I recomputes them, and what W needs stays until W: that takes the
+# memory which recomputing was to save.
 #
 # **On GPUs** W is seldom as long as I. The products of attention's scores have no weights, so both
 # of their gradients belong to I; for long sequences some holes come back. The paper's authors
-# measure F, I and W, and let a solver order them. PyTorch keeps g by hooks in autograd's graph (but
-# stage 0, whose input needs no gradient, does all in W). It refuses compiled stages, for
-# `torch.compile` does not split a backward pass.
+# measure F, I and W, and let a solver order them.
 
 
 # %%

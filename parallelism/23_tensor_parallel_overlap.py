@@ -12,11 +12,9 @@ pass has two matrix products, for the gradients of input and weight. The first i
 2. A backward pass of your own starts the sum as early as it can. How many of the two products can
    run while it travels?
 3. The whole layer has 1,536 outputs, in float64 (8 bytes), on 4 ranks. How many FLOPs does a rank
-   have to hide the sum behind, per byte that it adds up? (A product of a x b by b x c: 2 a b c.)
+   have to hide the sum behind, per byte that it sends? (A product of a x b by b x c has 2 a b c. A
+   ring sends 2(n-1)/n of what it adds up.)
 4. How many with four times the tokens?
-5. Eight H100 (989e12 FLOP/s each, 450e9 bytes/s of NVLink one way), bfloat16. How many outputs must
-   the whole layer have, so that the product takes as long as the sum? A ring sends 2(n-1)/n of what
-   it adds up.
 
 **Run.**
 
@@ -51,12 +49,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 # A *rank* is one of WORLD_SIZE processes that run this same file. `claim(text, predicted,
 # measured)` prints one row of the ledger and must be called by every rank. It, `setup`, `print0`,
@@ -111,7 +104,8 @@ class OverlappedColumns(torch.autograd.Function):
 
 
 # %% [markdown]
-# And for comparison the layer of 06_tensor_parallel.py, with f in front:
+# And for comparison the layer of 06_tensor_parallel.py, with its f in front. (PyTorch's
+# `ColwiseParallel` puts f in front of `nn.Linear` in the same way.)
 
 
 # %%
@@ -146,11 +140,10 @@ def all_reduce(x: torch.Tensor, group: Group = None) -> torch.Tensor:
 # The product X' dY_i has 2 N D E/n FLOPs. The sum adds up N D elements of s bytes, and over a ring
 # each rank sends 2(n-1)/n times as many. N and D cancel:
 #
-#     FLOPs per byte added up    2 N D (E/n) / (N D s)                =  2 E / (n s)
 #     FLOPs per byte sent        2 N D (E/n) / (2 (n-1)/n N D s)      =  E / ((n-1) s)
 #
-# A GPU of `peak` FLOP/s on a link of `rate` bytes/s hides the whole sum if the FLOPs per byte sent
-# are at least peak / rate, so if
+# A GPU of `peak` FLOP/s on a link of `rate` bytes/s hides the whole sum if these are at least
+# peak / rate, so if
 #
 #     E  >=  (n-1) s peak / rate
 #
@@ -166,10 +159,14 @@ def outputs_that_hide_the_sum(n: int, peak: float, rate: float, element_bytes: i
 
 # %% [markdown]
 # **Forward** there is nothing to hide behind: g's sum is the last step of attention and of the MLP,
-# and what follows needs it at once. A block's four products with weights, 24 N D**2 / n FLOPs,
-# stand against two sums. Both take as long, and a GPU waits half of the time, at
-# D = (n-1) s peak / (6 rate). The table has both widths; that of backward is for an MLP whose first
-# layer has E = 4 D outputs.
+# and what follows needs it at once. A block has two such sums and, attention itself left out, four
+# products with weights, of 24 N D**2 FLOPs in all:
+#
+#     products    24 N D**2 / n                   FLOPs of a rank
+#     sums        2 x 2 (n-1)/n N D s             bytes that it sends
+#
+# Both take as long, and a GPU waits half of the time, at D = (n-1) s peak / (6 rate). The table has
+# both widths; that of backward is for an MLP whose first layer has E = 4 D outputs.
 
 
 # %%
@@ -196,38 +193,33 @@ def print_widths(n: int = 8) -> None:
 # ## 3. How it is measured
 #
 # No clock: on two cores, sums and products share the cores, and nothing could be hidden. What
-# decides is the *order* in which a rank asks for things, and that can be recorded. `Recorder` sits
-# beneath torch's dispatcher and notes each matrix product with its FLOPs, and each sum that starts
-# with its bytes. `Handle` notes when a sum is waited for.
+# decides is the *order* in which a rank asks for things, and that can be logged: a product of two
+# matrices with its FLOPs, the start of a sum with its bytes, and the wait for it. A sum that is not
+# asynchronous is waited for at once.
 
 
 # %%
-class Recorder(TorchDispatchMode):
-    """Notes ("product", FLOPs), ("start", bytes) and ("wait", 0), in order."""
+Event = tuple[str, int]  # ("product", FLOPs), ("start", bytes), ("wait", 0)
 
-    SUMS = ("c10d::allreduce_", "_c10d_functional::all_reduce")
 
-    def __init__(self) -> None:
+class LoggedProducts(TorchDispatchMode):
+    """Logs each matrix product: autograd's too, for it sits beneath torch's dispatcher."""
+
+    def __init__(self, log: list[Event]) -> None:
         super().__init__()
-        self.log: list[tuple[str, int]] = []
+        self.log = log
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if DTensor in types:
-            return NotImplemented  # its local tensors come by here in a moment
-        if func._schema.name in self.SUMS:
-            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-            self.log.append(("start", sum(x.nbytes for x in tensors)))
-        result = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(func.overloadpacket)
-        if formula is not None:
-            self.log.append(("product", formula(*args, out_val=result)))
-        return result
+        if func is torch.ops.aten.mm.default:
+            columns = args[1].shape[1]
+            self.log.append(("product", 2 * args[0].numel() * columns))
+        return func(*args, **(kwargs or {}))
 
 
-class Handle:
-    """A collective's handle that notes when it is waited for."""
+class LoggedSum:
+    """A sum that has started; it logs when it is waited for."""
 
-    def __init__(self, work: dist.Work, log: list[tuple[str, int]]) -> None:
+    def __init__(self, work: dist.Work, log: list[Event]) -> None:
         self.work = work
         self.log = log
 
@@ -236,47 +228,37 @@ class Handle:
         self.work.wait()
 
 
-def record(backward: Callable) -> tuple[list[tuple[str, int]], tuple]:
+def logged(backward: Callable) -> tuple[list[Event], tuple]:
     """Run a backward pass; return what it asked for, in order, and its two gradients."""
-    recorder = Recorder()
-    original = dist.all_reduce
+    log = []
+    start_sum = dist.all_reduce
 
-    def all_reduce_noted(x: torch.Tensor, **options: object) -> Handle | None:
-        work = original(x, **options)
-        return None if work is None else Handle(work, recorder.log)
+    def all_reduce_logged(x: torch.Tensor, async_op: bool = False, **options: object) -> LoggedSum:
+        log.append(("start", x.nbytes))
+        started = LoggedSum(start_sum(x, async_op=True, **options), log)
+        if not async_op:
+            started.wait()
+        return started
 
-    with recorder, patch.object(dist, "all_reduce", all_reduce_noted):
+    with LoggedProducts(log), patch.object(dist, "all_reduce", all_reduce_logged):
         gradients = backward()
-    return recorder.log, gradients
+    return log, gradients
 
 
-# %% [markdown]
-# From such a log: what was done before the sum started, and what while it traveled. A sum that is
-# not asynchronous is over when the call returns, so nothing is done meanwhile. The gradients are
-# compared with those of the whole layer in one process, in float64.
-
-
-# %%
-def before_the_sum(log: list[tuple[str, int]]) -> list[int]:
-    """The FLOPs of each product that comes before the sum."""
-    names = [name for name, _ in log]
-    return [amount for name, amount in log[: names.index("start")] if name == "product"]
-
-
-def during_the_sum(log: list[tuple[str, int]]) -> list[int]:
+def during_the_sum(log: list[Event]) -> list[int]:
     """The FLOPs of each product between the start of the sum and the wait for it."""
     names = [name for name, _ in log]
     if "wait" not in names:
         return []
     meanwhile = log[names.index("start") : names.index("wait")]
-    return [amount for name, amount in meanwhile if name == "product"]
+    return [flops for name, flops in meanwhile if name == "product"]
 
 
-def added_up(log: list[tuple[str, int]]) -> int:
-    """The bytes that this rank hands to sums."""
-    return sum(amount for name, amount in log if name == "start")
+# %% [markdown]
+# The gradients are compared with those of the whole layer in one process, in float64.
 
 
+# %%
 class Case:
     """A layer's whole weight, an input and a gradient of the output, the same on every rank."""
 
@@ -317,8 +299,8 @@ def backward_of(
 
 
 # %% [markdown]
-# The order of each layer, ours and DTensor's. Its plan, `ColwiseParallel`, puts f in front of
-# `nn.Linear`, so autograd sees the same two nodes as in `plain_columns`.
+# First the order of both layers; then the FLOPs of the product that hides the sum, per byte that a
+# ring sends for it, also with more tokens and with more outputs.
 
 
 # %%
@@ -326,45 +308,27 @@ def check_order(device: torch.device) -> None:
     """Claim each layer's gradients, and how many products come before and during its sum."""
     case = Case(device)
     weight_eD, grad_Ne = case.part()
-    log, gradients = record(backward_of(plain_columns, case.x_ND, weight_eD, grad_Ne))
-    claim("plain: error of the gradients", 0, case.error(*gradients), atol=TOLERANCE)
-    claim("plain: products before the sum", 2, len(before_the_sum(log)), question=1)
-    log, gradients = record(backward_of(OverlappedColumns.apply, case.x_ND, weight_eD, grad_Ne))
-    claim("overlapped: error of the gradients", 0, case.error(*gradients), atol=TOLERANCE)
-    claim("overlapped: products before the sum", 1, len(before_the_sum(log)))
-    claim("overlapped: products during the sum", 1, len(during_the_sum(log)), question=2)
-    claim("overlapped: bytes added up", N * D * 8, added_up(log))
+    for name, layer in (("plain", plain_columns), ("overlapped", OverlappedColumns.apply)):
+        log, gradients = logged(backward_of(layer, case.x_ND, weight_eD, grad_Ne))
+        names = [event for event, _ in log]
+        print0(f"{'':13}{name}: {', '.join(names)}")
+        claim(f"{name}: error of the gradients", 0, case.error(*gradients), atol=TOLERANCE)
+        before = names[: names.index("start")].count("product")
+        if name == "plain":
+            claim("plain: products before the sum", 2, before, question=1)
+        else:
+            claim("overlapped: products before the sum", 1, before)
+            during = len(during_the_sum(log))
+            claim("overlapped: products during the sum", 1, during, question=2)
 
 
-def check_dtensor(device: torch.device) -> None:
-    """Claim the same of PyTorch's column-parallel layer."""
-    if WORLD_SIZE == 1:
-        blocked("DTensor: products before the sum", needs="2 ranks")
-        return
-    case = Case(device)
-    layer = nn.Linear(D, E, bias=False, device=device, dtype=torch.float64)
-    layer.weight.data.copy_(case.weight_ED.detach())
-    mesh = dist.init_device_mesh(device.type, (WORLD_SIZE,))
-    parallelize_module(layer, mesh, ColwiseParallel())
-    _, grad_Ne = case.part()
-    backward = backward_of(lambda x_ND, _: layer(x_ND), case.x_ND, layer.weight, grad_Ne)
-    backward()  # in its first pass DTensor also works out shapes, by products without data
-    log, (grad_ND, grad_ED) = record(backward)
-    error = case.error(grad_ND, grad_ED.to_local())
-    claim("DTensor: error of the gradients", 0, error, atol=TOLERANCE)
-    claim("DTensor: products before the sum", 2, len(before_the_sum(log)))
-
-
-# %% [markdown]
-# FLOPs of the product that hides the sum, per byte of the sum, as recorded; with more tokens, and
-# with more outputs.
-
-
-# %%
 def check_flops_per_byte(device: torch.device) -> None:
     """Claim that width decides, and tokens do not."""
-    expected = 2 * E / (WORLD_SIZE * 8)
-    claim("FLOPs hidden behind, per byte", expected, flops_per_byte(Case(device)), question=3)
+    if WORLD_SIZE == 1:
+        blocked("FLOPs hidden behind, per byte sent", needs="2 ranks")
+        return
+    expected = E / ((WORLD_SIZE - 1) * 8)
+    claim("FLOPs hidden behind, per byte sent", expected, flops_per_byte(Case(device)), question=3)
     measured = flops_per_byte(Case(device, tokens=4 * N))
     claim("four times the tokens: FLOPs per byte", expected, measured, question=4)
     measured = flops_per_byte(Case(device, outputs=2 * E))
@@ -372,38 +336,12 @@ def check_flops_per_byte(device: torch.device) -> None:
 
 
 def flops_per_byte(case: Case) -> float:
-    """FLOPs of the products during the sum, per byte that is added up."""
+    """FLOPs of the products during the sum, per byte that each rank of a ring sends."""
     weight_eD, grad_Ne = case.part()
-    log, _ = record(backward_of(OverlappedColumns.apply, case.x_ND, weight_eD, grad_Ne))
-    return sum(during_the_sum(log)) / added_up(log)
-
-
-# %% [markdown]
-# The width for 8 H100, found without the formula: layers get wider until the product takes as long
-# as all steps of a ring together. A ring all-reduce has 2 (n-1) steps, and each sends 1/n of the
-# array (communication/03_ring_and_tree.py).
-
-
-# %%
-def width_by_trying(n: int, peak: float, rate: float) -> int:
-    """The least number of outputs whose product outlasts the ring, step by step, in bfloat16."""
-    tokens = 8192
-    inputs = 8192
-    ring = 0.0
-    for _ in range(2 * (n - 1)):
-        ring += tokens * inputs / n * 2 / rate
-    outputs = n
-    while 2 * tokens * inputs * (outputs / n) / peak < ring:
-        outputs += n
-    return outputs
-
-
-def check_width() -> None:
-    """Claim the formula's width for 8 H100; outputs come in multiples of 8."""
-    peak, rate = MACHINES["H100, NVLink 4"]
-    due = outputs_that_hide_the_sum(8, peak, rate)
-    tried = width_by_trying(8, peak, rate)
-    claim("8 H100: outputs that hide the sum", due, tried, atol=8, question=5, kind="theory")
+    log, _ = logged(backward_of(OverlappedColumns.apply, case.x_ND, weight_eD, grad_Ne))
+    added_up = sum(nbytes for name, nbytes in log if name == "start")
+    sent = 2 * (WORLD_SIZE - 1) / WORLD_SIZE * added_up
+    return sum(during_the_sum(log)) / sent
 
 
 # %% [markdown]
@@ -470,18 +408,16 @@ def median_ms(work: Callable, repeats: int = 20) -> float:
 #    asynchronous sum in f would start too late for both. DTensor's layer does the same.
 # 2. One, that of the weight. The other one computes what is summed. (The layer before could not
 #    start either: it needs dX.)
-# 3. 96 on 4 ranks: 2 x 1,536 / (4 x 8). Per byte that a ring sends it is 64, for a rank sends 1.5
-#    times what it adds up.
-# 4. 96. Product and sum both grow with the tokens. A larger batch hides data parallelism's sums,
+# 3. 64 on 4 ranks: 1,536 / (3 x 8).
+# 4. 64. Product and sum both grow with the tokens. A larger batch hides data parallelism's sums,
 #    which do not grow with it, but not these.
-# 5. 30,769: 7 x 2 x 989e12 / 450e9. In Llama 3 70B (D = 8,192) the MLP's first layer has 57,344
-#    outputs, gate and up together, and hides its sum. Attention's has 10,240, with 8 key-value
-#    heads, and hides a third. On 400 Gb/s no model is wide enough. From A100 to B200 FLOPs grew
-#    faster than NVLink, and the width with them.
 #
-# A GPU reaches perhaps two thirds of its peak, which makes products longer and the width smaller.
-# From H100 on, NVLink SHARP adds up in the switch, and sends little more than half of what a ring
-# does. So inside an NVLink domain the widths above are too large, by a factor of two or so.
+# **How wide?** The table's widths on 8 H100 come from 7 x 2 x 989e12 / 450e9 = 30,769 outputs. In
+# Llama 3 70B (D = 8,192) the MLP's first layer has 57,344 outputs, gate and up together, and hides
+# its sum. Attention's has 10,240, with 8 key-value heads, and hides a third. With 8 ranks over 400
+# Gb/s no model is wide enough. From A100 to B200 FLOPs grew faster than NVLink, and the width with
+# them. Two things make it smaller. A GPU reaches perhaps two thirds of its peak. And from H100 on,
+# NVLink SHARP adds up in the switch: 8 GPUs send 0.64 of what a ring does, many GPUs half.
 #
 # **Try.** With a wait before the second product the gradients stay right, and four rows fail: 0
 # products during the sum, and three times 0 FLOPs per byte. Without any wait the same four fail,
@@ -490,11 +426,11 @@ def median_ms(work: Callable, repeats: int = 20) -> float:
 #
 # **On GPUs** the order of launch is not yet overlap. NCCL's kernel and the product become ready at
 # the same moment, when dY_i A_i' is done, and the product can take all multiprocessors before the
-# sum gets any. Megatron-LM therefore sets CUDA_DEVICE_MAX_CONNECTIONS=1 on GPUs up to Hopper: with
-# one hardware queue, kernels start in the order in which they were launched.
+# sum gets any. On GPUs up to Hopper Megatron-LM therefore sets CUDA_DEVICE_MAX_CONNECTIONS=1, as
+# this lesson does: with one hardware queue, kernels start in the order in which they were launched.
 #
-# **When to use it.** Always, if you write the layer: it gives the same gradients, no later.
-# Megatron-LM's ColumnParallelLinear and Transformer Engine's do it. With sequence
+# **When to use it.** In backward, if you write the layer and it is wide: it gives the same
+# gradients. Megatron-LM's ColumnParallelLinear and Transformer Engine's do it. With sequence
 # parallelism the all-reduce becomes a reduce-scatter, which hides behind the same product, and the
 # all-gather that repeats X hides behind dY_i A_i'. Forward, and on narrow models, a sum can only
 # hide behind *another piece of the batch*: a product is cut by tokens, and the sum of one piece
@@ -513,11 +449,10 @@ def main() -> None:
     if WORLD_SIZE not in sizes:
         rule = f"ranks must share {E} outputs evenly; got {WORLD_SIZE}"
         refuse(f"{rule}; set --nproc-per-node to 1, 2, 3, 4, 6, 8, 12, 16 or so")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # kernels start as launched
     device = setup()
     check_order(device)
-    check_dtensor(device)
     check_flops_per_byte(device)
-    check_width()
     print_widths()
     measure_on_gpus(device)
     finish()

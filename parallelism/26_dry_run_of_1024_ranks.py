@@ -1,22 +1,22 @@
-"""A dry run of 1,024 ranks: count what one rank holds and sends, on a laptop
-==========================================================================
+"""A dry run of 1,024 ranks: count the collectives of one rank on a laptop
+=======================================================================
 
-**Question.** A training job is planned for 1,024 GPUs. How do you find out on one machine, before
-any GPU is rented, whether the program holds and sends what the plan says?
+**Question.** A training job is written for 1,024 GPUs. How do you find out on one machine, before
+any GPU is rented, whether a rank holds and sends what the plan says?
 
-**Predict**, and write it down before you run. The world has 1,024 ranks.
+**Predict**, and write it down before you run. The world has 1,024 ranks, in nodes of 8.
 
 1. One process is told that it is rank 517, and that its process group moves nothing. It all-reduces
    a tensor that holds a one. What number does the tensor hold afterwards?
-2. A dense layer is split over 8 ranks by tensor and sequence parallelism. How many all-gathers and
-   reduce-scatters of activations does it cost a rank per micro-batch, forward and backward?
-3. Context parallelism gathers the keys and values of a sequence, and drops them after the forward
-   pass. How many collectives along cp does a layer cost a rank per micro-batch?
-4. Each token visits 2 of 16 experts, which lie on 16 ranks. A is what a rank's tokens are together,
-   one row each. How many A does the rank hand to all-to-alls per layer, forward and backward?
-5. The 48 layers of Qwen3-30B lie on pp 4 x dp_replicate 2 x dp_shard 16 x cp 2 x tp 4 ranks in
-   bfloat16, their experts dealt out over 32. A layer has 604 million parameters in experts, and
-   19.1 million besides. How many MB of them does rank 517 hold?
+2. The mesh is fsdp 128 x tp 8. A step has 3 micro-batches. For each of them each of 2 layers is
+   gathered along fsdp before its forward pass, and kept until its backward pass is over. How many
+   all-gathers does rank 517 join in a step?
+3. The argument that keeps a layer for the backward pass is forgotten. The gradients stay right, and
+   no error shows. How many all-gathers does a dry run count now?
+4. The axes of the mesh are named in the wrong order, tp outermost. On how many nodes do the 8 ranks
+   of a tp group lie?
+5. Rank 0 alone averages a loss over all ranks, to log it. A real run hangs there. How many calls
+   does a dry run of rank 517 count more than for the right program?
 
 **Run.**
 
@@ -25,14 +25,13 @@ any GPU is rented, whether the program holds and sends what the plan says?
 
 Not run on several GPUs. The dry runs need none: they are on the CPU everywhere.
 
-**Try.** In `Unit.reduce` leave out the two lines of `self.copied`, so that norms keep gradients of
-a rank's own tokens: which rows fail? In `lines_of` shard along dp_shard alone, `"fsdp":
-np.moveaxis(ranks, 2, -1).reshape(-1, shards)`: which rows fail now?
+**Try.** In `put_on_mesh` write `reshard_after_forward=True`: which rows fail? In `dry_runs` make
+the first mesh with tp outermost, `make_mesh("cpu", tp=TP, fsdp=FSDP)`: which rows fail now?
 
-**Before.** parallelism/12_gpt_on_a_mesh.py: a step on a mesh. parallelism/16_planning_memory.py and
-parallelism/17_planning_time.py: the plan.
+**Before.** parallelism/13_gpt_by_library.py: `parallelize_module`, then `fully_shard`.
+parallelism/16_planning_memory.py and parallelism/17_planning_time.py: the plan.
 
-**Next.** fsdp/02_deepspeed_config.py: the same choices in a file of settings.
+**Next.** parallelism/27_dry_run_of_experts_and_context.py: the same on five axes, by hand.
 """
 
 import argparse
@@ -42,22 +41,27 @@ import json
 import logging
 import math
 import os
+import resource
 import signal
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
-from itertools import chain
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 # A *rank* is one of WORLD_SIZE processes that run this same file. `claim(text, predicted,
 # measured)` prints one row of the ledger and must be called by every rank. It, `setup`, `print0`,
@@ -65,486 +69,280 @@ from torch.utils.checkpoint import checkpoint
 RANK = int(os.environ.get("RANK", "0"))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
-# Shapes: T tokens of a sequence, t = T / cp of them in a tensor-parallel group, n = t / tp on a
-# rank between two layers; D width of the model, h and g a rank's heads of queries and of keys, K
-# features per head; E experts, e of them on a rank, k per token, R rows of tokens per expert.
-
 # %% [markdown]
 # ## 1. A group that moves nothing
 #
 # A rank of a large job is an ordinary process. What it holds and sends follows from the program,
-# its rank, and the number of ranks. The other 1,023 matter only because it waits for them. So give
-# it a process group whose every operation *returns at once and moves nothing*. PyTorch has one for
-# its own tests, named "fake". With it one process can be rank 517 of 1,024:
+# its rank, and the number of ranks. The other 1,023 matter only because it waits for them. PyTorch
+# has a group that never waits, named "fake". With it one process is rank 517 of 1,024:
 #
 #     with pretended(517, 1024):
 #         x = torch.ones(1)
-#         dist.all_reduce(x)       # returns at once, and x is what it was
+#         dist.all_reduce(x)       # returns at once
 #
-# The values of such a run are wrong. Its shapes are right, and so are its calls: each collective
-# that rank 517 would join, with the right ranks and the right number of bytes. So we count them.
-# All collectives of our program go through `call`, and it does not know whether the group is fake
-# or real. It notes the bytes of the larger one of input and output: of an all-gather, the whole.
+# No byte leaves the process. Where other ranks' numbers are wanted there are none: an all-reduce
+# leaves its tensor as it is, an all-gather fills every place with the rank's own part, a
+# reduce-scatter returns the rank's own chunk. So the *values* are wrong. The calls are right: each
+# collective that rank 517 would join, its group and its bytes. **Count them.**
 #
-# **Fake tensors** pretend the memory, too. They have shape and dtype and no bytes, so a model may
-# have its real size. Both are private to PyTorch, and stand behind one function.
+# Memory is pretended, too. **Fake tensors** have shape and dtype and no bytes, so a model may have
+# its real size; `pretended` gives a context in which tensors are made so. All this is private to
+# PyTorch, and stands in one function.
+
 
 # %%
-groups: dict[str, dist.ProcessGroup] = {}  # of this rank, by axis; only where it is not alone
-Calls = dict[tuple[str, str], list[int]]  # the bytes of each call, by axis and operation
-log: Calls = defaultdict(list)
-
-
 @contextlib.contextmanager
-def pretended(rank: int, world_size: int, weightless: bool = False) -> Iterator[None]:
-    """Be one rank of a world in which nobody else exists. All that is private to torch is here."""
+def pretended(rank: int, world_size: int) -> Iterator[contextlib.AbstractContextManager]:
+    """Be one rank of a world that does not exist. All that is private to torch stands here."""
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    with FakeTensorMode() if weightless else contextlib.nullcontext():
-        yield
+    yield FakeTensorMode()
     dist.destroy_process_group()
-
-
-def call(operation: str, x: torch.Tensor, axis: str) -> torch.Tensor:
-    """Run a collective along an axis, and note it; a rank that is alone there returns x."""
-    if axis not in groups:
-        return x
-    group = groups[axis]
-    x = x.contiguous()
-    y = x.clone()
-    if operation == "all_gather":
-        y = x.new_empty(group.size() * len(x), *x.shape[1:])
-        dist.all_gather_into_tensor(y, x, group=group)
-    elif operation == "reduce_scatter":
-        y = x.new_empty(len(x) // group.size(), *x.shape[1:])
-        dist.reduce_scatter_tensor(y, x, group=group)
-    elif operation == "all_to_all":
-        dist.all_to_all_single(y, x, group=group)
-    else:
-        dist.all_reduce(y, group=group)
-    log[axis, operation].append(max(x.nbytes, y.nbytes))
-    return y
+    _clear_sharding_prop_cache()  # DTensor remembers the groups of this world
 
 
 # %% [markdown]
-# ## 2. The mesh is an array of rank numbers
+# ## 2. The program
 #
-# The program is a GPT of today on all axes at once. Its **mesh** is an array of the ranks' numbers,
-# of shape (pp, dp_replicate, dp_shard, cp, tp), and a group along an axis is a line of this array.
-# Two kinds of groups cut across: parameters are sharded over dp_shard *and* cp (**fsdp**), since
-# ranks along cp have the same ones; and experts are dealt out over `ep` ranks in a row, whatever
-# their axes. Rank 517 of pp 4 x dp_replicate 2 x dp_shard 8 x cp 2 x tp 8, with ep 16, is in
+# It knows nothing of dry runs. A layer is an MLP of two matrices. Tensor parallelism cuts the first
+# by columns and the second by rows (06_tensor_parallel.py). FSDP shards what a rank has of them.
+
+# %%
+MICRO_BATCHES = 3
+PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
+class DenseLayer(nn.Module):
+    """T tokens, D wide: (T, D) -> (T, D), by two matrices of 4 D^2 parameters each."""
+
+    def __init__(self, D: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(D, 4 * D, bias=False)
+        self.down = nn.Linear(4 * D, D, bias=False)
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        normed_TD = F.rms_norm(x_TD, x_TD.shape[-1:])
+        return x_TD + self.down(F.gelu(self.up(normed_TD)))
+
+
+def make_mesh(device_type: str, **sizes: int) -> DeviceMesh:
+    """Return a mesh of these axes; ranks along the last one are neighbors."""
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def put_on_mesh(model: nn.Sequential, mesh: DeviceMesh, reshard: bool = False) -> None:
+    """Split each layer along tp, then shard it along fsdp; free it after forward if `reshard`."""
+    for layer in model:
+        parallelize_module(layer, mesh["tp"], PLAN, src_data_rank=None)  # each rank cuts its own
+        fully_shard(layer, mesh=mesh["fsdp"], reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh["fsdp"])
+
+
+def train_step(model: nn.Module, T: int, D: int, share: float = 1 / MICRO_BATCHES) -> None:
+    """Leave the gradient of the mean loss. (The optimizer would send nothing.)"""
+    device = next(model.parameters()).device
+    for _ in range(MICRO_BATCHES):
+        x_TD = torch.randn(T, D, device=device, requires_grad=True)  # as from an embedding
+        (model(x_TD).square().mean() * share).backward()
+
+
+# %% [markdown]
+# ## 3. The plan
 #
-#     pp             5 261 517 773                     other layers
-#     dp_replicate   517 645                           copies of the same shards
-#     fsdp           517 525 533 541 ... 637           16 shards of the same parameters
-#     cp             517 525                           parts of the same sequences
-#     tp             512 513 514 515 516 517 518 519   parts of the same layers
-#     ep             512 513 514 ... 527               other experts
-#     copies         517 533 549 ... 629               8 shards of the same experts
-
-
-# %%
-class Mesh(NamedTuple):
-    """How many ranks there are along each axis, outermost first."""
-
-    pp: int = 1  # stages
-    dp_replicate: int = 1  # other sequences, the same shards
-    dp_shard: int = 1  # other sequences, other shards
-    cp: int = 1  # other parts of a sequence
-    tp: int = 1  # other parts of each layer
-    ep: int = 1  # other experts: neighbors in dp_shard x cp x tp
-
-
-def lines_of(mesh: Mesh) -> dict[str, np.ndarray]:
-    """Return all groups along each axis, one per row."""
-    pp, replicas, shards, cp, tp, ep = mesh
-    ranks = np.arange(math.prod(mesh[:5])).reshape(mesh[:5])
-    in_rows = ranks.reshape(pp * replicas, -1, ep)
-    return {
-        "pp": np.moveaxis(ranks, 0, -1).reshape(-1, pp),
-        "dp_replicate": np.moveaxis(ranks, 1, -1).reshape(-1, replicas),
-        "fsdp": np.moveaxis(ranks, 4, 2).reshape(-1, shards * cp),
-        "cp": np.moveaxis(ranks, 3, -1).reshape(-1, cp),
-        "tp": ranks.reshape(-1, tp),
-        "ep": ranks.reshape(-1, ep),
-        "copies": np.moveaxis(in_rows, 1, -1).reshape(-1, in_rows.shape[1]),
-    }
-
-
-def join(mesh: Mesh) -> None:
-    """Make the groups and begin a new log; all ranks that exist call it."""
-    groups.clear()
-    log.clear()
-    for axis, lines in lines_of(mesh).items():
-        if lines.shape[1] > 1:
-            groups[axis], _ = dist.new_subgroups_by_enumeration(lines.tolist())
-
-
-def size(axis: str) -> int:
-    return groups[axis].size() if axis in groups else 1
-
-
-def place(axis: str) -> int:
-    return groups[axis].rank() if axis in groups else 0
-
-
-# %% [markdown]
-# ## 3. The program: one step of one rank
+# In a mesh of fsdp 128 x tp 8 the ranks along tp are neighbors, a node. Rank 517 is in two groups:
 #
-# Gradients go back through the **transpose** of a collective: a reduce-scatter answers an
-# all-gather, and an all-to-all answers another. Between two layers a rank has n tokens. Attention
-# and MLP gather the t tokens of the tensor-parallel group, and scatter their sums again (**sequence
-# parallelism**). Keys and values of the whole sequence are gathered along cp; `checkpoint` drops
-# them, so they are gathered anew for the backward pass. (Rotation by position is left out.)
-
-# %%
-TRANSPOSE = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
-TRANSPOSE["all_to_all"] = "all_to_all"
-
-
-class Collective(torch.autograd.Function):
-    """A collective whose gradient goes through the transpose."""
-
-    @staticmethod
-    def forward(ctx: object, operation: str, x: torch.Tensor, axis: str) -> torch.Tensor:
-        ctx.back = (TRANSPOSE[operation], axis)
-        return call(operation, x, axis)
-
-    @staticmethod
-    def backward(ctx: object, grad: torch.Tensor) -> tuple:
-        operation, axis = ctx.back
-        return None, call(operation, grad, axis), None
-
-
-class Model(NamedTuple):
-    """The layers of a Llama; if there are experts, every MLP is a mixture of them."""
-
-    layers: int
-    width: int  # D
-    heads: int
-    kv_heads: int
-    head_width: int  # K
-    mlp_width: int  # of a dense MLP, or of an expert
-    tokens: int  # T
-    experts: int = 0
-    top_k: int = 0  # k
-
-
-def attention(x_nD: torch.Tensor, w: dict, m: Model) -> torch.Tensor:
-    x_tD = Collective.apply("all_gather", x_nD, "tp")
-    q_thK, k_tgK, v_tgK = [(x_tD @ w[name].T).unflatten(1, (-1, m.head_width)) for name in "qkv"]
-    how = {"use_reentrant": False, "preserve_rng_state": False}
-    y_thK = checkpoint(attend, q_thK, torch.stack([k_tgK, v_tgK], dim=1), **how)
-    return Collective.apply("reduce_scatter", y_thK.flatten(1) @ w["out"].T, "tp")
-
-
-def attend(q_thK: torch.Tensor, kv_t2gK: torch.Tensor) -> torch.Tensor:
-    """Causal attention of this rank's tokens to the whole sequence."""
-    k_TgK, v_TgK = Collective.apply("all_gather", kv_t2gK, "cp").unbind(dim=1)
-    q_htK, k_gTK, v_gTK = [x.transpose(0, 1) for x in (q_thK, k_TgK, v_TgK)]
-    before = place("cp") * len(q_thK)  # tokens that come before this rank's
-    seen_tT = q_thK.new_ones(len(q_thK), len(k_TgK)).tril(before).bool()
-    how = {"attn_mask": seen_tT, "enable_gqa": True}
-    return F.scaled_dot_product_attention(q_htK, k_gTK, v_gTK, **how).transpose(0, 1)
-
-
-def dense_mlp(x_nD: torch.Tensor, w: dict, m: Model) -> torch.Tensor:
-    x_tD = Collective.apply("all_gather", x_nD, "tp")
-    y_tD = (F.silu(x_tD @ w["gate"].T) * (x_tD @ w["up"].T)) @ w["down"].T
-    return Collective.apply("reduce_scatter", y_tD, "tp")
-
-
-# %% [markdown]
-# A router must not look at values, for here there are none. So the routing is given: copy c of the
-# rank's tokens goes to expert c mod E, and each expert gets equally many. Dispatching is a
-# transposition then; the router only weighs the copies.
-
-
-# %%
-def mixture(x_nD: torch.Tensor, w: dict, m: Model) -> torch.Tensor:
-    n = len(x_nD)
-    ranks = size("ep")
-    expert_nk = (torch.arange(n * m.top_k, device=x_nD.device) % m.experts).view(n, m.top_k)
-    score_nk = (x_nD @ w["router"].T).softmax(dim=1).gather(1, expert_nk)
-    copy_ERD = x_nD.repeat_interleave(m.top_k, 0).unflatten(0, (-1, m.experts)).transpose(0, 1)
-    arrived = Collective.apply("all_to_all", copy_ERD, "ep")
-    x_eRD = arrived.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1, 2)  # R of all ranks now
-    y_eRD = (F.silu(x_eRD @ w["gate"]) * (x_eRD @ w["up"])) @ w["down"]
-    leaving = y_eRD.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 1)
-    home_ERD = Collective.apply("all_to_all", leaving, "ep")
-    y_nkD = home_ERD.transpose(0, 1).reshape(n, m.top_k, -1)
-    return (y_nkD * score_nk[:, :, None]).sum(dim=1)
-
-
-def layer(x_nD: torch.Tensor, w: dict, m: Model) -> torch.Tensor:
-    x_nD = x_nD + attention(F.rms_norm(x_nD, [m.width], w["norm1"]), w, m)
-    mlp = mixture if m.experts else dense_mlp
-    return x_nD + mlp(F.rms_norm(x_nD, [m.width], w["norm2"]), w, m)
-
-
-# %% [markdown]
-# Parameters are sharded in **units**, as in FSDP: what a rank of tp has of a layer is one, its
-# experts are another. A unit is one row of numbers, padded to equal shards. In front stand norms
-# and router, which are copied along tp: a rank has their gradients of its own n tokens, so these
-# are added up first.
-
-
-# %%
-class Unit:
-    """Parameters that are gathered and reduced as one, along `axis`."""
-
-    def __init__(self, axis: str, shapes: dict[str, tuple], copied: int, zeros: Callable) -> None:
-        self.axis = axis
-        self.shapes = shapes
-        self.copied = copied  # so many numbers in front are the same along tp
-        self.sizes = [math.prod(shape) for shape in shapes.values()]
-        self.shard = zeros(-(-sum(self.sizes) // size(axis)))
-        self.grad = torch.zeros_like(self.shard)
-
-    def gather(self, w: dict) -> torch.Tensor:
-        """Put the parameters into `w`; return them as one row, whose gradient will be theirs."""
-        row = call("all_gather", self.shard, self.axis)[: sum(self.sizes)].detach().requires_grad_()
-        pieces = zip(self.shapes.items(), row.split(self.sizes), strict=True)
-        w |= {name: piece.view(shape) for (name, shape), piece in pieces}
-        return row
-
-    def reduce(self, grad: torch.Tensor) -> None:
-        if self.copied:
-            grad[: self.copied] = call("all_reduce", grad[: self.copied], "tp")
-        padding = len(self.shard) * size(self.axis) - len(grad)
-        mine = call("reduce_scatter", F.pad(grad, (0, padding)), self.axis)
-        self.grad += call("all_reduce", mine, "dp_replicate")
-
-
-def units_of_a_layer(m: Model, zeros: Callable) -> list[Unit]:
-    """Return units of the shapes that tp and ep leave to this rank."""
-    D = m.width
-    wide = m.mlp_width if m.experts else m.mlp_width // size("tp")
-    queries = m.heads // size("tp") * m.head_width
-    keys = m.kv_heads // size("tp") * m.head_width
-    shapes = {"norm1": (D,), "norm2": (D,), "router": (m.experts, D)}
-    shapes |= {"q": (queries, D), "k": (keys, D), "v": (keys, D), "out": (D, queries)}
-    copied = (2 + m.experts) * D
-    if m.experts:
-        e = m.experts // size("ep")
-        experts = {"gate": (e, D, wide), "up": (e, D, wide), "down": (e, wide, D)}
-        return [Unit("fsdp", shapes, copied, zeros), Unit("copies", experts, 0, zeros)]
-    shapes |= {"gate": (wide, D), "up": (wide, D), "down": (D, wide)}
-    return [Unit("fsdp", shapes, copied, zeros)]
-
-
-# %% [markdown]
-# A stage has its share of the layers. All micro-batches go forward, then all go backward. Units are
-# gathered for the forward pass, freed, and gathered again for the backward pass. (Here they are not
-# freed.) Embedding, head and loss, at the pipeline's two ends, are left out: the first stage is
-# given its inputs, and the last one the gradient of its outputs.
-
-
-# %%
-def step(m: Model, layers: list[list[Unit]], inputs: list, grads: list) -> None:
-    """Add up gradients in the units; neighbors overwrite `inputs` and `grads`, (n, D) each."""
-    s = place("pp")
-    traces = []
-    for x_nD in inputs:
-        meet(dist.irecv, x_nD, s - 1)
-        traces.append(forward(m, layers, x_nD))
-        meet(dist.isend, traces[-1][-1][2].detach(), s + 1)
-    for trace, grad_nD in zip(traces, grads, strict=True):
-        meet(dist.irecv, grad_nD, s + 1)
-        meet(dist.isend, backward(layers, trace, grad_nD), s - 1)
-
-
-def forward(m: Model, layers: list[list[Unit]], x_nD: torch.Tensor) -> list[tuple]:
-    """Return input, gathered rows and output of each layer."""
-    trace = []
-    for units in layers:
-        x_nD = x_nD.detach().requires_grad_()
-        w = {}
-        rows = [unit.gather(w) for unit in units]
-        y_nD = layer(x_nD, w, m)
-        trace.append((x_nD, rows, y_nD))
-        x_nD = y_nD
-    return trace
-
-
-def backward(layers: list[list[Unit]], trace: list[tuple], grad_nD: torch.Tensor) -> torch.Tensor:
-    """Take the gradient of the last output; return that of the first input."""
-    for units, (x_nD, rows, y_nD) in zip(layers[::-1], trace[::-1], strict=True):
-        for unit in units:
-            unit.gather({})
-        y_nD.backward(grad_nD)
-        for unit, row in zip(units, rows, strict=True):
-            unit.reduce(row.grad)
-        grad_nD = x_nD.grad
-    return grad_nD
-
-
-def meet(operation: Callable, x: torch.Tensor, stage: int) -> None:
-    """Send x to another stage, or receive it from there, if there is such a stage."""
-    if stage in range(size("pp")):
-        message = dist.P2POp(operation, x, group=groups["pp"], group_peer=stage)
-        for work in dist.batch_isend_irecv([message]):
-            work.wait()
-        log["pp", operation.__name__].append(x.nbytes)
-
-
-# %% [markdown]
-# ## 4. The plan: the same in closed form
+#     tp     512 513 514 515 516 517 518 519   other parts of each matrix
+#     fsdp   5 13 21 29 ... 517 ... 1021       other shards of the same part
 #
-# This is what `course plan` adds up (16_planning_memory.py and 17_planning_time.py), with every
-# call by itself: for each axis and operation a list of how many numbers each call is about.
+# A layer has 8 D^2 parameters, of which a rank of tp needs an eighth. For each layer and
+# micro-batch it joins
+#
+#     along fsdp   an all-gather of these D^2 parameters, before the layer's forward pass
+#                  a reduce-scatter of their gradients, after its backward pass
+#     along tp     an all-reduce of (T, D), what `down` gives, and one backward, before `up`
+#
+# and it holds 1/1,024 of all parameters. All numbers take 4 bytes.
 
 # %%
-MICRO_BATCHES = 2  # of one sequence each, per step
+FSDP, TP = 128, 8
+LAYERS, D, T = 2, 16384, 2048  # 4.3 billion parameters
+
+# %% [markdown]
+# ## 4. One right program and four mistakes
+#
+# Does a dry run find anything? We plant four mistakes, one at a time. None of them raises an error.
+#
+# - Layers are freed after the forward pass: `reshard_after_forward` is left as it is by default.
+# - The mesh has tp outermost. On one node of 8 ranks no test can see that.
+# - The losses of the micro-batches are added instead of averaged.
+# - Rank 0 logs, and all-reduces for it while the others do not.
 
 
-def planned(m: Model, mesh: Mesh, rank: int) -> tuple[Calls, int]:
-    """Return how many numbers each call of a step is about, and how many parameters are held."""
-    pp, replicas, shards, cp, tp, ep = mesh
-    ways = {"pp": pp, "dp_replicate": replicas, "fsdp": shards * cp, "cp": cp, "tp": tp, "ep": ep}
-    ways["copies"] = shards * cp * tp // ep
-    stage = rank * pp // math.prod(mesh[:5])
-    neighbors = 2 - int(stage == 0) - int(stage == pp - 1)
-    layers = m.layers // pp
-    D = m.width
-    tD = m.tokens // cp * D
-    keys_values = 2 * m.tokens * m.kv_heads // tp * m.head_width
-    mlp = 3 * D * m.mlp_width
-    copied = (2 + m.experts) * D  # two norms, and a row of the router per expert
-    dense = copied + 2 * D * (m.heads + m.kv_heads) * m.head_width // tp
-    dense += 0 if m.experts else mlp // tp
-    split = 1 if m.experts else 2  # attention, and a dense MLP
-    calls = {
-        ("tp", "all_gather"): 2 * split * layers * [tD],  # forward, and backward
-        ("tp", "reduce_scatter"): 2 * split * layers * [tD],
-        ("tp", "all_reduce"): layers * [copied],
-        ("cp", "all_gather"): 2 * layers * [keys_values],  # forward, and again backward
-        ("cp", "reduce_scatter"): layers * [keys_values],
-        ("ep", "all_to_all"): 4 * layers * [tD // tp * m.top_k],  # there and back, both ways
-        ("pp", "isend"): neighbors * [tD // tp],
-        ("pp", "irecv"): neighbors * [tD // tp],
-    }
-    units = {"fsdp": dense}
-    if m.experts:
-        units["copies"] = m.experts * mlp // ep
-    held = []
-    for axis, numbers in units.items():
-        shard = -(-numbers // ways[axis])  # with padding
-        calls[axis, "all_gather"] = 2 * layers * [shard * ways[axis]]
-        calls[axis, "reduce_scatter"] = layers * [shard * ways[axis]]
-        held += layers * [shard]
-    calls["dp_replicate", "all_reduce"] = held
-    calls = {key: MICRO_BATCHES * sizes for key, sizes in calls.items() if ways[key[0]] > 1}
-    return calls, sum(held)
+# %%
+def logged_step(model: nn.Module, T: int, D: int) -> None:
+    train_step(model, T, D)
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.zeros(1))  # a loss; the other ranks do not come
+
+
+def dry_runs() -> tuple[dict[str, "Found"], float]:
+    """Return what each program calls, and what becomes of a one that is all-reduced."""
+    runs = {}
+    with pretended(PLAYED, 1024) as weightless:
+        one = torch.ones(1)
+        dist.all_reduce(one)
+        mesh = make_mesh("cpu", fsdp=FSDP, tp=TP)
+        runs["right"] = count(mesh, weightless)
+        runs["freed"] = count(mesh, weightless, put=partial(put_on_mesh, reshard=True))
+        runs["tp outermost"] = count(make_mesh("cpu", tp=TP, fsdp=FSDP), weightless)
+        runs["added"] = count(mesh, weightless, step=partial(train_step, share=1.0))
+        runs["rank 0 logs"] = count(mesh, weightless, step=logged_step)
+    with pretended(0, 1024) as weightless:
+        runs["as rank 0"] = count(make_mesh("cpu", fsdp=FSDP, tp=TP), weightless, step=logged_step)
+    with pretended(RANK, WORLD_SIZE):
+        runs["rehearsal"] = count(make_mesh("cpu", **OURS), sizes=SMALL)
+    return runs, one.item()
+
+
+class Found(NamedTuple):
+    calls: list["Collective"]
+    held: int  # bytes of parameters
+
+
+def count(
+    mesh: DeviceMesh,
+    weightless: contextlib.AbstractContextManager | None = None,
+    sizes: tuple[int, int, int] = (LAYERS, D, T),
+    put: Callable = put_on_mesh,
+    step: Callable = train_step,
+) -> Found:
+    """Do a step in whatever world this is, and note its calls."""
+    layers, D, T = sizes
+    with weightless or contextlib.nullcontext(), torch.device(mesh.device_type):
+        model = nn.Sequential(*[DenseLayer(D) for _ in range(layers)])
+    put(model, mesh)  # reads the mesh's ranks, which are no fake tensor
+    with weightless or contextlib.nullcontext(), Watch() as watch:
+        step(model, T, D)
+    return Found(watch.calls, sum(shard.to_local().nbytes for shard in model.parameters()))
 
 
 # %% [markdown]
 # ## 5. How it is measured
 #
-# Each of our ranks plays another rank of the 1,024; rank 0 plays 517. A process has one world at a
-# time, so the dry runs come before the ranks meet. Small models have real tensors; Qwen3-30B has
-# its real size, and fake ones. To see whether a dry run can be believed, each rank also rehearses
-# its own part in a mesh that our ranks fill. Then they do that step for real.
+# Beneath torch's dispatcher one sees all that FSDP and DTensor hand to a process group. `Watch`
+# notes the group's ranks, and the bytes of the larger one of input and output: of an all-gather,
+# the whole. Calls are sorted by ranks, since a mesh in the wrong order has the right names. Each of
+# our ranks plays another rank of the 1,024; rank 0 plays 517. A process has one world at a time, so
+# the dry runs come before the ranks meet.
+
 
 # %%
-SMALL = Model(8, 64, heads=16, kv_heads=8, head_width=4, mlp_width=128, tokens=256)
-EXPERTS = SMALL._replace(experts=16, top_k=2)
-QWEN3_30B = Model(48, 2048, 32, 4, head_width=128, mlp_width=768, tokens=8192, experts=128, top_k=8)
-MESHES = {
-    "FSDP 1024": (SMALL, Mesh(dp_shard=1024)),
-    "FSDP 128, TP 8": (SMALL, Mesh(dp_shard=128, tp=8)),
-    "PP 4, HSDP 2 x 16, TP 8": (SMALL, Mesh(pp=4, dp_replicate=2, dp_shard=16, tp=8)),
-    "PP 4, FSDP 16, CP 2, TP 8": (SMALL, Mesh(pp=4, dp_shard=16, cp=2, tp=8)),
-    "FSDP 1024, EP 16": (EXPERTS, Mesh(dp_shard=1024, ep=16)),
-    "Qwen3-30B": (QWEN3_30B, Mesh(pp=4, dp_replicate=2, dp_shard=16, cp=2, tp=4, ep=32)),
-}
-PLAYED = (517 + RANK * 1024 // WORLD_SIZE) % 1024  # the rank that this rank plays
-REAL = {2: Mesh(pp=2), 4: Mesh(pp=2, tp=2), 8: Mesh(dp_shard=2, cp=2, tp=2, ep=4)}
-OURS = REAL.get(WORLD_SIZE, Mesh(dp_shard=WORLD_SIZE))  # the mesh that our ranks fill
+class Collective(NamedTuple):
+    operation: str
+    nbytes: int
+    ranks: tuple[int, ...]
 
 
-def counted(m: Model, mesh: Mesh, device: str | torch.device = "cpu") -> tuple[Calls, int]:
-    """Do a step in whatever world this is; return its calls, and the bytes of parameters held."""
-    dtype = torch.bfloat16 if m == QWEN3_30B else torch.float32
-    zeros = partial(torch.zeros, dtype=dtype, device=device)
-    join(mesh)
-    layers = [units_of_a_layer(m, zeros) for _ in range(m.layers // mesh.pp)]
-    n = m.tokens // mesh.cp // mesh.tp
-    inputs = [zeros(n, m.width) for _ in range(MICRO_BATCHES)]
-    step(m, layers, inputs, [torch.zeros_like(x_nD) for x_nD in inputs])
-    held = sum(unit.shard.nbytes for unit in chain(*layers))
-    return dict(log), held
+class Watch(TorchDispatchMode):
+    """Notes each collective of this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Collective] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # its local tensors come by here in a moment
+        name = function._schema.name.replace("_", "")  # of an all-gather: c10d::allgatherbase
+        for operation in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"):
+            if "c10d" in name and operation.replace("_", "") in name:
+                sizes = [x.nbytes for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+                self.calls.append(Collective(operation, max(sizes), ranks_of(function, args)))
+        return function(*args, **(kwargs or {}))
 
 
-def dry_runs() -> tuple[dict[str, tuple[Calls, int]], float]:
-    """Return what each mesh takes, and what becomes of a one that is all-reduced."""
-    runs = {}
-    for name, (m, mesh) in MESHES.items():
-        with pretended(PLAYED, 1024, weightless=m == QWEN3_30B):
-            runs[name] = counted(m, mesh)
-    with pretended(RANK, WORLD_SIZE):
-        runs["rehearsal"] = counted(EXPERTS, OURS)
-    with pretended(PLAYED, 1024):
-        one = torch.ones(1)
-        dist.all_reduce(one)
-    return runs, one.item()
+def ranks_of(function: Callable, args: tuple) -> tuple[int, ...]:
+    """Return the ranks of the group that a collective was handed."""
+    given = {a.name: value for a, value in zip(function._schema.arguments, args, strict=False)}
+    if "process_group" in given:
+        group = dist.ProcessGroup.unbox(given["process_group"])
+    else:
+        group = dist.distributed_c10d._resolve_process_group(given["group_name"])
+    return tuple(dist.get_process_group_ranks(group))
+
+
+PLAYED = (517 + RANK * 1024 // WORLD_SIZE) % 1024
+
+
+def check_right(found: Found) -> None:
+    gathers, gathered = along(found, "fsdp", "all_gather")
+    scatters, scattered = along(found, "fsdp", "reduce_scatter")
+    sums, summed = along(found, "tp", "all_reduce")
+    times = MICRO_BATCHES * LAYERS
+    claim("fsdp: all-gathers", times, gathers, question=2)
+    claim("fsdp: GB in all-gathers", times * 4 * D**2 / 1e9, gathered)
+    claim("fsdp: reduce-scatters", times, scatters)
+    claim("fsdp: GB in reduce-scatters", times * 4 * D**2 / 1e9, scattered)
+    claim("tp: all-reduces", 2 * times, sums)
+    claim("tp: GB in all-reduces", 2 * times * 4 * T * D / 1e9, summed)
+    claim("calls along any other group", 0, len(found.calls) - gathers - scatters - sums)
+    claim("MB of parameters held", 4 * LAYERS * 8 * D**2 / 1024 / 1e6, found.held / 1e6)
+
+
+def along(found: Found, axis: str, operation: str) -> tuple[int, float]:
+    """Return the number of calls of one operation along an axis, and their GB."""
+    first = PLAYED // TP * TP
+    ranks = {"fsdp": range(PLAYED % TP, 1024, TP), "tp": range(first, first + TP)}
+    wanted = (operation, tuple(ranks[axis]))
+    sizes = [call.nbytes for call in found.calls if (call.operation, call.ranks) == wanted]
+    return len(sizes), sum(sizes) / 1e9
+
+
+def check_mistakes(runs: dict[str, Found]) -> None:
+    """Claim in what each wrong program's calls differ from those of the right one."""
+    gathers = sum(call.operation == "all_gather" for call in runs["freed"].calls)
+    claim("freed: all-gathers", 2 * MICRO_BATCHES * LAYERS, gathers, question=3)
+    right = runs["right"]
+    claim("tp outermost: calls that differ but for ranks", 0, unlike(right, runs["tp outermost"]))
+    groups = [call.ranks for call in runs["tp outermost"].calls if len(call.ranks) == TP]
+    nodes = {rank // 8 for rank in sum(groups, ())}  # all calls are along one group
+    claim("tp outermost: nodes of a tp group", 8, len(nodes), question=4)
+    claim("added losses: calls that differ", 0, unlike(right, runs["added"]))
+    logs = unlike(right, runs["rank 0 logs"])
+    claim("rank 0 logs: calls that differ, rank 517", 0, logs, question=5)
+    claim("rank 0 logs: calls that differ, rank 0", 1, unlike(right, runs["as rank 0"]))
+
+
+def unlike(right: Found, found: Found) -> int:
+    """How many calls one of them makes and the other does not, whatever the ranks."""
+    ours = Counter((call.operation, call.nbytes) for call in found.calls)
+    due = Counter((call.operation, call.nbytes) for call in right.calls)
+    return ((ours - due) + (due - ours)).total()
 
 
 # %% [markdown]
-# Plan and count are compared mesh by mesh. Questions 2 to 4 are about one layer and micro-batch.
-
+# Can a dry run be believed? Each rank rehearses its own part of a small mesh that our ranks fill,
+# then does that step for real. The two lists of calls must be the same, call by call.
 
 # %%
-def total(calls: Calls, axis: str = "", what: Callable = sum) -> int:
-    """Return the bytes of all calls along an axis, or along all; or how many these are (len)."""
-    return sum(what(sizes) for (along, _), sizes in calls.items() if axis in ("", along))
+SMALL = (2, 64, 16)  # layers, D, T
+OURS = {"fsdp": WORLD_SIZE // 2, "tp": 2} if WORLD_SIZE % 4 == 0 else {"fsdp": WORLD_SIZE, "tp": 1}
 
 
-def check_dry_runs(runs: dict[str, tuple[Calls, int]], one: float) -> None:
-    axes = ("tp", "cp", "ep", "pp", "fsdp", "copies", "dp_replicate")
-    print0(f"\n  {'kB handed over':27}{''.join(f'{axis[-9:]:>10}' for axis in axes)}")
-    planned_calls = 0
-    counted_calls = 0
-    for name, (m, mesh) in MESHES.items():
-        calls, held = runs[name]
-        plan, parameters = planned(m, mesh, PLAYED)
-        itemsize = 2 if m == QWEN3_30B else 4
-        print0(f"  {name:27}{''.join(f'{total(calls, axis) / 1e3:10,.0f}' for axis in axes)}")
-        claim(f"{name}: bytes handed over", itemsize * total(plan), total(calls))
-        claim(f"{name}: bytes of parameters", itemsize * parameters, held)
-        planned_calls += total(plan, what=len)
-        counted_calls += total(calls, what=len)
-    claim("all six meshes: calls", planned_calls, counted_calls)
-
-    claim("a one, all-reduced by rank 517 of 1,024", 1, one, question=1)
-    calls, _ = runs["PP 4, FSDP 16, CP 2, TP 8"]
-    layers = 2 * MICRO_BATCHES
-    found = len(calls["tp", "all_gather"] + calls["tp", "reduce_scatter"])
-    claim("TP: gathers and scatters per dense layer", 8, found / layers, question=2)
-    claim("CP: collectives per layer", 3, total(calls, "cp", len) / layers, question=3)
-    calls, _ = runs["FSDP 1024, EP 16"]
-    A = EXPERTS.tokens * EXPERTS.width * 4
-    found = total(calls, "ep") / (EXPERTS.layers * MICRO_BATCHES)
-    claim("EP: bytes in all-to-alls per layer / A", 8, found / A, question=4)
-    claim("Qwen3-30B: MB of parameters", 117, runs["Qwen3-30B"][1] / 1e6, atol=0.5, question=5)
-
-
-def check_real_ranks(runs: dict[str, tuple[Calls, int]], device: torch.device) -> None:
-    """Claim that a step which is done takes what was planned, and what was counted dry."""
+def check_real_ranks(runs: dict[str, Found], device: torch.device) -> None:
     if WORLD_SIZE == 1:
-        blocked("real ranks: what a dry run has counted", needs="2 ranks")
+        blocked("real ranks: calls as in the dry run", needs="2 ranks")
         return
-    calls, _ = counted(EXPERTS, OURS, device)
-    plan, _ = planned(EXPERTS, OURS, RANK)
-    claim("real ranks: calls", total(plan, what=len), total(calls, what=len))
-    claim("real ranks: bytes handed over", 4 * total(plan), total(calls))
+    found = count(make_mesh(device.type, **OURS), sizes=SMALL)
+    gathers = sum(call.operation == "all_gather" for call in found.calls)
+    claim("real ranks: all-gathers", MICRO_BATCHES * SMALL[0], gathers)
     if runs:
-        rehearsed, _ = runs["rehearsal"]
-        unlike = sum(calls.get(key) != sizes for key, sizes in rehearsed.items())
-        claim("real ranks: kinds of calls unlike the dry run's", 0, unlike)
+        rehearsed = runs["rehearsal"].calls
+        same = sum(a == b for a, b in zip(rehearsed, found.calls, strict=False))
+        claim("real ranks: calls as in the dry run", len(rehearsed), same)
 
 
 # %% [markdown]
@@ -552,44 +350,46 @@ def check_real_ranks(runs: dict[str, tuple[Calls, int]], device: torch.device) -
 #
 # 1. One. The group has 1,024 members, and adds nothing up. So nothing in a dry run may depend on a
 #    value: no routing, no loss scale, no step that is skipped for a NaN.
-# 2. Eight: attention and MLP have a gather before and a scatter behind, and backward the transpose
-#    of both. A ninth collective is easily forgotten, the all-reduce of the norms' gradients.
-# 3. Three: a gather forward, the same one again backward, a reduce-scatter of the gradients.
-# 4. Eight: 2 A there and 2 A back, and as much backward. A sixteenth of it stays on the rank.
-# 5. 117 MB. Experts are divided by pp and by the 128 ranks of a stage and replica: 12 x 604 / 128 =
-#    56.6 million. The rest is divided by tp, but for norms and router, and by the 32 ranks of
-#    dp_shard x cp: 1.9 million. Each takes 2 bytes. None of them was ever in this machine.
+# 2. Six, one per layer and micro-batch.
+# 3. 12: each layer is gathered again for its backward pass. In a real run this costs time and
+#    nothing else, so nobody looks for it.
+# 4. Eight: each rank of the group is on another node, and every all-reduce of activations crosses
+#    the network. Number and bytes of calls are right. Only the ranks tell, and only if there are
+#    several nodes.
+# 5. None: rank 517 does what it should. Played as rank 0 the same program has one call more. So
+#    play a rank of each kind (the first, the last, one per stage of a pipeline), and compare.
 #
-# **Try.** Without the two lines norms drift apart along tp, and no error tells. On four ranks seven
-# rows fail: *bytes handed over* of the four meshes with tp, *all six meshes: calls*, and calls and
-# bytes of the real ranks. With shards along dp_shard alone nothing adds up gradients along cp. Four
-# rows fail: *bytes of parameters* of both meshes with cp, question 5's, and *bytes handed over* of
-# Qwen3-30B, whose replicas add up larger shards. (A gathered unit has the same bytes either way.)
+# **Try.** With `reshard_after_forward=True` the all-gathers, their GB and those of the real ranks
+# fail. With tp outermost all calls are along groups that the plan has not. Seven rows fail: six of
+# the two axes, and *any other group*. The parameters held are as many.
 #
-# **What a dry run cannot tell.** Time, values, and whether the ranks agree. Rank 516 might call
-# something else, so that a real run hangs; 517 would not notice (09_pipeline_deadlocks.py). Play
-# one rank of each stage at least. Nor is a peak of memory counted here.
+# **What a dry run cannot tell.** Time; values, since added losses make the same calls; whether the
+# ranks agree, unless you play those that differ. Nor is the peak of memory counted here. What it
+# **costs** is in the line above the rows: seconds, and little memory for 17 GB of parameters.
 #
-# **On GPUs** the dry runs stay on the CPU, and the real ranks use NCCL. The fake group takes CUDA
-# tensors, too (not tried here): one GPU can play a rank at its real size, and show its peak.
+# **On GPUs** the dry runs stay on the CPU, and the real ranks use NCCL.
 #
-# **When.** Before a job is queued, and on every change of the program: it takes seconds to see that
-# a mesh does not divide the model, that a unit is gathered once too often, that a shard is larger
-# than planned. torchtitan has such a mode (`COMM_MODE=fake_backend`). Not to see that a program is
-# right, which takes a few real ranks (15_is_it_right.py), and not to plan time.
+# **When.** Before a job is queued, and on every change of the program; torchtitan has a mode for it
+# (`COMM_MODE=fake_backend`). Not to see that a program is right, which takes a few real ranks
+# (15_is_it_right.py), and not to plan time.
 
 
 # %%
 def main() -> None:
     command_line()
     launch()
-    try:
+    runs = {}
+    start = time.perf_counter()
+    with contextlib.suppress(ImportError):  # what is private to torch may move
         runs, one = dry_runs()
-    except ImportError:  # what is private to torch may move
-        runs = {}
+    seconds = time.perf_counter() - start
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     device = setup()
     if runs:
-        check_dry_runs(runs, one)
+        print0(f"  {len(runs)} dry runs: {seconds:.1f} s, a process of {peak:.1f} GB at most")
+        claim("a one, all-reduced by rank 517 of 1,024", 1, one, question=1)
+        check_right(runs["right"])
+        check_mistakes(runs)
     else:
         blocked("what one rank of 1,024 holds and sends", needs="torch 2.11 to 2.15")
     check_real_ranks(runs, device)

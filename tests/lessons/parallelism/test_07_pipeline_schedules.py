@@ -3,7 +3,6 @@
 import functools
 from fractions import Fraction
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
 import pytest
@@ -14,12 +13,10 @@ from torch import nn
 
 from course.playing import Played, load, play
 from course.ranks import run
-from tests.helpers.pretended_gpus import play_on_gpus
 from tests.lessons.every import Breaks, test_lesson  # noqa: F401
 
 LESSON = "parallelism/07_pipeline_schedules.py"
 SIMULATOR = "parallelism/09_pipeline_deadlocks.py"
-QUICK = ("clocked = check_clock(case)", "clocked = {}")  # sleeps take seconds
 sizes = st.integers(1, 8), st.integers(1, 24)
 
 
@@ -72,7 +69,7 @@ def shuffled(draw: st.DrawFn, p: int, m: int) -> list[list]:
 
 def apart(p_lists: list[list], layers: int) -> float:
     """How far this rank's gradients are from one process's, under any schedule."""
-    changed = load(LESSON, ("LAYERS = 2 * WORLD_SIZE + 1", f"LAYERS = {layers}"))
+    changed = load(LESSON, ("LAYERS = 2 * WORLD_SIZE", f"LAYERS = {layers}"))
     m = len(p_lists[0]) // 2
     case = changed.Case(torch.device("cpu"))
     stage, inputs = case.stage(m), case.inputs(m)
@@ -134,7 +131,7 @@ def test_any_module_may_be_a_stage() -> None:
 
 @pytest.mark.deep
 def test_the_lesson_holds_where_layers_do_not_divide() -> None:
-    play(LESSON, 5, QUICK).expect(set())
+    play(LESSON, 5, ("LAYERS = 2 * WORLD_SIZE", "LAYERS = 2 * WORLD_SIZE + 1")).expect(set())
 
 
 def PLAIN(played: Played) -> None:
@@ -165,39 +162,17 @@ def slots_of(schedule: list[list]) -> list[dict]:
     return found
 
 
-def in_seconds(name: str, p: int, m: int) -> list[list]:
-    """A run that takes the lesson's seconds per slot to the bit, as the clock would log it."""
-    logs = []
-    for starts in slots_of(lists_of(name, p, m)):
-        seconds = [(d, at * lesson().SLOT, lesson().SLOTS[d]) for (d, _), at in starts.items()]
-        logs.append([(d, at, at + slots * lesson().SLOT) for d, at, slots in seconds])
-    return logs
-
-
 @settings(deadline=None)
 @given(*sizes)
-def test_seconds_made_up_from_the_slots_give_the_formula(p: int, m: int) -> None:
+def test_the_slots_idle_as_the_formula_says(p: int, m: int) -> None:
     for name in "gpipe", "one_f_one_b":
-        idle = lesson().idle_on_the_clock(in_seconds(name, p, m))
-        assert idle == pytest.approx((p - 1) / (m + p - 1), abs=1e-9)
-
-
-def test_seconds_of_other_runs_are_further_from_it_than_is_allowed() -> None:
-    """The lesson allows 0.1."""
-    expected = 3 / 11
-    half = lesson().idle_on_the_clock(in_seconds("one_f_one_b", 4, 4))
-    assert abs(half - expected) > 0.1
-    waiting_is_work = []
-    for log in in_seconds("one_f_one_b", 4, 8):
-        starts = [log[0][1], *(end for _, _, end in log[:-1])]
-        moved = zip(log, starts, strict=True)
-        waiting_is_work.append([(d, start, end) for (d, _, end), start in moved])
-    assert abs(lesson().idle_on_the_clock(waiting_is_work) - expected) > 0.1
+        idle = lesson().idle_share(slots_of(lists_of(name, p, m)))
+        assert idle == Fraction(p - 1, m + p - 1)
 
 
 N, G, O1 = "one batch: ", "GPipe: ", "1F1B: "
 GRAD, IDLE = "error of the gradients", "share of slots idle"
-HELD, CLOCK = "micro-batches held at most", "share of time idle"
+HELD = "micro-batches held at most"
 WARMUP = "num_warmup = min(p - 1 - stage, m)"
 LINES = {
     "the loss is not divided by m": (
@@ -232,96 +207,19 @@ LINES = {
     ),
 }
 
-CLOCK_LINES = {
-    "work that takes no time": (
-        ("        time.sleep(SLOTS[action[0]] * SLOT)\n", ""),
-        {N + CLOCK, G + CLOCK, O1 + CLOCK},
-    ),
-    "half as many micro-batches": (
-        ("run_on_the_clock(order, m, case)", "run_on_the_clock(order, max(m // 2, 1), case)"),
-        {G + CLOCK, O1 + CLOCK},
-    ),
-    "waiting counts as work": (
-        ("        result = super().act(action, arrived, inputs)\n        start = time.monotonic()\n"
-         "        time.sleep(SLOTS[action[0]] * SLOT)\n",
-         "        result = super().act(action, arrived, inputs)\n"
-         "        start = self.log[-1][2] if self.log else time.monotonic()\n"
-         "        time.sleep(SLOTS[action[0]] * SLOT)\n"),
-        {N + CLOCK, G + CLOCK, O1 + CLOCK},
-    ),
-}  # fmt: skip
-
 ALONE = ["GPipe is 1F1B in disguise"]  # where activations are kept, it holds as many as GPipe
-BREAKS = [Breaks(LINES, changes=[QUICK], alone=ALONE), Breaks(CLOCK_LINES, ranks=4, clock=True)]
-
-NO_DEVICE = {"act": "a sleep stands for the work"}
+BREAKS = [Breaks(LINES, alone=ALONE)]
 
 
-@pytest.mark.deep
-def test_the_figure_of_gpus_is_drawn(tmp_path: Path) -> None:
-    """What the timer saw of both schedules; the rows themselves are every.py's."""
-    path = tmp_path / "gantt.png"
-    smaller = [("MICRO_BATCHES * 2048, 8192", "MICRO_BATCHES * 8, 64")]
-    smaller += [("nn.Linear(8192, 8192, device", "nn.Linear(64, 64, device")]
-    play_on_gpus(LESSON, 2, *smaller, argv=("--figure", str(path)))
-    assert path.stat().st_size > 10_000
-
-
-def test_every_run_gets_a_panel(tmp_path: Path) -> None:
-    slots = {name: slots_of(lists_of(name, 3, 4)) for name in ("gpipe", "one_f_one_b")}
-    bars = lesson().as_bars(slots)
-    assert lesson().idle_on_the_clock(bars["gpipe"]) == pytest.approx(1 / 3)
-    with patch.object(lesson(), "draw_gantt") as drawn:
-        lesson().draw(str(tmp_path / "gantt.png"), {"slots counted": bars, "on GPUs": bars})
-    titles = [call.args[1] for call in drawn.call_args_list]
-    ways = "slots counted", "on GPUs"
-    assert titles == [f"{name}, {way}" for way in ways for name in ("gpipe", "one_f_one_b")]
-
-
-def test_a_bar_is_as_long_as_its_pass_and_forward_is_blue() -> None:
-    axes = Mock()
-    lesson().draw_gantt(axes, "", [[("F", 0.0, 1.0), ("B", 4.0, 6.0)], [("F", 1.0, 2.0)]])
-    first, second = axes.broken_barh.call_args_list
-    assert first.args == ([(0.0, 1.0), (4.0, 2.0)], (-0.4, 0.8))
-    assert first.kwargs["facecolors"] == ["C0", "C2"]
-    assert second.args == ([(1.0, 1.0)], (0.6, 0.8))
-
-
-def test_a_backward_pass_sleeps_for_two_slots() -> None:
-    own, slept = load(LESSON), []
-    own.time = SimpleNamespace(sleep=slept.append, monotonic=lambda: sum(slept))
-    sleeper = own.Sleeper(None, None, 1)
-    with patch.object(own.Stage, "act"):
-        for direction in "FB":
-            sleeper.act((direction, 0), None, ())
-    assert slept == pytest.approx([0.03, 0.06])
-    assert [log[1:] for log in sleeper.log] == [(0, slept[0]), (slept[0], sum(slept))]
-
-
-def test_seconds_begin_with_the_first_action_of_any_stage() -> None:
-    own, case = load(LESSON), Mock()
-    own.gather_objects = lambda log: [[("F", 5.0, 6.0)], [("F", 6.0, 7.0)]]
-    with patch.object(own.dist, "barrier"):
-        logs = own.run_on_the_clock(own.gpipe, 1, case)
-    assert logs == [[("F", 0.0, 1.0)], [("F", 1.0, 2.0)]]
-
-
-def test_the_shortest_of_three_runs_is_compared_with_the_formula_of_its_schedule() -> None:
-    """It takes 2 seconds, in which its one stage works for 1.5."""
-    own, ran, claims = load(LESSON), [], []
-    own.WORLD_SIZE = 4
-    ends = iter([3.0, 2.0, 4.0] * 3)
-
-    def run_on_the_clock(order: object, m: int, case: None) -> list:
-        ran.append((order, m))
-        end = next(ends)
-        return [[("F", 0.0, 1.0), ("B", end - 0.5, end)]]
-
-    own.run_on_the_clock = run_on_the_clock
-    own.claim = lambda text, *numbers, **_: claims.append(numbers)
-    own.check_clock(None)
-    assert ran == [(own.gpipe, 1)] * 3 + [(own.gpipe, 8)] * 3 + [(own.one_f_one_b, 8)] * 3
-    assert claims == [(Fraction(3, 4), 0.25)] + [(Fraction(3, 11), 0.25)] * 2
+def test_every_run_gets_a_panel_and_every_pass_a_bar(tmp_path: Path) -> None:
+    runs = {name: slots_of(lists_of(name, 3, 4)) for name in ("gpipe", "one_f_one_b")}
+    with patch("matplotlib.axes.Axes.barh") as bars:
+        lesson().draw(str(tmp_path / "grids.png"), runs)
+    idle = [call for call in bars.call_args_list if "left" not in call.kwargs]
+    passes = [call for call in bars.call_args_list if "left" in call.kwargs]
+    assert [call.args[1] for call in idle] == [18, 18]
+    assert len(passes) == 2 * 3 * 2 * 4
+    assert {(call.args[1], call.kwargs["color"]) for call in passes} == {(1, "C0"), (2, "C2")}
 
 
 def test_an_exchange_is_over_when_all_its_messages_are() -> None:
@@ -336,8 +234,7 @@ def test_real_stages_are_judged_by_the_formula_and_by_what_a_stage_may_hold() ->
     """Stage 1 of 4 with 8 micro-batches: 3 held and one that arrives, of 8."""
     own, claims = load(LESSON), []
     own.WORLD_SIZE, own.RANK = 4, 1
-    own.step_on_gpu = lambda order, *_: (0.3, 4.0, []) if order is own.gpipe else (0.2, 2.0, [])
-    own.gather_objects = lambda value: [value]
+    own.step_on_gpu = lambda order, *_: (0.3, 4.0) if order is own.gpipe else (0.2, 2.0)
     own.claim = lambda text, *numbers, **_: claims.append(numbers[:2])
     with patch.object(torch.cuda, "is_bf16_supported", return_value=True):
         own.measure_on_gpus(torch.device("meta"))

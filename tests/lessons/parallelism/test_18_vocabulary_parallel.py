@@ -69,7 +69,7 @@ def test_logits_may_be_large_on_every_rank() -> None:
 NAMES = ("untied", "tied")
 LOSSES = {f"{name}: error of the loss" for name in NAMES}
 GRADIENTS = {f"{name}: error of the gradients" for name in NAMES}
-LOOKED_UP = "embedding: elements all-reduced forward / N D"
+LOOKED_UP = {"embedding: all-reduces, both ways", "embedding: elements all-reduced / N D"}
 NUMBERS = "loss: numbers compared or added, per token"
 COUNTED, MASKED = (f"padding {how}: the loss of zeros" for how in ("counted", "masked"))
 THOUSAND = "a thousand on rank 0: losses not finite"
@@ -117,28 +117,25 @@ LINES = {
     ),
     "g sums backward too": (
         ("        return grad, None\n", "        return all_reduce(grad) / WORLD_SIZE, None\n"),
-        {"embedding: all-reduces backward"},
+        LOOKED_UP,
     ),
     "the look-up is not added up": (
         ("        return ReduceFromRanks.apply(x_ND)", "        return x_ND"),
-        LOSSES | GRADIENTS | {LOOKED_UP},
+        LOSSES | GRADIENTS | LOOKED_UP,
     ),
     "the loss communicates backward": (
         (TAKEN, f"        dist.all_reduce(grad_N.clone())\n{TAKEN}"),
         {"loss: all-reduces backward"},
     ),
-    "the loss keeps as much as if it had gathered": (
+    "the loss keeps the logits too": (
         [
             (
-                "save_for_backward(probability_Nv,",
-                "save_for_backward(probability_Nv.repeat(1, WORLD_SIZE),",
+                "save_for_backward(probability_Nv, local_N, mine_N)",
+                "save_for_backward(probability_Nv, local_N, mine_N, logits_Nv)",
             ),
-            (
-                TAKEN,
-                f"{TAKEN[:-1]}\n        grad_Nv = grad_Nv.chunk(WORLD_SIZE, dim=1)[0].clone()\n",
-            ),
+            (TAKEN, "        grad_Nv, local_N, mine_N, _ = ctx.saved_tensors\n"),
         ],
-        {"loss: largest tensor kept / (N V)"},
+        {"loss: numbers kept, per token"},
     ),
     "PyTorch gathers the logits besides": (
         (BACKWARD, f"        {GATHERED}\n{BACKWARD}"),

@@ -61,12 +61,31 @@ def test_f_adds_up_over_its_group_alone() -> None:
     assert run(added_up_by_f, 4) == [3, 3, 12, 12]
 
 
-def test_what_comes_before_and_during_a_sum() -> None:
+def test_what_comes_during_a_sum() -> None:
     log = [("product", 1), ("start", 9), ("product", 2), ("product", 3), ("wait", 0)]
     log.append(("product", 4))
-    assert lesson.before_the_sum(log) == [1]
     assert lesson.during_the_sum(log) == [2, 3]
-    assert lesson.during_the_sum(log[:4]) == []  # nobody waits, so it was over at once
+    assert lesson.during_the_sum(log[:4]) == []  # nobody waits for it
+
+
+def log_of_two_products() -> list[tuple[str, int]]:
+    """Of one before and one after a sum that is not asynchronous."""
+    changed = load(LESSON)
+    a, b = torch.ones(2, 3), torch.ones(3, 5)
+
+    def backward() -> tuple:
+        total = a @ b
+        dist.all_reduce(total)
+        return total, total.T @ a
+
+    log, (total, _) = changed.logged(backward)
+    assert torch.equal(total, torch.full([2, 5], 3.0 * dist.get_world_size()))
+    return log
+
+
+def test_a_log_has_flops_and_bytes() -> None:
+    log = [("product", 2 * 2 * 3 * 5), ("start", 4 * 2 * 5), ("wait", 0), ("product", 60)]
+    assert run(log_of_two_products, 2) == [log] * 2
 
 
 @given(st.integers(2, 64), st.floats(1e13, 1e16), st.floats(1e10, 2e12))
@@ -83,7 +102,7 @@ def test_widths_in_the_text(capsys: pytest.CaptureFixture) -> None:
     for number in ("1,040", "2,198", "2,500", "19,780", "7,692", "5,128", "69,230", "8,750"):
         assert number in said
     assert max(map(len, said.splitlines())) <= 100
-    assert lesson.width_by_trying(8, 312e12, 300e9) == pytest.approx(14560, abs=8)
+    assert lesson.outputs_that_hide_the_sum(8, 989e12, 450e9) == pytest.approx(30_769, abs=1)
 
 
 def test_what_is_saved_is_a_share_of_what_could_be() -> None:
@@ -115,13 +134,12 @@ def test_five_ranks_are_refused_before_any_collective() -> None:
         assert not initialized
 
 
-NAMES = ("plain", "overlapped", "DTensor")
-PLAIN_ERROR, ERROR, DTENSOR_ERROR = (f"{name}: error of the gradients" for name in NAMES)
-PLAIN_BEFORE, BEFORE, DTENSOR_BEFORE = (f"{name}: products before the sum" for name in NAMES)
-DURING, BYTES = "overlapped: products during the sum", "overlapped: bytes added up"
-PER_BYTE = "FLOPs hidden behind, per byte"
+NAMES = ("plain", "overlapped")
+PLAIN_ERROR, ERROR = (f"{name}: error of the gradients" for name in NAMES)
+PLAIN_BEFORE, BEFORE = (f"{name}: products before the sum" for name in NAMES)
+DURING = "overlapped: products during the sum"
+PER_BYTE = "FLOPs hidden behind, per byte sent"
 TOKENS, OUTPUTS = "four times the tokens: FLOPs per byte", "twice the outputs: FLOPs per byte"
-WIDTH = "8 H100: outputs that hide the sum"
 NOTHING_HIDDEN = {DURING, PER_BYTE, TOKENS, OUTPUTS}
 
 STARTED = "        sum_of_dX = dist.all_reduce(grad_ND, async_op=True)\n"
@@ -145,8 +163,8 @@ LINES = {
         {PLAIN_ERROR},
     ),
     "something else is summed as well": (
-        (STARTED, f"{STARTED}        dist.all_reduce(torch.zeros_like(grad_ND))\n"),
-        {BYTES, PER_BYTE, TOKENS, OUTPUTS},
+        (STARTED, f"{STARTED}        other = dist.all_reduce(grad_ND + 0, async_op=True)\n"),
+        {PER_BYTE, TOKENS, OUTPUTS},
     ),
     "the plain layer overlaps": (
         (
@@ -154,17 +172,6 @@ LINES = {
             "    return OverlappedColumns.apply(x_ND, weight_eD)",
         ),
         {PLAIN_BEFORE},
-    ),
-    "DTensor has another weight": (
-        ("    layer.weight.data.copy_(case.weight_ED.detach())\n", ""),
-        {DTENSOR_ERROR},
-    ),
-    "DTensor's layer starts its sum earlier": (
-        (
-            "lambda x_ND, _: layer(x_ND), case",
-            "lambda x_ND, w: OverlappedColumns.apply(x_ND, w.to_local()), case",
-        ),
-        {DTENSOR_BEFORE},
     ),
     "the product grows with the tokens alone": (
         ("Case(device, tokens=4 * N)", "Case(device, outputs=4 * E)"),
@@ -174,6 +181,11 @@ LINES = {
         ("Case(device, outputs=2 * E)", "Case(device, tokens=2 * N)"),
         {OUTPUTS},
     ),
-    "a ring of half the steps": (("range(2 * (n - 1))", "range(n - 1)"), {WIDTH}),
 }
-BREAKS = Breaks(LINES, alone=("the plain layer overlaps", "DTensor's layer starts its sum earlier"))
+BREAKS = Breaks(LINES, alone=("the plain layer overlaps",))
+
+
+@pytest.mark.parametrize(("element_bytes", "outputs"), [(1, 1_400), (2, 2_800), (4, 5_600)])
+def test_the_width_grows_with_the_bytes_of_an_element(element_bytes: int, outputs: int) -> None:
+    """Eight ranks; 200 FLOPs in the time of a byte."""
+    assert lesson.outputs_that_hide_the_sum(8, 600.0, 3.0, element_bytes) == outputs
