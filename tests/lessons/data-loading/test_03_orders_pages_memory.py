@@ -152,3 +152,12 @@ ALONE = [
     "a class is spread over all pages",
 ]
 BREAKS = Breaks(LINES, alone=ALONE)
+
+
+def test_quasi_random_order_shuffles_the_samples_of_each_page() -> None:
+    """At random, two samples in a row are (720 + 1) / 3 places apart in the mean."""
+    order = lesson.quasi_random(0)
+    pages = [order[order // 720 == page] % 720 for page in range(8)]
+    for places in pages:
+        assert 200 < np.abs(np.diff(places)).mean() < 280
+    assert len({places.tobytes() for places in pages}) == 8

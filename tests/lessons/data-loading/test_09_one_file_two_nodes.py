@@ -194,3 +194,18 @@ LINES = {
 }
 ALONE = ["no page is marked, as in Try"]
 BREAKS = Breaks(LINES, alone=ALONE)
+
+
+def test_a_page_that_did_not_come_is_not_taken_from_the_copy(served, tmp_path: Path) -> None:
+    """The server is away when the first rank asks for it, and there when the next one does."""
+
+    def away() -> None:
+        raise ConnectionResetError
+
+    first = lesson.NodeCopy(Slow(served(), away), tmp_path / "copy")
+    with pytest.raises(ConnectionResetError):
+        first.sample(3 * 480)
+    os.close(first.copy)
+    second = lesson.NodeCopy(served(), tmp_path / "copy")
+    assert second.sample(3 * 480) == lesson.contents(3 * 480)
+    assert second.received == lesson.PAGE

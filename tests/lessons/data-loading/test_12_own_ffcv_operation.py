@@ -173,3 +173,22 @@ BREAKS = [
     Breaks(LINES, changes=[NO_JIT, NO_NUMBA_ROWS], alone=ALONE, deadline=120),
     Breaks(OF_NUMBA, changes=[GONE]),
 ]
+
+
+LATE = (255, 256, 300, 65_535, 65_536, 1_000_000)
+
+
+def crops_of_late_samples() -> list[bytes]:
+    """By the loop, not compiled: of a file with more samples than the lesson's 64."""
+    own = load(LESSON, NO_JIT)
+    own.Compiler.set_num_threads(1)
+    images = np.stack([own.PICTURE] * len(LATE))
+    crops = np.empty((len(LATE), 32, 32, 3), np.uint8)
+    own.compiled_cut_out()(images, crops, np.array(LATE, np.uint64), 1)
+    return [crop.tobytes() for crop in crops]
+
+
+def test_a_sample_s_number_may_have_more_than_8_or_16_bits() -> None:
+    (found,) = run(crops_of_late_samples, 1, deadline=120)
+    assert found == [lesson.crop_by_numpy(1, sample) for sample in LATE]
+    assert lesson.crop_by_numpy(1, 300) != lesson.crop_by_numpy(1, 300 % 256)

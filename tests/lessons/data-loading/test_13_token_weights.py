@@ -110,3 +110,12 @@ LINES = {
     ),
 }
 BREAKS = [Breaks(LINES, alone=["DDP reduces in no micro-batch"])]
+
+
+def count_of_large_micro_batches() -> int:
+    valid_kBT = [torch.ones(2, rows, dtype=torch.bool) for rows in (16_384, 50_000)]
+    return load(LESSON).count_tokens(valid_kBT).item()
+
+
+def test_a_micro_batch_may_have_more_tokens_than_16_bits_count() -> None:
+    assert run(count_of_large_micro_batches, 2) == [2 * 2 * (16_384 + 50_000)] * 2

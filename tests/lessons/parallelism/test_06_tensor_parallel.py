@@ -292,3 +292,24 @@ def test_a_split_block_should_take_a_share_the_rest_and_two_sums() -> None:
     (row,) = lesson.ledger
     assert row["measured"] == pytest.approx(4 / 4.75)
     assert row["slack"] == pytest.approx(1.5 / 4.75 / 2)
+
+
+def what_parts_hold() -> tuple[list[int], bool]:
+    """Bytes behind weight and bias of both layers; whether a change of them leaves the whole."""
+    lesson = load(LESSON)
+    whole = nn.Linear(6, 8)
+    before = [p.detach().clone() for p in whole.parameters()]
+    column = lesson.ColumnParallelLinear(whole, lesson.CopyToRanks)
+    row = lesson.RowParallelLinear(whole, lesson.ReduceFromRanks)
+    held = [*column.parameters(), *row.parameters()]
+    with torch.no_grad():
+        for parameter in held:
+            parameter.fill_(7)
+    storages = [parameter.untyped_storage().nbytes() for parameter in held]
+    return storages, all(map(torch.equal, whole.parameters(), before))
+
+
+def test_a_part_is_a_copy_of_its_share_and_no_view_of_the_whole() -> None:
+    """A view would keep all of the whole weight in memory, and train it too."""
+    half_of_48, half_of_8, all_of_8 = 4 * 24, 4 * 4, 4 * 8
+    assert run(what_parts_hold, 2) == [([half_of_48, half_of_8, half_of_48, all_of_8], True)] * 2

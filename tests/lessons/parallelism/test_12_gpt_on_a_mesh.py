@@ -262,3 +262,13 @@ BREAKS = [
 ]
 ON_GPUS = OnGpus(changes=QUICK)
 SIZES = {1: QUICK, 3: QUICK}
+
+
+def test_all_logits_may_be_far_below_zero() -> None:
+    """What is subtracted is the largest logit; were it the largest size, all terms would be 0."""
+    torch.manual_seed(0)
+    logits = torch.randn(2, 3, 12, dtype=torch.float64) - 1000
+    words = torch.randint(12, [2, 3])
+    due = F.cross_entropy(logits.flatten(0, 1), words.flatten(), reduction="none").view_as(words)
+    for found, _ in run(losses, 4, logits, words):
+        torch.testing.assert_close(found, due, rtol=0, atol=1e-12)

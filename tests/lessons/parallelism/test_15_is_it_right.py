@@ -2,7 +2,9 @@
 
 from types import SimpleNamespace
 
-from course.playing import Lazily, load
+import pytest
+
+from course.playing import Lazily, load, play
 from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
 
 LESSON = "parallelism/15_is_it_right.py"
@@ -37,7 +39,7 @@ LINES = {
         "    return (mine_bT != NONE).sum() * dp\n",
         {LOSS, NOTHING, THREE, SAMPLER, TWO},
     ),
-    "no stage is seeded alike": ('"pp": {"stage_of": seeded_alike}', '"pp": {}', {THREE}),
+    "no stage is seeded alike": ('"pp": {"cut": seeded_alike}', '"pp": {}', {THREE}),
     "no norm is forgotten": (
         'if "norm" not in name}',
         "if name}",
@@ -46,7 +48,7 @@ LINES = {
     "the norms' mistake is one of the loss as well": (
         "for loss in losses) / m / dp / tp",
         "for loss in losses) / m / dp / tp * (1 if 'norm1' in BLOCK else 2)",
-        {THEN},
+        {THREE, THEN},
     ),
     "tp is outermost for the sampler, and there is no dp": (
         'return RANK % mesh["dp"].size()',
@@ -118,3 +120,9 @@ def test_what_is_no_number_is_wrong_and_so_is_what_another_rank_found() -> None:
     assert not own.any_is_wrong(1e-7, 0.0)
     others = [True]
     assert own.any_is_wrong(1e-7, 0.0)
+
+
+@pytest.mark.night
+@pytest.mark.timeout(400)
+def test_it_holds_on_8_ranks() -> None:
+    play(LESSON, 8, deadline=300).expect(set())

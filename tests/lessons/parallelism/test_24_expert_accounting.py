@@ -217,3 +217,18 @@ LINES = {
     ),
 }
 BREAKS = Breaks(LINES)
+
+
+def test_two_shared_experts_are_two() -> None:
+    """The models of the lesson have one or none."""
+    m = lesson.Shape(
+        layers=3, dense=1, hidden=5, attention=7, attended=0, mlp=11, expert=2, experts=4, k=3,
+        shared=2, vocab=13,
+    )  # fmt: skip
+    expert, router = 3 * 5 * 2, 5 * 4
+    besides = 3 * 7 + 3 * 5 * 11 + 2 * router + 2 * 13 * 5  # attention, the dense MLP, both tables
+    assert lesson.parameters(m, 4) == besides + 2 * (4 + 2) * expert
+    assert lesson.parameters(m, 1) == besides + 2 * (1 + 2) * expert
+    assert lesson.used(m) == besides + 2 * (3 + 2) * expert - 13 * 5
+    built = [parameter for parameter in lesson.Mixture(m, 4).parameters() if parameter.dim() > 1]
+    assert sum(parameter.numel() for parameter in built) == router + (4 + 2) * expert
