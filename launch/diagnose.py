@@ -61,17 +61,21 @@ no way out: Max retries exceeded|HTTPSConnectionPool|URLError|LocalEntryNotFound
   a node without internet wants to download [datasets#1996] -> download elsewhere; HF_HUB_OFFLINE=1
 port taken: EADDRINUSE|[Aa]ddress already in use|server socket has failed
   another job has MASTER_PORT [pytorch#85604] -> ss -ltnp | grep :29500; torchrun --standalone
-no ssh: \bssh\b.*exit (status|code) 255|Permission denied \(publickey|Host key verification failed
+no ssh: \bssh\b.*(exit (status|code) 255|connect to host)|Permission denied \(publickey
+    |Host key verification failed
   the launcher cannot log in to a node [DeepSpeed#4907] -> ssh NODE hostname; ssh-copy-id NODE
 unknown host name: gai ?error|nodename nor|Name or service not known|ilure in name|no address of
+    |Name does not resolve|can't resolve
   MASTER_ADDR leads nowhere [pytorch#131691] -> getent hosts $MASTER_ADDR $(hostname -f); use an IP
-wrong interface: find address for|FullMesh failed|o (socket )?interface found|r AF_INET|ss_family
-  it leads to no node [pytorch#29482] -> ip -br a; set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME
+wrong interface: find address for|FullMesh failed with|o (socket )?interface found|r AF_INET
+    |ss_family|onnect (to )?\[?(127\.0\.1\.|169\.254\.)
+  the host's name or the interface leads to no node [pytorch#29482] -> getent hosts $(hostname);
+     ip -br a; set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME
 no NCCL: doesn't have NCCL built in|requires at least one CUDA device|no GPUs found|No CUDA GPUs are
   torch is a CPU build, or sees no GPU [torch] -> nvidia-smi; python -m torch.utils.collect_env
 two ranks on a GPU: Duplicate GPU detected|Multiple Ranks are using the same GPU
   no set_device, or more ranks than GPUs [verl#161] -> torch.cuda.set_device(LOCAL_RANK) first
-more ranks than GPUs: invalid device ordinal|You requested gpu
+more ranks than GPUs: invalid device ordinal|You requested gpu|than the device count
   a rank's GPU is not there, or hidden [stanford_alpaca#67] -> nvidia-smi -L; fewer --nproc-per-node
 wrong GPU: ProcessGroupNCCL2? is bound to device
   tensors on one GPU, group on another [torch 2.15] -> set_device(LOCAL_RANK) before any tensor
@@ -105,7 +109,7 @@ RDMA refused: ibv_\w+ failed
 too little shared memory: (rror|ailed|able|space|out of|ufficient|raise).*(/dev/shm|shared memory)
     |/dev/shm.*(rror|ailed|space left)|</torch_\d+|[Bb]us error|SIGBUS|\bshm\.h:(?!.*Cuda)
     |(code|status)( *[:=])? (-7|135)\b
-  a container has 64 MB of it [pytorch#5040] -> df -h /dev/shm; --ipc=host; an emptyDir of Memory
+  a container has 64 MB of it [pytorch#5040] -> df -h /dev/shm; --shm-size=8g; emptyDir: Memory
 disk full: No space left on device|[Dd]isk quota exceeded|PytorchStreamWriter failed writing
   checkpoints, logs or caches fill a disk or a quota [dolly#139] -> df -h; df -i; quota -s
 storage gone: Stale file handle|Transport endpoint is|Input/output error
@@ -121,8 +125,9 @@ crash in native code: (code|status)( *[:=])? (-(11|4|8)|139)\b|SIGSEGV|[Ss]egmen
   torch's, a library's or your compiled code [Megatron-LM#1880] -> python -X faulthandler train.py
 package missing: ModuleNotFoundError|No module named|cannot open shared object file
     |execve\(\): [\w.-]+: No such|(run|python3?|accelerate|deepspeed): (command )?not found
+    |sh: \S+/bin/\S+: No such
   another Python, or an image that lacks it [Python] -> sys.executable, pip list on every node
-unused parameter: Expected to have finished reduction in the prior iteration
+unused parameter: Expected to have finished reduction in the prior iteration|did not receive grad
   the loss does not depend on a parameter [pytorch#43259] -> TORCH_DISTRIBUTED_DEBUG=DETAIL names it
 gradient twice: marked as ready twice|mark a variable ready only once
   reentrant checkpointing, or two forwards [torch, reducer.cpp] -> use_reentrant=False; static_graph
@@ -131,18 +136,20 @@ calls differ: [Mm]ismatch between collectives|Received data size doesn't match|p
   another collective, order, shape or dtype [nccl#296] -> --dumps; TORCH_DISTRIBUTED_DEBUG=DETAIL
 a loader died: DataLoader worker (\(pid(\(s\))? ?[\d, ]+\) )?(exited|is killed)
     |Caught \w+ in DataLoader
-  its worker raised or was killed [pytorch#5040] -> num_workers=0; dmesg -T | grep -i 'out of mem'
+  a worker raised or was killed, perhaps for too little shared memory [pytorch#5040] -> dmesg -T |
+     grep -i 'out of mem'; num_workers=0; df -h /dev/shm; --shm-size=8g
 loss is NaN: [Ll]oss (is|became) (infinite or )?(NaN|nan)\b(?!.*skip)
   numbers overflow, or the data holds bad ones [Detectron#83] -> a lower rate; clip_grad_norm_
 exception of the program: THE LAST LINE OF A TRACEBACK
   a rank raised, and the others end or wait for it [Python] -> that line, with this rank's data
-ended from outside: got signal: |Received \d+ death signal|CANCELLED AT(?!.* TASK)|KeyboardInterrupt
-    |DUE TO(?! TASK)|NodeLost|\b[Ee]victed\b|low on resource
+ended from outside: got signal: |Received \d+ death|signal SIG(HUP|INT)|KeyboardInterrupt
+    |CANCELLED AT(?!.* TASK)|DUE TO(?! TASK)|NodeLost|\b[Ee]victed\b|low on resource
   scheduler, Ctrl-C (2), closed terminal (1) [Chinese-Vicuna#73] -> sacct -j JOB; kubectl describe
-RDMA gave up: NET/IB.*(status|error)[= ]12|RETRY_EXC_ERR|NET/OFI.*error|mlx5:.* got completion
+RDMA gave up: NET/IB.*((status|error)[= ](5|12)\b|event : .*error)|RETRY_EXC_ERR
+    |NET/OFI.*error|mlx5:.* got completion
   a bad link, card, or a dead peer [nccl#1814] -> ibstat; ib_write_bw between them; one card always?
-hang in training: Watchdog caught|operation timeout|Timed out waiting \d+ms for|watchdog got stuck
-    |Timeout at NCCL work|\[(missing|ready) ranks:
+hang in training: Watchdog caught|operation timeout|Timed out waiting \d+ms for
+    |watchdog (got stuck|hang)|Timeout at NCCL work|\[(missing|ready) ranks:|Stalled ranks:
   a rank did not call what others did [LlamaFactory#7396] -> ~/.cache/torch/*_rank_N, then --dumps
 node missing: RendezvousTimeoutError|RendezvousClosedError
   another node's torchrun never came, or left [pytorch#116974] -> the same --rdzv-id on every node?
@@ -151,11 +158,12 @@ hang at init: clients joined|wait timeout after|based barrier|onitoredBarrier(?!
 nobody listens: client socket has (timed out|failed)|C10d store has failed
     |(?<!\d\] )Connection refused|socketStartConnect: Connect to .* failed
   no rank 0, no such name, or a firewall [pytorch#79388] -> getent hosts HOST; nc -vz HOST PORT
-a peer died: [Cc]onnection (was )?(closed|reset)|ncclRemoteError|remote process exited
+a peer died: [Cc]onnection (was )?(closed|reset)|ncclRemoteError|remote process exited|node has died
     |[Bb]roken pipe|lost communication with|Barrier, but|Horovod has been shut|ly disconnected
-  this rank only noticed [nccl#2076] -> this tool with --log and the logs of all ranks
-NCCL stopped: (NCCL|Cuda) ([Ee]rror|failure)\b|unhandled \w+ error|nccl[A-Z]\w*Error
-  it says no more unasked [pytorch#111187] -> run again with NCCL_DEBUG=WARN, then --log
+  this rank only noticed, or a link broke [nccl#2076] -> this tool with --log and all ranks' logs
+NCCL stopped: (NCCL|Cuda) ([Ee]rror|failure)\b|NCCL comm.* aborted|unhandled \w+ err|nccl[A-Z]\w*Err
+  it says no more unasked; perhaps a wrong interface [pytorch#111187] -> run again with
+     NCCL_DEBUG=WARN, then --log; ip -br a
 """
 ROWS = re.findall(r"^(\w.+?): (.+)\n  (.+) -> (.+)", re.sub(r"\n {4}", "", LAST_WORDS), re.M)
 NAMES = [name for name, *_ in ROWS]
@@ -231,7 +239,7 @@ class Call(NamedTuple):
 
     def like(self, other: "Call") -> bool:
         """Whether two ranks' calls fit; in some collectives sizes differ by right."""
-        uneven = re.search(r"all_?to_?all|_v\b|^gather|^scatter|coalesced", self.name)
+        uneven = re.search(r"(?i)all_?to_?all|_v\b|^gather|^scatter|coalesced", self.name)
         return self.name == other.name and (bool(uneven) or self.tensors == other.tensors)
 
 
@@ -328,8 +336,10 @@ def accuse(guilty: list[int], old: list, records: dict[int, Record]) -> Finding:
     them = some(guilty)
     waiting = some({r for r, _ in old} - {*guilty})
     record = records.get(guilty[0])
-    own = record.at(call) if record and call.peer is None else None
-    kind = "calls differ" if own and not own.like(call) else "hang in training"
+    asked = guilty if rank in guilty else guilty[:1]
+    theirs = [records[one].at(call) for one in asked if one in records and call.peer is None]
+    own = next((one for one in theirs if one and not one.like(call)), None)
+    kind = "calls differ" if own else "hang in training"
     what = f"{them} did not come to {call}, where {waiting} wait."
     if rank in guilty:
         where = "; ".join([f"rank {r} in {c} ({c.tensors})" for r, c in old[:4]])
@@ -518,18 +528,25 @@ onnection refused ready reduction nterrupt clients arrier ddress Duplicate Multi
 ordinal match expects insufficient kernel initialized bus ssert illegal aligned OutOf ibv_ shm core
 odule NodeLost low RETRY endezvous uires ocket remote roken unhandled nown resol nodename GPUs NCCL
 answer undef writing param too srun family found lost ranks: EXIT denied thread connected NaN nan,
+ssh: died receive such
 """
 HINTS = HINT_WORDS.split()
-RANK = re.compile(r"\[(?:rank|default|Rank |RANK )(\d+)\]|^(\d+): |process (\d+) terminated")
+RANK = re.compile(
+    r"\[(?:rank|default|Rank |RANK )(\d+)\]|^(\d+): |^\[\d+,(\d+)\]<|process (\d+) terminated"
+)
 PLACE = re.compile(
     r"\[pod/([\w.-]+)/|srun: error: ([\w.-]+): |^([\w.-]+):\d+:\d+ \[\d|(?<!\S)(\S+) kernel:"
 )
 TIME = re.compile(r"\d{4}-\d\d-\d\d[T _]\d\d:\d\d:\d\d")
 FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
 THROWN = re.compile(r"(^|[\s:|\]])(\w+\.)*([A-Z]\w*(Error|Exit|Full|Empty)|\w*Exception)\b")
-BARE = re.compile(r"^(\[rank\d+\]: )?(\w+\.)*([A-Z]\w*Error|\w*Exception)(: |$)")
-GUESSES = re.compile(r"\(1\) .*\(2\) ")  # a launcher that lists what the cause may be
-WEAK = re.compile(r"\[W\d* |\bW\d{4} (?!.*death)|[Ww]arning|WARNING|[Rr]etry|errno: 97|NCCL INFO")
+BARE = re.compile(r"^(\[[\w,]+\](<\w+>)?: ?)?(\w+\.)*([A-Z]\w*Error|\w*Exception)(: |$)")
+GUESSES = re.compile(r"\(1\) .*\(2\) .*")  # of a launcher or of torch: what the cause may be
+WEAK = re.compile(
+    r"^(?!.*(death signal|signal SIG(HUP|INT))).*"
+    r"(\[W\d* |\bW\d{4} |[Ww]arning(?!s for)|WARNING|[Rr]etry|errno: 97|NCCL INFO)"
+)
+WENT_ON = re.compile(r"(?<!\S)(\S+:\d+):\d+ \[\d+\] NCCL INFO (Using network|.* Init COMPLETE)")
 WORK = re.compile(r"caught collective.*WorkNCCL\(SeqNum=(\d+), OpType=(\w+)(?:, (NumelIn=\d+))?")
 QUEUED = re.compile(r"\[PG (?:ID \d+ PG GUID )?(\S+).* Rank \d+\].*last enqueued .*work: (\d+),")
 LISTED = re.compile(r"\b(host|rank) {6}: (\S+)")  # torchrun's list of failures
@@ -539,7 +556,7 @@ ENDS = re.compile(r"(?i)\b(train|job|run|all )\w*.{0,30}(done|finish|complete)|^
 SOURCE = re.compile(r"(^|\s{2,})(raise|except) ")  # in a traceback; its last line tells more
 FAILED = re.compile(
     r"failed \(exitcode|core dumped|non-zero exit|ChildFailed|Process(Exit|Rais)ed"
-    r"|(Actor\w*|RayTask)Error|[Ss]ee .*root cause"
+    r"|(Actor\w*|RayTask)Error|[Ss]ee .*root cause|FullMesh failed"
 )
 
 
@@ -608,8 +625,12 @@ class Log:
         self.failed |= bool(FAILED.search(line))
         self.aborted |= bool(ABORTED.search(line))
         raising = rank in self.raising or "Uncaught " in line
-        row = row_of(line, THROWN if raising else BARE)
-        if row is None or GUESSES.search(line) or (self.aborted and line.startswith("srun: error")):
+        if found := WENT_ON.search(line):
+            refused = NAMES.index("RDMA refused")
+            if refused in self.hits and found[1] in self.hits[refused].text:
+                del self.hits[refused]  # NCCL took another card
+        row = row_of(GUESSES.sub("", line), THROWN if raising else BARE)
+        if row is None or (self.aborted and line.startswith("srun: error")):
             return
         weak = WEAK.search(line) or (row == RAISED and not raising)
         own_line = self.own_line.get(rank, "") if rank in self.raising else ""

@@ -165,9 +165,13 @@ def any_is_wrong(*errors: float) -> bool:
 
 
 def make_mesh(**sizes: int) -> Mesh:
-    """Return a mesh of so many ranks along the axes that are named, and 1 along the others."""
+    """Return a mesh of so many ranks along the axes that are named, and 1 along the others.
+
+    If there are more ranks, they make copies of it, which all do the same.
+    """
     shape = [sizes.get(axis, 1) for axis in AXES]
-    return dist.init_device_mesh(DEVICE.type, shape, mesh_dim_names=AXES)
+    shape.insert(0, WORLD_SIZE // math.prod(shape))
+    return dist.init_device_mesh(DEVICE.type, shape, mesh_dim_names=("copies", *AXES))
 
 
 # %% [markdown]
@@ -182,7 +186,7 @@ def make_mesh(**sizes: int) -> Mesh:
 # %%
 def put_on_mesh(whole: "LlamaModel", mesh: Mesh) -> "LlamaModel":
     """Return this rank's stage of the model, split along tp and sharded along dp."""
-    stage = stage_of(whole, mesh["pp"].get_local_rank(), mesh["pp"].size())
+    stage = cut(whole, mesh["pp"].get_local_rank(), mesh["pp"].size())
     for block in stage.blocks.values():
         parallelize_module(block, mesh["tp"], BLOCK)
     ends = {name: style for name, style in ENDS.items() if getattr(stage, name) is not None}
@@ -193,7 +197,7 @@ def put_on_mesh(whole: "LlamaModel", mesh: Mesh) -> "LlamaModel":
     return stage
 
 
-def stage_of(whole: "LlamaModel", s: int, p: int) -> "LlamaModel":
+def cut(whole: "LlamaModel", s: int, p: int) -> "LlamaModel":
     """Return a copy with the layers of stage s of p, and None in place of the ends it lacks."""
     stage = copy.deepcopy(whole)
     for i in set(range(LAYERS)) - set(layers_of(s, p)):
@@ -231,7 +235,7 @@ def train_step(stage: "LlamaModel", mesh: Mesh, batch: "Batch") -> float:
     mine = sum(loss.item() for loss in losses) / m / dp / tp  # tp ranks have the same loss
     total = torch.tensor(mine, dtype=torch.float64, device=x_bT.device)
     dist.all_reduce(total)
-    return total.item()
+    return total.item() / mesh["copies"].size()
 
 
 def share_of(mesh: Mesh) -> int:
@@ -265,8 +269,8 @@ def own_tokens(whole_BT: torch.Tensor, mine_bT: torch.Tensor, dp: int) -> torch.
     return (mine_bT != NONE).sum() * dp
 
 
-def seeded_alike(whole: "LlamaModel", s: int, p: int, cut: Callable = stage_of) -> "LlamaModel":
-    stage = cut(whole, s, p)
+def seeded_alike(whole: "LlamaModel", s: int, p: int, right: Callable = cut) -> "LlamaModel":
+    stage = right(whole, s, p)
     for place, block in enumerate(stage.blocks.values()):
         block.load_state_dict(whole.blocks[str(place)].state_dict())
     return stage
@@ -286,7 +290,7 @@ def planted(mistake: str) -> Iterator[None]:
     mistakes = {
         "nothing": {},
         "dp": {"tokens_of": own_tokens},
-        "pp": {"stage_of": seeded_alike},
+        "pp": {"cut": seeded_alike},
         "tp": {"BLOCK": without_norms(BLOCK), "ENDS": without_norms(ENDS)},
         "sampler": {"share_of": by_number},
         "factor": {"Schedule1F1B": partial(Schedule1F1B, scale_grads=False)},
@@ -359,7 +363,7 @@ def check_axes(whole: "LlamaModel") -> None:
     claim("mistakes found in their axis alone", 3, sum(named), question=3)
     claim("sampler's mistake: axes found wrong", 0, len(found["sampler"]), question=3)
     claim("factor: axes found wrong", 3, len(found["factor"]))
-    if WORLD_SIZE == 4:
+    if WORLD_SIZE >= 4:
         two = make_mesh(dp=2, tp=2)
         right_too = is_wrong(two, whole, batch, right)
         with planted("sampler"):
@@ -372,7 +376,7 @@ def check_axes(whole: "LlamaModel") -> None:
 
 @cache
 def alone(axis: str) -> Mesh:
-    return make_mesh(**{axis: WORLD_SIZE})
+    return make_mesh(**{axis: min(WORLD_SIZE, LAYERS)})
 
 
 def check_names(whole: "LlamaModel") -> None:
@@ -580,9 +584,9 @@ DEVICE = torch.device("cpu")  # or a GPU; `main` says
 def main() -> None:
     global DEVICE
     command_line()
-    launch([1, 2, 4])
-    if WORLD_SIZE not in (1, 2, 4):
-        refuse(f"needs 1, 2 or 4 ranks, got {WORLD_SIZE}: there are {LAYERS} layers for stages")
+    launch([1, 2, 4, 8, 16])
+    if WORLD_SIZE not in (1, 2, 4, 8, 16):
+        refuse(f"needs 1, 2, 4, 8 or 16 ranks, got {WORLD_SIZE}: all is split into halves")
     DEVICE = setup()
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # no in-place operation here
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)

@@ -297,6 +297,8 @@ def layer_seconds(x_CD: torch.Tensor, expert_C: torch.Tensor) -> float:
     dist.barrier()
     begin = time.perf_counter()
     dist.all_to_all_single(row_RD, x_CD, received, sent)
+    if x_CD.is_cuda:
+        torch.cuda.synchronize()  # a sleep does not wait for the GPU
     time.sleep(0.001 * len(row_RD))  # the expert
     dist.all_to_all_single(y_CD, row_RD, sent, received)
     y_CD[0, 0].item()  # waits for the GPU
