@@ -219,6 +219,11 @@ def claim_counts(
     claim(f"{kind}: times that it counts", times, held / once, atol=1e-9, question=question)
 
 
+# %% [markdown]
+# Then training, clipped by the norm of the whole gradient.
+
+
+# %%
 def check_training(whole: "Llama", stage: "Llama", device: torch.device) -> None:
     """Claim that each step on the mesh does what one process does."""
     theirs = AdamW(whole.parameters())

@@ -215,8 +215,8 @@ def layers_of(s: int, p: int) -> range:
 
 def train_step(stage: "LlamaModel", mesh: Mesh, batch: "Batch") -> float:
     """Leave the gradient of the batch's mean loss; return that loss."""
-    s, p = mesh["pp"].get_local_rank(), mesh["pp"].size()
-    dp, tp = mesh["dp"].size(), mesh["tp"].size()
+    s = mesh["pp"].get_local_rank()
+    p, dp, tp = (mesh[axis].size() for axis in AXES)
     m = max(2, p)  # micro-batches
     x_bT = batch.x_BT.chunk(dp)[share_of(mesh)]
     next_bT = batch.next_BT.chunk(dp)[share_of(mesh)]
