@@ -445,10 +445,9 @@ def _stacks_of_children(rank: Rank, before: int) -> str:
     asked = []
     with contextlib.suppress(psutil.Error, OSError):  # one of them has just ended
         for child in psutil.Process(rank.process.pid).children(recursive=True):
-            caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{child.pid}/status").read_text())
-            if (
-                caught and int(caught[1], 16) >> signal.SIGUSR1 - 1 & 1
-            ):  # faulthandler is there still
+            status = Path(f"/proc/{child.pid}/status").read_text()
+            caught = int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16)
+            if caught >> signal.SIGUSR1 - 1 & 1:  # faulthandler would answer; else it would die
                 child.send_signal(signal.SIGUSR1)
                 asked.append(child.pid)
     if not asked:

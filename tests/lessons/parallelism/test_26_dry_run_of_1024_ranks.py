@@ -101,6 +101,19 @@ def test_the_fake_group_is_as_the_lesson_says() -> None:
         assert source.count(private) == 1
 
 
+def test_calls_of_other_sizes_differ_and_those_of_other_ranks_do_not() -> None:
+    lesson = load(LESSON)
+    one = lesson.Collective("all_reduce", 8, (0, 1))
+    right = lesson.Found([one, one], 0)
+    for calls, differ in (
+        ([one._replace(ranks=(2, 3)), one], 0),
+        ([one, one._replace(nbytes=4)], 2),
+        ([one, one, one], 1),
+        ([one], 1),
+    ):
+        assert lesson.unlike(right, lesson.Found(calls, 0)) == differ
+
+
 ONE = "a one, all-reduced by rank 517 of 1,024"
 GATHERS, GATHERED = "fsdp: all-gathers", "fsdp: GB in all-gathers"
 SCATTERS, SCATTERED = "fsdp: reduce-scatters", "fsdp: GB in reduce-scatters"
@@ -113,7 +126,7 @@ NODES = "tp outermost: nodes of a tp group"
 ADDED = "added losses: calls that differ"
 AS_517, AS_0 = (f"rank 0 logs: calls that differ, rank {rank}" for rank in (517, 0))
 REAL_GATHERS = "real ranks: all-gathers"
-REAL = "real ranks: calls as in the dry run"
+REAL = "real ranks: calls unlike the dry run's"
 
 SPLIT = 'parallelize_module(layer, mesh["tp"], PLAN, src_data_rank=None)'
 OUTERMOST = 'count(make_mesh("cpu", tp=TP, fsdp=FSDP), weightless'
@@ -174,6 +187,11 @@ LINES = {
         ("(make_mesh(device.type, **OURS), sizes=SMALL)",
          "(make_mesh(device.type, **OURS), sizes=(3, 64, 16))"),
         {REAL_GATHERS, REAL},
+    ),
+    "the real ranks make one call more": (
+        ("sizes=SMALL)\n    gathers =",
+         "sizes=SMALL)\n    found.calls.append(found.calls[-1])\n    gathers ="),
+        {REAL},
     ),
 }  # fmt: skip
 BREAKS = Breaks(LINES, ranks=4, deadline=200)
