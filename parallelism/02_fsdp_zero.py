@@ -293,7 +293,7 @@ def train(
 def error_of(model: nn.Module, oracle: nn.Module) -> float:
     """Return the largest difference between the weights of two modules."""
     pairs = zip(model.parameters(), oracle.parameters(), strict=True)
-    return max((ours - expected).abs().max().item() for ours, expected in pairs)
+    return torch.stack([(ours - due).abs().max() for ours, due in pairs]).max().item()
 
 
 # %% [markdown]

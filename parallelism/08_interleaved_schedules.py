@@ -273,7 +273,7 @@ class Case:
             expected = self.model[stage * len(layers) : (stage + 1) * len(layers)]
             for ours, whole in zip(layers.parameters(), expected.parameters(), strict=True):
                 errors.append(relative_error(ours.grad.cpu(), whole.grad))
-        return max(errors)
+        return torch.tensor(errors, dtype=torch.float64).max().item()  # NaN if one is
 
 
 def relative_error(ours: torch.Tensor, expected: torch.Tensor) -> float:

@@ -1,6 +1,7 @@
 """The DDP lesson: a broken line fails the claims that guard it, and no others."""
 
 import copy
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import chain
@@ -248,3 +249,9 @@ def test_what_ddp_exposes_is_compared_with_averaging_by_hand() -> None:
         lesson.measure_on_gpus(torch.device("meta"))
     (row,) = lesson.ledger
     assert (row["predicted"], row["measured"]) == pytest.approx((0.8, 0.5))
+
+
+def test_a_difference_that_is_no_number_is_not_lost() -> None:
+    """Python's `max` keeps a number that comes before a NaN."""
+    ours = [torch.zeros(2), torch.tensor([math.nan, 0.0])]
+    assert math.isnan(load(LESSON).largest_difference(ours, [torch.ones(2), torch.zeros(2)]))

@@ -1,5 +1,7 @@
 """ZeRO-1: each claim fails when the line that it guards is broken; what ZeRO1 does for a module."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -168,3 +170,11 @@ def replaced() -> str:
 def test_gradients_that_lie_elsewhere_are_refused() -> None:
     rule = "gradients must stay in place, got others: use ZeRO1.zero_grad"
     assert run(replaced, 1) == [rule]
+
+
+def test_a_difference_that_is_no_number_is_not_lost() -> None:
+    """Python's `max` keeps a number that comes before a NaN."""
+    model = nn.Linear(2, 2)
+    oracle = nn.Linear(2, 2)
+    nn.init.constant_(model.bias, math.nan)  # the second of its parameters
+    assert math.isnan(load(LESSON).error_of(model, oracle))
