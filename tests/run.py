@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from pathlib import Path
 
 from course.lessons import ROOT
@@ -21,6 +22,7 @@ from tests import groups
 FLAKY = ROOT / "tests/flaky.txt"
 MOST = 3  # so many may flake in one run, and no more
 FAILED = 1  # pytest's exit status where tests failed, and nothing worse happened
+DEEP_MINUTES = 30.0  # after so many the gate begins no deep test (tests/deep_minutes.py)
 
 
 def pytest(tier: str, *arguments: str, workers: str = "") -> tuple[int, list[str]]:
@@ -39,7 +41,9 @@ def gate(workers: str) -> int:
     stale = groups.stale()
     say_what_is_deep(stale)
     os.environ["STALE"] = json.dumps(sorted(stale))
-    status, failed = pytest("gate", workers=workers)
+    minutes = float(os.environ.get("DEEP_MINUTES", DEEP_MINUTES))
+    os.environ["DEEP_UNTIL"] = str(time.time() + 60 * minutes)
+    status, failed = pytest("gate", "-p", "tests.deep_minutes", workers=workers)
     if status != FAILED:
         return status
     if len(failed) > MOST:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,23 @@ def test_a_red_night_leaves_out_the_files_of_what_failed(played, story: Story, c
 def test_a_night_with_many_failures_or_worse_says_nothing(played, story: Story) -> None:
     assert played(run.night, story) != 0
     assert not groups.PASSED.exists()
+
+
+@pytest.mark.parametrize(("minutes", "ends"), [(-1, "1 left to the night"), (1, "2 passed")])
+@pytest.mark.parametrize("workers", [["-p", "no:xdist"], ["-n", "1"]])
+def test_no_deep_test_begins_after_its_minutes(
+    tmp_path: Path, minutes: int, ends: str, workers: list[str]
+) -> None:
+    file = tmp_path / "test_two.py"
+    file.write_text(
+        "import pytest\n\n\n@pytest.mark.deep\ndef test_deep(): ...\n\n\ndef test_other(): ...\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-p", "tests.deep_minutes", "-rs", *workers]
+    env = os.environ | {"DEEP_UNTIL": str(time.time() + 60 * minutes), "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run([*command, file], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout
+    assert ends in ran.stdout.splitlines()[-1]
+    assert "SKIPPED" not in ran.stdout  # which .ci/run takes for a want
 
 
 LESSON = "tests/lessons/communication/test_03_ring_and_tree.py"
