@@ -355,7 +355,7 @@ def one_rank_skips(device: torch.device) -> None:
     errors = [0.0]
     for step, total in enumerate(sums):
         errors.append(total - (100 * step * WORLD_SIZE + sum(range(WORLD_SIZE))))
-    claim("largest error of these sums: the next step's 100", 100, max(errors))
+    claim("largest error of these sums: the next step's 100", 100, torch.tensor(errors).max())
     ended = sum(gather_objects(error != ""))
     claim("ranks that waited for nobody, ended by the timeout", WORLD_SIZE - 1, ended)
 
@@ -543,13 +543,14 @@ def claim_share(name: str, share: float, question: int | None = None) -> None:
 
 
 def relative_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest difference between two tensors, relative to the largest element."""
-    return ((ours - expected).abs().max() / expected.abs().max()).item()
+    """Return the largest difference, relative to the largest element; inf if one is no number."""
+    error = (ours - expected).abs().max() / expected.abs().max()
+    return error.nan_to_num(nan=torch.inf).item()
 
 
 def largest_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest difference between two tensors."""
-    return (ours - expected).abs().max().item()
+    """Return the largest difference between two tensors; inf if one is no number."""
+    return (ours - expected).abs().max().nan_to_num(nan=torch.inf).item()
 
 
 def gather_objects(value: object) -> list:

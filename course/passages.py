@@ -209,13 +209,14 @@ def read_text(path: str | None) -> bytes:
 
 
 def relative_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest difference between two tensors, relative to the largest element."""
-    return ((ours - expected).abs().max() / expected.abs().max()).item()
+    """Return the largest difference, relative to the largest element; inf if one is no number."""
+    error = (ours - expected).abs().max() / expected.abs().max()
+    return error.nan_to_num(nan=torch.inf).item()
 
 
 def largest_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest difference between two tensors."""
-    return (ours - expected).abs().max().item()
+    """Return the largest difference between two tensors; inf if one is no number."""
+    return (ours - expected).abs().max().nan_to_num(nan=torch.inf).item()
 
 
 def from_rank_0(value: object) -> object:

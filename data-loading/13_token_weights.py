@@ -247,8 +247,9 @@ def flat(model: nn.Module, what: str) -> torch.Tensor:
 
 
 def relative_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest difference between two tensors, relative to the largest element."""
-    return ((ours - expected).abs().max() / expected.abs().max()).item()
+    """Return the largest difference, relative to the largest element; inf if one is no number."""
+    error = (ours - expected).abs().max() / expected.abs().max()
+    return error.nan_to_num(nan=torch.inf).item()
 
 
 def from_ranks(value: float) -> list[float]:

@@ -689,8 +689,8 @@ def linear_layers(model: nn.Module) -> list[nn.Linear]:
 
 
 def largest_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest difference between two tensors."""
-    return (ours - expected).abs().max().item()
+    """Return the largest difference between two tensors; inf if one is no number."""
+    return (ours - expected).abs().max().nan_to_num(nan=torch.inf).item()
 
 
 # %% [markdown]

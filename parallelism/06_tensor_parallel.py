@@ -352,8 +352,9 @@ class Step:
 
 
 def relative_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest difference between two tensors, relative to the largest element."""
-    return ((ours - expected).abs().max() / expected.abs().max()).item()
+    """Return the largest difference, relative to the largest element; inf if one is no number."""
+    error = (ours - expected).abs().max() / expected.abs().max()
+    return error.nan_to_num(nan=torch.inf).item()
 
 
 def batch(whole: TransformerBlock) -> torch.Tensor:

@@ -14,9 +14,6 @@ tokens of its own, D numbers each. The router sends a token to K experts.
 3. Four ranks hold two copies of every expert. After backward the gradients of the two copies are
    added up, each from the mean loss over a rank's own tokens. By which number must the sum be
    divided to belong to the mean loss over all tokens?
-4. FSDP would gather the experts' weights and leave the tokens where they are. In Qwen3-30B a layer
-   has 128 experts of 3 x 2048 x 768 weights, and K = 8. From how many tokens per rank on does FSDP
-   move fewer numbers than expert parallelism?
 
 **Run.**
 
@@ -30,7 +27,6 @@ Not run on several GPUs.
 now?
 
 **Before.** communication/01_nccl_collectives.py: what an all-to-all does.
-parallelism/05_zero2_and_zero3.py: what FSDP gathers.
 
 **Next.** exercises/28_dispatch_combine; then parallelism/20_expert_balance.py: what uneven routing
 costs, and how it is kept even.
@@ -49,7 +45,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
-from fractions import Fraction
 from functools import partial
 from typing import NamedTuple
 
@@ -57,8 +52,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # A *rank* is one of WORLD_SIZE processes that run this same file. `claim(text, predicted,
@@ -177,7 +170,7 @@ def exchange(
 # `dispatch` is the picture from the copies to the second sort. Copies that are sorted by expert are
 # sorted by rank as well, since a rank's experts are neighbors. What arrives is sorted by sender
 # first, and by expert within each sender. The counts say which row is for whom. So the rows can be
-# sorted by expert alone, which a kernel needs that computes all experts at once (section 6).
+# sorted by expert alone, and each expert computes all its rows in one product.
 
 
 # %%
@@ -239,9 +232,10 @@ def expert_parallel(
 # %% [markdown]
 # ## 3. Copies: which gradients are added up over which ranks
 #
-# With more ranks than one group should have (section 6), there are several groups, each with a copy
-# of all experts. Router, attention and all else are on every rank, as in data parallelism. So two
-# kinds of parameters are on the same ranks, and their gradients need other sums:
+# With many ranks, experts are not dealt out over all of them. There are several groups, each with a
+# copy of all experts, and tokens travel inside their group. Router, attention and all else are on
+# every rank, as in data parallelism. So two kinds of parameters are on the same ranks, and their
+# gradients need other sums:
 #
 #     parameter           its gradient after backward is of            add up over       divide by
 #     router, attention   the rank's own tokens                        all n ranks       n
@@ -265,19 +259,7 @@ def complete_gradients(router: nn.Module, experts: Experts, copies: Group) -> No
 
 
 # %% [markdown]
-# ## 4. The other way: gather the experts
-#
-# FSDP needs nothing of all this: tokens stay at home, and a layer's weights come to them, forward
-# and backward, and gradients leave once. But *all* experts come, those included that none of the
-# rank's tokens chose. In numbers moved, with the 3 D H weights of an expert:
-#
-#     FSDP               3 x 3 E D H      grows with the experts, not with the tokens
-#     expert parallel    4 x N K D        grows with the tokens, not with the experts
-#
-# Of either, a rank keeps 1/n for itself, and (n-1)/n cross the wire.
-
-# %% [markdown]
-# ## 5. How it is measured
+# ## 4. How it is measured
 #
 # The oracle is the same layer in one process, in float64, without dispatch: every expert computes
 # every token, and its result counts if the token chose it. Each rank compares the output of its
@@ -319,8 +301,9 @@ def share_of_experts(whole: dict[str, torch.Tensor], parts: int, part: int) -> E
 
 
 def relative_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest difference between two tensors, relative to the largest element."""
-    return ((ours - expected).abs().max() / expected.abs().max()).item()
+    """Return the largest difference, relative to the largest element; inf if one is no number."""
+    error = (ours - expected).abs().max() / expected.abs().max()
+    return error.nan_to_num(nan=torch.inf).item()
 
 
 # %% [markdown]
@@ -369,28 +352,22 @@ def check_layers(device: torch.device) -> None:
 
 
 # %% [markdown]
-# What is handed to collectives is noted beneath torch's dispatcher, where FSDP's messages come by
-# as well. For exact numbers to other ranks, the router is replaced by one that deals the copies out
-# in turn.
+# What is handed to all-to-alls is noted beneath torch's dispatcher, where every collective passes.
+# For exact numbers to other ranks, the router is replaced by one that deals the copies out in turn.
 
 
 # %%
-class Collectives(TorchDispatchMode):
-    """Notes the collectives of its block: all-to-alls of tokens, and of counts, and all others."""
+class AllToAllsNoted(TorchDispatchMode):
+    """Notes the all-to-alls of its block: those of tokens, and those of counts."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tokens: list[tuple[int, list[int]]] = []  # elements handed over, rows to each rank
         self.counts = 0  # calls
-        self.weights = 0  # elements of the whole arrays
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if DTensor in types:
-            return NotImplemented  # its local tensors come by here in a moment
-        if func.namespace == "c10d":
-            if "alltoall" not in func._schema.name:
-                self.weights += max(args[0].numel(), args[1].numel())
-            elif args[1].is_floating_point():
+        if func.namespace == "c10d" and "alltoall" in func._schema.name:
+            if args[1].is_floating_point():
                 self.tokens.append((args[1].numel(), args[4]))
             else:
                 self.counts += 1
@@ -409,16 +386,16 @@ def check_traffic(device: torch.device) -> None:
     x_ND = share(whole["x"], WORLD_SIZE, RANK).requires_grad_()
     experts = share_of_experts(whole, WORLD_SIZE, RANK)
     router = Router(share(whole["router"], 1, 0))
-    with Collectives() as forward:
+    with AllToAllsNoted() as forward:
         y_ND = expert_parallel(x_ND, router, experts, None)
-    with Collectives() as backward:
+    with AllToAllsNoted() as backward:
         y_ND.sum().backward()
     calls = len(forward.tokens) + len(backward.tokens)
     claim("all-to-alls of tokens, forward and backward", 4, calls, question=1)
     claim("all-to-alls of counts", 1, forward.counts + backward.counts)
 
     even = partial(in_turn, experts=E, k=K)
-    with Collectives() as step:
+    with AllToAllsNoted() as step:
         expert_parallel(x_ND, even, experts, None)
     elements, rows_n = step.tokens[0]
     to_others = elements * (1 - rows_n[RANK] / sum(rows_n))
@@ -428,95 +405,34 @@ def check_traffic(device: torch.device) -> None:
 
 
 # %% [markdown]
-# FSDP is PyTorch's own, on all E experts. How often each way moves what it moves is counted here,
-# and the sizes of Qwen3-30B are put in:
+# On GPUs the all-to-all of a layer of Qwen3-30B (4,096 tokens of 2,048 numbers in bfloat16, K = 8,
+# routed evenly) is held against the link: what a rank gets if each sends as many bytes to the next.
 
 
 # %%
-def check_fsdp(device: torch.device) -> None:
-    text = "Qwen3-30B: tokens at which both move as much"
-    if WORLD_SIZE == 1:
-        blocked(text, needs="2 ranks")
-        return
-    x_ND = torch.randn(N, D, device=device, dtype=torch.float64, requires_grad=True)
-    even = partial(in_turn, experts=E, k=K)
-    expert_C = even(x_ND)[1].flatten()
-    order_C = expert_C.argsort(stable=True)
-    mine = share_of_experts(draw(device), WORLD_SIZE, RANK)
-    everything = share_of_experts(draw(device), 1, 0)
-    mesh = dist.init_device_mesh(device.type, (WORLD_SIZE,))
-    fully_shard(everything, mesh=mesh, reshard_after_forward=True)
-    with Collectives() as fsdp:
-        everything(x_ND[order_C // K], torch.bincount(expert_C, minlength=E)).sum().backward()
-    with Collectives() as ep:
-        expert_parallel(x_ND, even, mine, None).sum().backward()
-    weights = fsdp.weights / (3 * E * D * H)
-    claim("FSDP: numbers moved / the experts' weights", 3, weights)
-    copies = sum(elements for elements, _ in ep.tokens) / (N * K * D)
-    tokens = weights * 3 * 128 * 2048 * 768 / (copies * 8 * 2048)
-    claim(text, Fraction(9 * 128 * 768, 4 * 8), tokens, question=4)
-
-
-# %% [markdown]
-# ## 6. On GPUs: the link, the grouped product, a layer of Qwen3-30B's size
-#
-# 4,096 tokens per rank, in bfloat16, go evenly to 128 experts. The all-to-all is held against the
-# link: what a rank gets if each sends as many bytes to one other rank, the next one, or on several
-# nodes the one in its place on the next node. Then only bytes count that cross between nodes, each
-# rank through its own card. The experts are computed by PyTorch's **grouped product**: one kernel
-# for all, which is told where the rows of each end. It is held against one expert for all rows.
-
-
-# %%
-class GroupedExperts(Experts):
-    """The same, without a loop, and without a size that the host must know."""
-
-    def forward(self, row_RD: torch.Tensor, rows_e: torch.Tensor) -> torch.Tensor:
-        end_e = rows_e.cumsum(0, dtype=torch.int32)
-        gate_RH = F.grouped_mm(row_RD, self.gate_eDH, offs=end_e)
-        up_RH = F.grouped_mm(row_RD, self.up_eDH, offs=end_e)
-        return F.grouped_mm(F.silu(gate_RH) * up_RH, self.down_eHD, offs=end_e)
-
-
-def pass_on(x: torch.Tensor, by: int) -> None:
-    """Send x to the rank that is `by` further on, and get as much from the one before."""
-    to = dist.P2POp(dist.isend, x, (RANK + by) % WORLD_SIZE)
-    back = dist.P2POp(dist.irecv, torch.empty_like(x), (RANK - by) % WORLD_SIZE)
+def pass_on(x: torch.Tensor) -> None:
+    """Send x to the next rank, and get as much from the one before."""
+    to = dist.P2POp(dist.isend, x, (RANK + 1) % WORLD_SIZE)
+    back = dist.P2POp(dist.irecv, torch.empty_like(x), (RANK - 1) % WORLD_SIZE)
     for work in dist.batch_isend_irecv([to, back]):
         work.wait()
 
 
 def measure_on_gpus(device: torch.device) -> None:
-    if device.type == "cpu" or WORLD_SIZE == 1 or not torch.cuda.is_bf16_supported(False):
-        blocked("an all-to-all, a layer of Qwen3-30B", needs="2 GPUs with bfloat16")
+    text = "all-to-all: its rate / the link's"
+    one_node = int(os.environ["LOCAL_WORLD_SIZE"]) == WORLD_SIZE
+    if device.type == "cpu" or WORLD_SIZE == 1 or not one_node:
+        blocked(text, needs="2 GPUs, all of one node")
         return
-    e = 128 // WORLD_SIZE
-    rows = 256 * WORLD_SIZE  # of all ranks, for one expert: 4,096 tokens x 8 / 128 from each
-    factory = {"device": device, "dtype": torch.bfloat16}
-    into_eDH = torch.randn(e, 2048, 768, **factory) / 45
-    experts = GroupedExperts(into_eDH, into_eDH, torch.randn(e, 768, 2048, **factory) / 28)
-    one = Experts(*[share(weights, e, 0) for weights in experts.parameters()])
-    row_RD = torch.randn(rows * e, 2048, **factory)
-    rows_e = torch.full((e,), rows, device=device)
-    sizes = [256 * e] * WORLD_SIZE
-    even = partial(in_turn, experts=e * WORLD_SIZE, k=8)
-    local = int(os.environ["LOCAL_WORLD_SIZE"])
-    step = local if local < WORLD_SIZE else 1
-
-    exchanging = median_ms(lambda: exchange(row_RD, sizes, sizes, None))
-    passing = median_ms(lambda: pass_on(row_RD, step))
-    grouping = median_ms(lambda: experts(row_RD, rows_e))
-    together = median_ms(lambda: one(row_RD, rows_e.sum(dim=0, keepdim=True)))
-    whole = median_ms(lambda: expert_parallel(row_RD[::8], even, experts, None))
-    rate = row_RD.nbytes * (1 - step / WORLD_SIZE) / exchanging / 1e6
-    link = row_RD.nbytes / passing / 1e6
-    tflops = 2 * 3 * 2048 * 768 * len(row_RD) / grouping / 1e9
-    print0(f"{'':13}all-to-all {rate:.0f} GB/s per rank, link {link:.0f}; layer {whole:.2f} ms,")
-    print0(f"{'':13}of which experts {grouping:.2f} ms: {tflops:.0f} TFLOP/s")
-    claim("all-to-all: its rate / the link's", 0.5, rate / link, ">=", timed=True)
-    claim("experts: rate / that of one expert", 0.5, together / grouping, ">=", timed=True)
-    parts = 2 * exchanging + grouping
-    claim("layer: its all-to-alls and experts / its ms", 0.5, parts / whole, ">=", timed=True)
+    rows = 4096 * 8 // WORLD_SIZE  # to each rank
+    row_CD = torch.randn(rows * WORLD_SIZE, 2048, device=device, dtype=torch.bfloat16)
+    sizes = [rows] * WORLD_SIZE
+    exchanging = median_ms(lambda: exchange(row_CD, sizes, sizes, None))
+    passing = median_ms(lambda: pass_on(row_CD))
+    rate = row_CD.nbytes * (1 - 1 / WORLD_SIZE) / exchanging / 1e6
+    link = row_CD.nbytes / passing / 1e6
+    print0(f"{'':13}all-to-all {rate:.0f} GB/s per rank, link {link:.0f}")
+    claim(text, 0.5, rate / link, ">=", timed=True)
 
 
 def median_ms(work: Callable, repeats: int = 20) -> float:
@@ -537,39 +453,35 @@ def median_ms(work: Callable, repeats: int = 20) -> float:
 # %% [markdown]
 # ## What you should have seen
 #
-# 1. Four: there and back, forward and backward. Besides, a small one of counts, forward alone. On a
-#    GPU the host must read these counts to ask for the buffer: in each layer it waits for the GPU.
+# 1. Four: there and back, forward and backward. Besides, a small one of counts, forward alone.
 # 2. 1.5 D, which is K (n-1)/n: a rank dispatches K D per token however it routes, and if it routes
 #    evenly, 1/n of that stays. Qwen3-30B on 8 ranks sends 7 copies of 2,048 numbers in bfloat16, 29
 #    kB per token and all-to-all, and 5.5 MB per token in all four of all 48 layers.
 # 3. By 4, the number of ranks, as for every other parameter. Only the sum is over fewer of them.
 #    DistributedDataParallel on the group of the copies would divide by 2.
-# 4. From 27,648 on: 9 x 128 x 768 / (4 x 8). With 4,096 tokens FSDP moves 6.75 times as much, and
-#    holds 604 million gathered weights, 1.2 GB in bfloat16, of each layer at a time.
 #
 # **Try.** With the scores in another order, tokens are multiplied by the scores of others. Seven
 # rows fail, those of output and gradients; every count is right, and no shape complains. Divided
 # by the number of copies, only the two rows *error of the experts' gradients* fail. A model trains
 # that way, too: SGD takes larger steps for its experts; Adam hides the factor, clipping does not.
 #
-# **On GPUs.** Forward, 4,096 tokens are 309 GFLOP for their experts: 0.8 ms at 40% of an H100's 989
-# TFLOP/s. An all-to-all sends 117 MB to 7 other ranks: 0.26 ms over NVLink at 450 GB/s, 2.3 ms if
-# all of it leaves through a card of 50 GB/s. So a group of experts belongs inside an NVLink domain
-# first. Beyond it, DeepEP and HybridEP send a token once to each rank or node, not once for each
-# expert: with 8 of 128 experts on 8 ranks, 5.3 copies instead of 8. A second micro-batch can
-# compute while the first one travels. And a router may choose from few nodes, as DeepSeek's does.
+# **On GPUs.** The host must read the counts to ask for the buffer: in each layer it waits for the
+# GPU. A loop over experts is many small products there; `F.grouped_mm` computes all of them in one
+# kernel, and needs the rows sorted by expert, as they are here. And links decide. Each token makes
+# 29 kB per all-to-all (answer 2): 117 MB for 4,096 tokens, by datasheet 0.26 ms over NVLink at 450
+# GB/s and 2.3 ms over a network card of 50 GB/s, where the experts' 309 GFLOP forward take some 0.8
+# ms at 40% of an H100's 989 TFLOP/s. So a group of experts belongs inside an NVLink domain first.
 #
-# **When.** If experts are most of the model, and a rank has fewer tokens than question 4 says. Not
-# if all weights and states fit on each rank; not if FSDP's gathers hide behind products, which they
-# do without help, where these all-to-alls need a shared expert, or a second micro-batch, to hide
-# behind; not over slow links, where a pipeline sends less. Tensor parallelism cuts small experts
-# badly: 768 columns over 8 ranks are 96.
+# **When.** If experts are most of the model and do not fit, weights and states, on each rank. FSDP
+# is the alternative: tokens stay at home, and all E experts come to them, twice, and their
+# gradients leave once. That is 3 x 3 E D H numbers, however few tokens there are, against 4 N K D
+# here. In Qwen3-30B (E = 128, D = 2,048, H = 768, K = 8) both are equal at N = 27,648 tokens per
+# rank; with fewer, tokens are cheaper to move than weights.
 #
 # **In other systems.** torchtitan's `AllToAllTokenDispatcher` and Megatron-LM's
 # `MoEAlltoAllTokenDispatcher` have the steps of section 2, both sorts included. Megatron too
-# divides experts' gradients by all data-parallel ranks, not by their copies. (Tensor-parallel ranks
-# share one loss, so it is losses that are counted.) PyTorch has an all-to-all with a backward pass
-# ready-made, `all_to_all_single_autograd`.
+# divides experts' gradients by all data-parallel ranks, not by their copies. PyTorch has an
+# all-to-all with a backward pass ready-made, `all_to_all_single_autograd`.
 
 
 # %%
@@ -579,7 +491,6 @@ def main() -> None:
     device = setup()
     check_layers(device)
     check_traffic(device)
-    check_fsdp(device)
     measure_on_gpus(device)
     finish()
 

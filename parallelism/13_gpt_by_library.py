@@ -24,7 +24,7 @@ pipeline stages, the data over 2 shards, and each matrix over 2 ranks of tensor 
 
 Not run on several GPUs.
 
-**Try.** In `BLOCK` take out the line of `"norm1"`: what happens? In `compute_gradients` give
+**Try.** In `BLOCK` take out the line of `"norm1"`: what happens? In `schedule_of` give
 `Schedule1F1B` one more argument, `scale_grads=False`: which claims fail, and by how much are the
 gradients too large?
 
@@ -143,11 +143,44 @@ def data_mesh(mesh: Mesh) -> Mesh:
 
 
 # %% [markdown]
-# ## 2. The model, which knows of no rank
+# ## 2. The plan for tp: one line per module
+#
+# A **plan** says of each module how its weights are split, and how its input and output lie on the
+# ranks. This is torchtitan's, with sequence parallelism (06_tensor_parallel.py): between blocks a
+# rank has T / tp of the tokens, `Shard(1)`. In front of attention and MLP they are gathered, behind
+# them the ranks' summands are added up and scattered again.
+
+# %%
+BLOCK = {
+    "norm1": SequenceParallel(),
+    "attention": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+    "attention.q": ColwiseParallel(),
+    "attention.k": ColwiseParallel(),
+    "attention.v": ColwiseParallel(),
+    "attention.out": RowwiseParallel(output_layouts=Shard(1)),
+    "norm2": SequenceParallel(),
+    "mlp": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+    "mlp.gate": ColwiseParallel(),
+    "mlp.up": ColwiseParallel(),
+    "mlp.down": RowwiseParallel(output_layouts=Shard(1)),
+}
+ENDS = {
+    "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "norm": SequenceParallel(),
+    "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+}
+
+# %% [markdown]
+# The norms are in the plan although nothing of them is split. A parameter without a line stays a
+# plain tensor, which lies on no mesh; `fully_shard` would make it a DTensor over dp alone, and
+# nothing would add up the gradients that tp's ranks have from their own tokens.
+
+# %% [markdown]
+# ## 3. The model, which knows of no rank
 #
 # The parts are those of 12_gpt_on_a_mesh.py: RMSNorm, RoPE, grouped queries, SwiGLU. Two things
-# differ. Attention and MLP are modules of their own, so that a plan can name them. And the head has
-# weights of its own: torch.distributed.pipelining has no call that adds up the gradients of an
+# differ. Attention and MLP are modules of their own, so that the plan can name them. And the head
+# has weights of its own: torch.distributed.pipelining has no call that adds up the gradients of an
 # embedding that two stages share. `-1` in `unflatten` is what makes the attention work on a rank's
 # own heads.
 
@@ -227,62 +260,34 @@ class LlamaModel(nn.Module):
 
 
 # %% [markdown]
-# ## 3. The plan for tp: one line per module
-#
-# A **plan** says of each module how its weights are split, and how its input and output lie on the
-# ranks. This is torchtitan's, with sequence parallelism (06_tensor_parallel.py): between blocks a
-# rank has T / tp of the tokens, `Shard(1)`. In front of attention and MLP they are gathered, behind
-# them the ranks' summands are added up and scattered again.
-
-# %%
-BLOCK = {
-    "norm1": SequenceParallel(),
-    "attention": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
-    "attention.q": ColwiseParallel(),
-    "attention.k": ColwiseParallel(),
-    "attention.v": ColwiseParallel(),
-    "attention.out": RowwiseParallel(output_layouts=Shard(1)),
-    "norm2": SequenceParallel(),
-    "mlp": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
-    "mlp.gate": ColwiseParallel(),
-    "mlp.up": ColwiseParallel(),
-    "mlp.down": RowwiseParallel(output_layouts=Shard(1)),
-}
-ENDS = {
-    "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-    "norm": SequenceParallel(),
-    "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-}
-
-# %% [markdown]
-# The norms are in the plan although nothing of them is split. A parameter without a line stays a
-# plain tensor, which lies on no mesh; `fully_shard` would make it a DTensor over dp alone, and
-# nothing would add up the gradients that tp's ranks have from their own tokens.
-
-# %% [markdown]
 # ## 4. A step
 #
-# The schedule runs the pipeline: the first stage gets tokens, the last one targets. It averages
-# over micro-batches, FSDP over dp. With FSDP it also postpones the reduce-scatter to the last
-# micro-batch. A stage may be the only one; then the schedule accumulates gradients. (Here both are
-# made anew for each step, to have a step in one place. A training makes them once.)
+# The **schedule** runs the pipeline. It is made once, for a stage that is on the mesh. In each step
+# it hands tokens to the first stage and targets to the last one, and averages over micro-batches,
+# as FSDP does over dp. It also has FSDP wait with the reduce-scatter until the last micro-batch. A
+# stage may be the only one; then the schedule accumulates gradients.
 
 
 # %%
-def compute_gradients(stage: LlamaModel, mesh: Mesh, tokens_BT: torch.Tensor) -> torch.Tensor:
-    """Leave the gradient of the batch's mean loss; return this rank's summand of that loss."""
+def schedule_of(stage: LlamaModel, mesh: Mesh) -> Schedule1F1B:
     pp = mesh["pp"]
+    device = torch.device(mesh.device_type)
     s = pp.get_local_rank()
-    p = pp.size()
+    pipeline_stage = PipelineStage(stage, s, pp.size(), device, group=pp.get_group())
+    return Schedule1F1B(pipeline_stage, n_microbatches=max(2, pp.size()), loss_fn=loss_of)
+
+
+def compute_gradients(schedule: Schedule1F1B, mesh: Mesh, tokens_BT: torch.Tensor) -> torch.Tensor:
+    """Leave the gradient of the batch's mean loss; return this rank's summand of that loss."""
     shards = mesh["dp_shard"].size()
     dp = mesh["dp_replicate"].size() * shards
     mine = mesh["dp_replicate"].get_local_rank() * shards + mesh["dp_shard"].get_local_rank()
     tokens_bT = tokens_BT.chunk(dp)[mine]
-    pipeline_stage = PipelineStage(stage, s, p, tokens_bT.device, group=pp.get_group())
-    schedule = Schedule1F1B(pipeline_stage, n_microbatches=max(2, p), loss_fn=loss_of)
+    s = mesh["pp"].get_local_rank()
     losses = []
     given = [tokens_bT[:, :-1].contiguous()] if s == 0 else []
-    wanted = {"target": tokens_bT[:, 1:], "losses": losses} if s == p - 1 else {}
+    last = s == mesh["pp"].size() - 1
+    wanted = {"target": tokens_bT[:, 1:], "losses": losses} if last else {}
     schedule.step(*given, **wanted)
     loss = torch.stack(losses).mean().detach() if losses else tokens_BT.new_zeros(()).double()
     return loss / dp / mesh["tp"].size()
@@ -297,10 +302,14 @@ def gradient_norm(stage: LlamaModel, mesh: Mesh) -> torch.Tensor:
 
 
 def train_step(
-    stage: LlamaModel, optimizer: Optimizer, mesh: Mesh, tokens_BT: torch.Tensor
+    stage: LlamaModel,
+    schedule: Schedule1F1B,
+    optimizer: Optimizer,
+    mesh: Mesh,
+    tokens_BT: torch.Tensor,
 ) -> None:
     optimizer.zero_grad()
-    compute_gradients(stage, mesh, tokens_BT)
+    compute_gradients(schedule, mesh, tokens_BT)
     norm = gradient_norm(stage, mesh)
     nn.utils.clip_grads_with_norm_(stage.parameters(), MAX_NORM, norm)
     optimizer.step()
@@ -314,7 +323,7 @@ def loss_of(logits_bTV: torch.Tensor, next_bT: torch.Tensor) -> torch.Tensor:
 # ## 5. How it is measured
 #
 # Each mesh starts from the same weights, and does one step in float64. The **oracle** is the model
-# of section 2 in one process. `full_tensor()` gathers a DTensor's gradient along all its axes. A
+# of section 3 in one process. `full_tensor()` gathers a DTensor's gradient along all its axes. A
 # gradient passes some 20 operations per block, each a sum of up to E terms in another order.
 
 # %%
@@ -357,7 +366,7 @@ def error_on(shape: Shape, whole: LlamaModel, loss: float, tokens_BT: torch.Tens
     """Return the largest error of a step's gradients, loss and norm; `whole` has the right ones."""
     mesh = make_mesh(shape, tokens_BT.device)
     stage = put_on_mesh(whole, mesh)
-    ours = compute_gradients(stage, mesh, tokens_BT)
+    ours = compute_gradients(schedule_of(stage, mesh), mesh, tokens_BT)
     dist.all_reduce(ours)
     errors = [abs(ours.item() / loss - 1)]
     for name, parameter in stage.named_parameters():
@@ -366,7 +375,7 @@ def error_on(shape: Shape, whole: LlamaModel, loss: float, tokens_BT: torch.Tens
         errors.append(far.item())
     norm = nn.utils.get_total_norm([parameter.grad for parameter in whole.parameters()])
     errors.append(abs(gradient_norm(stage, mesh) / norm - 1).item())
-    return max(errors)
+    return torch.tensor(errors).max().item()
 
 
 def check_meshes(shapes: list[Shape], whole: LlamaModel, tokens_BT: torch.Tensor) -> None:
@@ -379,7 +388,8 @@ def check_meshes(shapes: list[Shape], whole: LlamaModel, tokens_BT: torch.Tensor
         sizes = zip(AXES, shape, strict=True)
         on = ", ".join(f"{axis} {size}" for axis, size in sizes if size > 1)
         print0(f"{'':13}{on or 'one rank'}: error {errors[-1]:.1e}")
-    claim("any mesh: error of gradients, loss, norm", 0, max(errors), atol=OF_A_GRADIENT)
+    error = torch.tensor(errors).max()  # NaN if one is
+    claim("any mesh: error of gradients, loss, norm", 0, error, atol=OF_A_GRADIENT)
 
 
 # %% [markdown]
@@ -406,10 +416,11 @@ def check_orders(shape: Shape, whole: LlamaModel, tokens_BT: torch.Tensor) -> No
     split_matrices(stage, mesh["tp"])
     shard_units(stage, data_mesh(mesh))
     late = AdamW(stage.parameters())
+    schedule = schedule_of(stage, mesh)
     changed = []
     for optimizer in (early, late):
         before = [parameter.to_local().clone() for parameter in stage.parameters()]
-        train_step(stage, optimizer, mesh, tokens_BT)
+        train_step(stage, schedule, optimizer, mesh, tokens_BT)
         pairs = zip(before, stage.parameters(), strict=True)
         changed.append(sum(not torch.equal(old, new.to_local()) for old, new in pairs))
     claim("parameters changed, optimizer made first", 0, changed[0], question=3)

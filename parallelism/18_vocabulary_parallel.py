@@ -279,8 +279,9 @@ def draw(device: torch.device) -> tuple[torch.Tensor, nn.Module, torch.Tensor, t
 
 
 def relative_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest difference between two tensors, relative to the largest element."""
-    return ((ours - expected).abs().max() / expected.abs().max()).item()
+    """Return the largest difference, relative to the largest element; inf if one is no number."""
+    error = (ours - expected).abs().max() / expected.abs().max()
+    return error.nan_to_num(nan=torch.inf).item()
 
 
 def rows_of(whole_WD: torch.Tensor) -> torch.Tensor:

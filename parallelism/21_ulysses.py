@@ -231,8 +231,8 @@ def draw(device: torch.device, tokens: int, key_heads: int) -> list[torch.Tensor
 
 
 def largest_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest difference between two tensors."""
-    return (ours - expected).abs().max().item()
+    """Return the largest difference between two tensors; inf if one is no number."""
+    return (ours - expected).abs().max().nan_to_num(nan=torch.inf).item()
 
 
 def errors(

@@ -165,6 +165,17 @@ def a_lesson_imports_only_what_is_named(lesson: str) -> None:
             assert top in IMPORTABLE | set(sys.stdlib_module_names), f"{lesson} imports {name}"
 
 
+@rule
+def a_largest_error_keeps_a_nan(lesson: str) -> None:
+    """Python's `max` loses a NaN that is not the first: `max(0.0, nan)` is 0.0."""
+    for function in ast.walk(tree_of(lesson)):
+        if isinstance(function, ast.FunctionDef):
+            names = re.findall(r"(\w+)\.append\(.*\.abs\(\)", ast.unparse(function))
+            for call in re.findall(r"(?<![.\w])max\((.*)", ast.unparse(function)):
+                assert ".abs()" not in call, f"max({call}: max of a tensor keeps a NaN"
+                assert call.partition(")")[0] not in names, f"max({call}: torch.stack(...).max()"
+
+
 def test_code_can_be_read_aloud() -> None:
     found = []
     for path in READ_ALOUD:

@@ -1,6 +1,5 @@
 """Dispatch and combine against a loop over tokens, skewed and over several ranks; broken lines."""
 
-import math
 from unittest.mock import patch
 
 import pytest
@@ -140,20 +139,16 @@ def test_the_answers_numbers() -> None:
     layers, experts, k, D, H = 48, 128, 8, 2048, 768
     one = 3 * D * H
     assert 9 * experts * H / (4 * k) == 27_648
-    assert 27_648 / 4096 == 6.75
     per_token = k * 7 / 8 * D * 2
     assert round(per_token / 1e3) == 29
     assert round(4 * layers * per_token / 1e6, 1) == 5.5
     assert round(layers * experts * one / 1e9, 1) == 29.0
     assert round(layers * k * one / 1e9, 1) == 1.8
-    assert round(experts * one / 1e6) == 604
     assert round(2 * k * one * 4096 / 1e9) == 309
     assert round(309e9 / (0.4 * 989e12) * 1e3, 1) == 0.8
     assert round(4096 * per_token / 1e6) == 117
     assert round(117e6 / 450e9 * 1e3, 2) == 0.26
     assert round(117e6 / 50e9 * 1e3, 1) == 2.3
-    missed = math.comb(experts * 7 // 8, k) / math.comb(experts, k)
-    assert round(8 * (1 - missed), 1) == 5.3
 
 
 NAMES = ("one copy", "several copies")
@@ -164,8 +159,6 @@ ADDED = "several copies: gradient added up / the oracle's"
 CALLS = "all-to-alls of tokens, forward and backward"
 COUNTS = "all-to-alls of counts"
 EVEN = "even routing: numbers to other ranks / (N D)"
-FSDP = "FSDP: numbers moved / the experts' weights"
-EQUAL = "Qwen3-30B: tokens at which both move as much"
 VALUES = OUTPUT | OTHERS | EXPERTS | {ADDED}
 
 OF_ROUTER = "    for parameter in router.parameters():\n"
@@ -219,11 +212,11 @@ LINES = {
     ),
     "rows bring no gradient back": (
         ("row_CD = x_ND[order_C", "row_CD = x_ND.detach()[order_C"),
-        OTHERS | {CALLS, EQUAL},
+        OTHERS | {CALLS},
     ),
     "rows travel twice": (
         (RETURNED, f"    exchange(y_RD, way.received, way.sent, group)\n{RETURNED}"),
-        {CALLS, EQUAL},
+        {CALLS},
     ),
     "counts travel twice": ((EXCHANGED, 2 * EXCHANGED), {COUNTS}),
     "rows are sent twice as wide": (
@@ -232,39 +225,24 @@ LINES = {
             "AllToAll.apply(torch.cat([row_CD, row_CD], dim=1), sent, received, group)"
             "[:, : x_ND.shape[1]]",
         ),
-        {EVEN, EQUAL},
-    ),
-    "FSDP keeps what it gathered": (
-        ("reshard_after_forward=True", "reshard_after_forward=False"),
-        {FSDP, EQUAL},
+        {EVEN},
     ),
 }
 BREAKS = Breaks(LINES, ranks=4)
 
 ON_GPUS = OnGpus(
-    changes=[
-        ("rows = 256 * WORLD_SIZE", "rows = 8 * WORLD_SIZE"),
-        ("sizes = [256 * e]", "sizes = [8 * e]"),
-        ("into_eDH = torch.randn(e, 2048, 768,", "into_eDH = torch.randn(e, 64, 32,"),
-        ("torch.randn(e, 768, 2048,", "torch.randn(e, 32, 64,"),
-        ("torch.randn(rows * e, 2048,", "torch.randn(rows * e, 64,"),
-        ("repeats: int = 20", "repeats: int = 1"),
-    ]
+    changes=[("rows = 4096 * 8", "rows = 64"), ("repeats: int = 20", "repeats: int = 1")]
 )
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize(("local", "crossing"), [(4, 3 / 4), (2, 2 / 4)])
-def test_the_link_is_held_against_the_bytes_that_cross_it(local: int, crossing: float) -> None:
-    """One node of four ranks: 3/4 leave the rank. Two nodes of two: half leaves the node."""
+def test_the_link_is_held_against_the_bytes_that_cross_it() -> None:
+    """Three quarters of what each of four ranks sends leave it."""
     lesson = load(LESSON)
     lesson.WORLD_SIZE = 4
-    ms = iter([2.0, 1.0, 8.0, 4.0, 15.0])  # all-to-all, link, grouped, one expert, layer
+    ms = iter([2.0, 1.0])  # all-to-all, link
     lesson.median_ms = lambda work: next(ms)
-    with (
-        patch.object(torch.cuda, "is_bf16_supported", return_value=True),
-        patch.dict("os.environ", LOCAL_WORLD_SIZE=str(local)),
-    ):
+    with patch.dict("os.environ", LOCAL_WORLD_SIZE="4"):
         lesson.measure_on_gpus(torch.device("meta"))
     found = [row["measured"] for row in lesson.ledger]
-    assert found == pytest.approx([crossing / 2, 0.5, 12 / 15])
+    assert found == pytest.approx([3 / 4 / 2])

@@ -23,8 +23,8 @@ LOADED = "numbers unlike the saved ones, another mesh"
 
 LINES = {
     "micro-batches are added, as in Try": (
-        "n_microbatches=max(2, p), loss_fn=loss_of)",
-        "n_microbatches=max(2, p), loss_fn=loss_of, scale_grads=False)",
+        "n_microbatches=max(2, pp.size()), loss_fn=loss_of)",
+        "n_microbatches=max(2, pp.size()), loss_fn=loss_of, scale_grads=False)",
         {MESHES},
     ),
     "nothing is sharded along dp": (
@@ -90,25 +90,18 @@ def test_tp_is_innermost_and_pp_outermost() -> None:
 
 
 def two_steps_on_one_rank() -> float:
-    """How far they come from two steps of a plain loop, if nothing else clears the gradients.
-
-    A PipelineStage that is made anew does so, and a training makes it once.
-    """
+    """How far they come, by one schedule, from two steps of a plain loop."""
     lesson = load(LESSON)
-
-    def compute_gradients(model: nn.Module, mesh: object, tokens_BT: torch.Tensor) -> None:
-        lesson.loss_of(model(tokens_BT[:, :-1]), tokens_BT[:, 1:]).backward()
-
-    lesson.compute_gradients = compute_gradients
     torch.manual_seed(0)
     whole = lesson.LlamaModel().double()
     mesh = lesson.make_mesh((1, 1, 1, 1), torch.device("cpu"))
     stage = lesson.put_on_mesh(whole, mesh)
+    schedule = lesson.schedule_of(stage, mesh)
     ours, plain = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (stage, whole))
     for tokens_BT in torch.randint(lesson.V, (2, lesson.B, lesson.T + 1)):
-        lesson.train_step(stage, ours, mesh, tokens_BT)
+        lesson.train_step(stage, schedule, ours, mesh, tokens_BT)
         plain.zero_grad()
-        compute_gradients(whole, mesh, tokens_BT)
+        lesson.loss_of(whole(tokens_BT[:, :-1]), tokens_BT[:, 1:]).backward()
         nn.utils.clip_grad_norm_(whole.parameters(), lesson.MAX_NORM)
         plain.step()
     pairs = zip(stage.parameters(), whole.parameters(), strict=True)
@@ -125,3 +118,31 @@ def test_all_20_meshes_are_as_one_process() -> None:
     played = play(LESSON, 8, argv=("--all",), deadline=300)
     played.expect(set())
     assert len(re.findall(r": error \d", played.output)) == 20
+
+
+def clipped_step_of_a_stage() -> tuple[float, float]:
+    """The whole gradient's norm; how far a stage's weights are from one process's after a step."""
+    lesson = load(LESSON)
+    lesson.MAX_NORM = 0.01
+    torch.manual_seed(0)
+    whole = lesson.LlamaModel().double()
+    mesh = lesson.make_mesh((2, 1, 1, 1), torch.device("cpu"))
+    stage = lesson.put_on_mesh(whole, mesh)
+    tokens_BT = torch.randint(lesson.V, (lesson.B, lesson.T + 1))
+    ours, plain = (torch.optim.SGD(model.parameters(), lr=1.0) for model in (stage, whole))
+    lesson.train_step(stage, lesson.schedule_of(stage, mesh), ours, mesh, tokens_BT)
+    lesson.loss_of(whole(tokens_BT[:, :-1]), tokens_BT[:, 1:]).backward()
+    norm = nn.utils.clip_grad_norm_(whole.parameters(), lesson.MAX_NORM)
+    plain.step()
+    errors = [
+        (parameter.full_tensor() - whole.get_parameter(name)).abs().max()
+        for name, parameter in stage.named_parameters()
+    ]
+    return norm.item(), torch.stack(errors).max().item()
+
+
+def test_both_stages_clip_by_the_norm_of_the_whole_gradient() -> None:
+    """By its own gradient's norm each stage would take a longer step."""
+    for norm, error in run(clipped_step_of_a_stage, 2):
+        assert norm > 0.1
+        assert error < 1e-12
