@@ -55,8 +55,8 @@ class Lesson:
 
     @property
     def subject(self) -> str:
-        """The title up to its colon."""
-        return self.title.partition(":")[0]
+        """The title up to its colon, or with its question mark."""
+        return re.split(r":|(?<=\?) ", self.title)[0]
 
     @property
     def task(self) -> str:

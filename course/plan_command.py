@@ -91,7 +91,8 @@ def show_parts(model: object, job: object, layout: object, cluster: object) -> N
     parts = memory(model, job, layout)
     total = sum(parts.values()) / GiB
     limit = room(cluster.gpu) / GiB
-    print(f"\nMemory per GPU, most loaded stage: {total:.1f} GiB of {limit:.1f}")
+    fills = f"a plan may fill {HEADROOM * limit:.1f} ({HEADROOM:.0%} of {limit:.1f})"
+    print(f"\nMemory per GPU, most loaded stage: {total:.1f} GiB; {fills}")
     for name, value in parts.items():
         if value > 0:
             print(f"  {value / GiB:8.2f} GiB  {name:22} {FORMULAS[name]}")

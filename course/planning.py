@@ -237,7 +237,7 @@ def why_not(model: Model, job: Job, planned: Planned, cluster: Cluster, first: i
             parts = at_one(bytes_of, at)
             most = max(parts, key=parts.get)
             limit = HEADROOM * room(cluster.gpu) / GiB
-            needs = f"needs {planned.bytes[at] / GiB:,.0f} GiB of {limit:.0f}"
+            needs = f"needs {planned.bytes[at] / GiB:,.1f} GiB of {limit:.1f}"
             most = f"{parts[most] / GiB:,.0f} of {most}"
             lines.append(f"{name}: does not fit, {needs} ({most})")
             continue

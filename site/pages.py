@@ -387,7 +387,8 @@ class Pages:
         facts = f"{lesson.minutes} minutes · {lesson.folder} · {{download}}`{name} <{name}>`"
         ran = f'<p class="recorded">{html.escape(about)}</p>'
         asked = joined(self.prose(asked.strip(), page), "## Predict", questions(lesson))
-        return joined(f"# {title}", facts, asked, "## Run it", self.prose(after, page), ran)
+        run = self.prose(after.removeprefix("**Run.**").lstrip("\n"), page)
+        return joined(f"# {title}", facts, asked, "## Run it", run, ran)
 
     def figure(self, lesson: Lesson, page: str) -> str:
         """What a lesson drew, with the words that its folder's README has for it."""
@@ -431,7 +432,7 @@ class Pages:
         names = {}
         if page == "exercises/README.md":
             for one in outline.book():
-                subject = one.title.partition(":")[0]
+                subject = one.title.partition(":")[0].replace("`", "")
                 names[f"exercises/{one.name}/README.md"] = f"{one.number:02d} {subject}"
         elif page == "launch/README.md":
             names["launch/aws/README.md"] = ""

@@ -86,8 +86,8 @@ function why_not(model, job, planned, cluster, first) {
     } else {
       const one = least(among, (candidate) => candidate.bytes);
       const parts = memory(model, job, one.layout);
-      const limit = whole((HEADROOM * room(cluster.gpu)) / GiB);
-      const needs = `needs ${whole(one.bytes / GiB)} GiB of ${limit}`;
+      const limit = in_tenths((HEADROOM * room(cluster.gpu)) / GiB);
+      const needs = `needs ${in_tenths(one.bytes / GiB)} GiB of ${limit}`;
       const part = most(parts);
       lines.push(`${name}: does not fit, ${needs} (${whole(parts[part] / GiB)} of ${part})`);
     }
@@ -244,7 +244,8 @@ function shown(fields) {
   const in_gib = (bytes) => bytes / GiB;
   const bytes = memory(model, job, first.layout);
   const gib = Object.fromEntries(Object.entries(bytes).map(([part, value]) => [part, in_gib(value)]));
-  const limit = in_gib(room(cluster.gpu)).toFixed(1);
+  const limit = in_gib(room(cluster.gpu));
+  const fills = `a plan may fill ${(HEADROOM * limit).toFixed(1)} (${whole(100 * HEADROOM)}% of ${limit.toFixed(1)})`;
   const next = others.map((one) => {
     const slower = (one.seconds / first.seconds).toFixed(2);
     return `${slower} x as long, ${whole(in_gib(one.bytes))} GiB: ${words(one.layout, job)}`;
@@ -253,7 +254,7 @@ function shown(fields) {
   return [
     tag("p", tag("strong", words(first.layout, job)), ` is the best of ${whole(count)} layouts.${note}`),
     rates(model, job, cluster, first.seconds, fields),
-    parts_table(`Memory: ${in_gib(first.bytes).toFixed(1)} of ${limit} GiB`, gib, "GiB", 2),
+    parts_table(`Memory: ${in_gib(first.bytes).toFixed(1)} GiB; ${fills}`, gib, "GiB", 2),
     parts_table(`A step: ${first.seconds.toFixed(3)} s`, seconds(model, job, first.layout, cluster.gpu), "s", 3),
     tag("h2", "The next best meshes"),
     items(next),

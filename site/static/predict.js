@@ -80,7 +80,7 @@ class Predictions {
       keep("uncovered", box.checked);
       uncover();
     });
-    const label = element("label", { for: "uncovered" }, box, " never cover anything, on any page");
+    const label = element("label", { for: "uncovered" }, box, " never cover anything, on any page (nor in print)");
     return element("p", { class: "choices" }, all, anew, label);
   }
 

@@ -39,7 +39,7 @@ class Chromium:
     """
 
     def __init__(self) -> None:
-        self.folder = tempfile.TemporaryDirectory(prefix="chromium-")
+        self.folder = tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True)
         theirs_in, self.to = os.pipe()
         self.of, theirs_out = os.pipe()
         given = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (theirs_in, theirs_out)]

@@ -57,6 +57,18 @@ def test_a_lesson_s_prose_code_questions_and_rows_are_on_its_page(
 
 
 @pytest.mark.parametrize("lesson", LESSONS)
+def test_how_it_is_run_is_said_once_and_its_commands_are_code(
+    lesson: str, made: dict[str, str]
+) -> None:
+    _, _, run = made[page_of(lesson)].partition("## Run it\n\n")
+    assert "**Run.**" not in run
+    first = next(
+        line for line in run.splitlines() if re.match(r" *(torchrun|python|course) ", line)
+    )
+    assert first.startswith("    ")  # indented code, not prose
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
 def test_each_row_stands_at_a_cell_that_claims(lesson: str) -> None:
     source = (ROOT / lesson).read_text()
     calls = pages.calls_of(source)
