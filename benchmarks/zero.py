@@ -3,8 +3,8 @@
 The two halves of an all-reduce, which ZeRO-1 by hand is made of, are NCCL's cheapest. On gloo each
 of them copies through a buffer of its own: `reduce_scatter_tensor` costs more than DDP's whole
 all-reduce, and `all_gather_into_tensor` twice what ZeroRedundancyOptimizer's broadcasts cost. DDP
-also starts its all-reduces during backward. ZeRO-1 by hand starts its
-reduce-scatters in `step`, one block after the other, so that none of them is hidden.
+also starts its all-reduces during backward. ZeRO-1 by hand starts its one reduce-scatter in `step`,
+so nothing of it is hidden.
 """
 
 import time
@@ -31,22 +31,8 @@ def gpt() -> nn.Module:
 def zero1_by_hand():
     model = gpt()
     lesson = load("parallelism/02_fsdp_zero.py")
-    rest = [p for name, p in model.named_parameters() if not name.startswith("blocks")]
-    zeros = []
-    for parameters in (rest, *(block.parameters() for block in model.blocks)):
-        zeros.append(lesson.ZeRO1(parameters, torch.optim.Adam, lr=1e-4))
-
-    def zero_grad() -> None:
-        for zero in zeros:
-            zero.zero_grad()
-
-    def step() -> None:
-        for zero in zeros:
-            zero.step(wait=False)
-        for zero in zeros:
-            zero.wait()
-
-    return model, zero_grad, step
+    zero = lesson.ZeRO1(model.parameters(), torch.optim.Adam, lr=1e-4)
+    return model, zero.zero_grad, zero.step
 
 
 def zero1_of_torch():

@@ -4,18 +4,17 @@
 **Question.** A job has two nodes, and its dataset is one file on node 0. How many times does the
 file cross the network, and what must node 1 do for that to be as seldom as possible?
 
-**Predict**, and write it down before you run. The file has 8 pages of 480 samples. Node 1 has n
+**Predict**, and write it down before you run. The file has 8 pages of 480 samples. Node 1 has 4
 ranks, which take half of the samples of each epoch, and node 0 sends it whole pages. *Files* are
-bytes that cross, divided by the size of the file.
+bytes that cross, divided by the size of the file. In 1 to 3 samples are taken in an order that is
+random over the whole file.
 
-1. The order is random over the whole file. For each sample a rank asks for the page, and keeps
-   nothing. How many files cross in an epoch?
+1. A rank keeps nothing, and asks for the page of each sample. How many files cross in an epoch?
 2. Each rank writes the pages that come into a file of its own. How many files cross in epoch 0?
-3. The n ranks of node 1 share one such file. How many files cross in epoch 0?
-4. They share one, and each node takes only samples of its own half of the pages. How many files
-   cross in epoch 0?
-5. The price of that: in the order of 4, node 1 has seen all its samples of epoch 1 before. Which
-   share of them is new to it in the order of 3?
+3. The 4 ranks share one such file. How many files have crossed after a tenth of epoch 0?
+4. They share one, and node 1 takes only samples of pages 4 to 7. How many files cross in epoch 0?
+5. With that, node 1 sees nothing new in epoch 1. In the order of 1 to 3, which share of its samples
+   of epoch 1 did it not have in epoch 0?
 
 **Run.**
 
@@ -23,8 +22,9 @@ bytes that cross, divided by the size of the file.
     python 09_one_file_two_nodes.py                                     # the same
     launch/two_nodes_here.sh --ranks 2 data-loading/09_one_file_two_nodes.py --mbit 200
 
-The first two lines play both nodes on one machine. The last one makes two networks here, joined by
-a cable of 200 Mbit/s. Not run on several GPUs, nor on two machines.
+The first two lines play both nodes on one machine: all ranks are node 1's, and threads of rank 0
+are node 0. The last one makes two networks here, joined by a cable of 200 Mbit/s, and counts there
+as well. Not run on several GPUs, nor on two machines.
 
 **Try.** In `NodeCopy.page` leave out the line that writes the mark: which claims fail? In `dealt`
 leave out `set_epoch`: which claim fails, and for whom is that worse, the network or the model?
@@ -68,10 +68,8 @@ from torch.utils.data import DistributedSampler
 RANK = int(os.environ.get("RANK", "0"))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
-PER_NODE = int(os.environ.get("LOCAL_WORLD_SIZE", WORLD_SIZE))  # ranks: n
-CABLE = WORLD_SIZE > PER_NODE  # there are two nodes; else all ranks are node 1's
-PLACE = RANK if CABLE else PER_NODE + RANK  # among the 2n ranks of both nodes
-NODE = PLACE // PER_NODE
+PER_NODE = int(os.environ.get("LOCAL_WORLD_SIZE", WORLD_SIZE))  # ranks of a node: n
+READER = RANK - (WORLD_SIZE - PER_NODE)  # which rank of node 1 this is; below 0 it is of node 0
 
 PAGES = 8
 PER_PAGE = 480  # samples
@@ -125,13 +123,15 @@ class RemoteFile:
 #                  │         │         │
 #               rank 0    rank 1    rank 2 ...
 #
-# The copy begins empty. A rank that needs a page looks whether it is marked. If not, it fetches the
-# page, writes it, and then marks it. Meanwhile it holds a **lock** on one byte, the mark (`lockf`),
-# so that another rank that needs the same page waits, and finds it there. Without the lock both
-# would fetch it. A lock on the whole file (`flock`) would let a node fetch only one page at a time.
-# The mark comes last, so a rank that is killed halfway leaves no page that only looks whole. If the
-# node may lose power and keep the copy, `os.fsync` belongs between the two writes: the mark may
-# reach the disk first. (`lockf` locks out processes; threads need a lock of their own.)
+# The copy begins empty. A rank that finds no mark fetches the page, writes it, and then marks it.
+# Meanwhile it holds a **lock** on one byte, the mark (`lockf`). Two ranks that need the same page:
+#
+#     rank 0   no mark   locks   fetches the page, writes, marks   unlocks   reads it
+#     rank 1   no mark   waits .................................   locks     a mark: unlocks, reads
+#
+# Rank 1 looks a second time when it has the lock, so the page crosses once. Another page has
+# another lock, and is fetched at the same time. The mark comes last, so a rank that is killed
+# halfway leaves no page that only looks whole.
 
 
 # %%
@@ -170,32 +170,33 @@ class NodeCopy(RemoteFile):
 #
 # On the left every page is needed by both nodes. On the right each page has one node that needs it.
 # Both are random, and use PyTorch's own `DistributedSampler`: on the left it deals the file to the
-# 2n ranks of both nodes, on the right half of the file to the n ranks of one.
+# 2n ranks of both nodes, on the right half of the file to the n ranks of node 1.
 
 
 # %%
 def dealt(samples: int, ranks: int, rank: int, epoch: int) -> list[int]:
     """Return which of so many samples this rank takes in this epoch, in a random order."""
+    if READER < 0:
+        return []  # on node 0, where ranks only serve
     sampler = DistributedSampler(range(samples), ranks, rank, seed=SEED)
     sampler.set_epoch(epoch)
     return list(sampler)
 
 
 def whole_file(epoch: int) -> list[int]:
-    return dealt(N, 2 * PER_NODE, PLACE, epoch)
+    return dealt(N, 2 * PER_NODE, PER_NODE + READER, epoch)
 
 
 def own_half(epoch: int) -> list[int]:
-    return [NODE * N // 2 + index for index in dealt(N // 2, PER_NODE, PLACE % PER_NODE, epoch)]
+    return [N // 2 + index for index in dealt(N // 2, PER_NODE, READER, epoch)]
 
 
 # %% [markdown]
 # ## 4. How it is measured
 #
-# Node 0 is rank 0's threads, which serve the file over TCP. Files are the bytes that have come out
-# of the sockets of node 1's ranks. Requests, locks and copies are real; the network is not, unless
-# there is a cable. Then the kernel counts as well, at node 1's end of it, headers of packets
-# included. Every sample holds its own number, so a sample from a wrong place is noticed.
+# Rank 0's threads serve the file over TCP. Files are the bytes that have come out of the sockets of
+# node 1's ranks. Requests, locks and copies are real; the network is not, unless there is a cable.
+# Every sample holds its own number, so a sample from a wrong place is noticed.
 
 
 # %%
@@ -210,17 +211,15 @@ def serve(node_1: socket.socket, file: BinaryIO) -> None:
         node_1.sendall(os.pread(file.fileno(), PAGE, number * PAGE))
 
 
-def connect_to_node_0(file: BinaryIO) -> socket.socket:
+def connect_to_node_0(file: BinaryIO, address: str) -> socket.socket:
     """Fill the file and serve it, on rank 0; return this rank's connection to that server."""
-    address = os.environ["MASTER_ADDR"] if CABLE else "127.0.0.1"
-    port = [0]
+    port = 0
     if RANK == 0:
         file.write(b"".join(map(contents, range(N))))
         file.flush()
         listening = socket.create_server((address, 0), backlog=WORLD_SIZE)
-        port = [listening.getsockname()[1]]
-    dist.broadcast_object_list(port)
-    server = socket.create_connection((address, port[0]))
+        port = listening.getsockname()[1]
+    server = socket.create_connection((address, from_rank_0(port)))
     if RANK == 0:
         for _ in range(WORLD_SIZE):
             node_1, _ = listening.accept()
@@ -228,16 +227,11 @@ def connect_to_node_0(file: BinaryIO) -> socket.socket:
     return server
 
 
-def from_node_1(value: object) -> object:
-    """Return the `value` of node 1's first rank on every rank."""
+def from_rank_0(value: object) -> object:
+    """Return rank 0's `value` on every rank."""
     values = [value]
-    dist.broadcast_object_list(values, src=WORLD_SIZE - PER_NODE)
+    dist.broadcast_object_list(values)
     return values[0]
-
-
-def from_cable() -> int:
-    """Return the bytes that have come to this node out of the cable, by the kernel's count."""
-    return psutil.net_io_counters(pernic=True)["cable"].bytes_recv if CABLE else 0
 
 
 def gather_objects(value: object) -> list:
@@ -248,9 +242,9 @@ def gather_objects(value: object) -> list:
 
 
 def files_crossed(file: RemoteFile, samples: list[int]) -> float:
-    """Read this rank's samples, on node 1; return how many files crossed, for all its ranks."""
+    """Read this rank's samples; return how many files crossed, for all ranks."""
     before = file.received
-    for index in samples if NODE == 1 else []:
+    for index in samples:
         file.sample(index)
     return sum(gather_objects(file.received - before)) / FILE
 
@@ -262,16 +256,20 @@ def files_crossed(file: RemoteFile, samples: list[int]) -> float:
 # %%
 def check_whole_file(server: socket.socket, folder: Path) -> None:
     """Claim how many files cross if each node takes samples of the whole file."""
-    crossed = files_crossed(RemoteFile(server), whole_file(0))
-    pages = PER_NODE * len(whole_file(0))  # one for each sample
+    mine = whole_file(0)
+    crossed = files_crossed(RemoteFile(server), mine)
+    pages = sum(gather_objects(len(mine)))  # one for each sample
     claim("random, nothing kept: files", pages / PAGES, crossed, question=1)
 
-    crossed = files_crossed(NodeCopy(server, folder / f"rank_{RANK}"), whole_file(0))
+    crossed = files_crossed(NodeCopy(server, folder / f"rank_{RANK}"), mine)
     claim("random, a copy per rank, epoch 0: files", PER_NODE, crossed, question=2)
 
     file = NodeCopy(server, folder / "whole")
-    crossed = files_crossed(file, whole_file(0))
-    claim("random, a copy per node, epoch 0: files", 1, crossed, question=3)
+    tenth = len(mine) // 10
+    first = files_crossed(file, mine[:tenth])
+    claim("random, a copy per node, first tenth: files", 1, first, question=3)
+    crossed = first + files_crossed(file, mine[tenth:])
+    claim("random, a copy per node, epoch 0: files", 1, crossed)
     claim("random, a copy per node, epoch 1: files", 0, files_crossed(file, whole_file(1)))
     wrong = sum(file.sample(index) != contents(index) for index in whole_file(2))
     claim("samples that came with other contents", 0, wrong)
@@ -285,13 +283,6 @@ def check_own_half(server: socket.socket, folder: Path) -> None:
     claim("own half, a copy per node, epoch 1: files", 0, files_crossed(file, own_half(1)))
 
 
-def check_cable(before: int) -> None:
-    """Claim how many files came to node 1 in all, by the kernel's count at its end of the cable."""
-    crossed = from_node_1((from_cable() - before) / FILE)
-    due = PER_NODE * len(whole_file(0)) / PAGES + PER_NODE + 1 + 1 / 2
-    claim("cable: files in all, by the kernel's count", due, crossed, atol=0.06 * due)
-
-
 # %% [markdown]
 # The price of the half: node 1 never sees the other samples.
 
@@ -299,14 +290,14 @@ def check_cable(before: int) -> None:
 # %%
 def new_to_node_1(order_of: Callable) -> float:
     """Return which share of node 1's samples of epoch 1 it did not have in epoch 0."""
-    before = set().union(*gather_objects(order_of(0))[-PER_NODE:])
-    after = set().union(*gather_objects(order_of(1))[-PER_NODE:])
+    before = set().union(*gather_objects(order_of(0)))
+    after = set().union(*gather_objects(order_of(1)))
     return len(after - before) / len(after)
 
 
 def check_samples() -> None:
     """Claim how many samples are new to node 1 in epoch 1."""
-    share = new_to_node_1(whole_file)
+    share = new_to_node_1(whole_file)  # 0.04 is five standard deviations of a random half
     claim("random: share new to node 1 in epoch 1", 0.5, share, atol=0.04, question=5)
     claim("own half: share new to node 1 in epoch 1", 0, new_to_node_1(own_half))
 
@@ -316,53 +307,89 @@ def check_samples() -> None:
 #
 # 1. 240. Each of node 1's 1,920 samples brings a page, an eighth of a file. It uses half a file, so
 #    480 times that much crosses.
-# 2. n. Every rank has samples of every page (up to some 16 ranks), so each fetches all 8. The 8
-#    ranks of a real node get the same file 8 times.
-# 3. One. The first rank that needs a page fetches it for all. Half of what came is never used by
-#    node 1 in this epoch, but in the next one other samples are, so it was not for nothing.
-# 4. Half a file. Node 1 needs 4 of the 8 pages, and no other node needs them. In epoch 1 nothing
-#    crosses, in either order, however little memory node 1 has: its disk has the pages.
-# 5. Half. With its own half a node sees the same samples again and again. The price is small if the
-#    file was written in random order, since each step has samples of both nodes, and both learn
+# 2. Four, one per rank: each has samples of every page, so each fetches all 8. The 8 ranks of a
+#    real node get the same file 8 times.
+# 3. One, all of it: a tenth of node 1's samples are 192, and each of the 8 pages has some 24 of
+#    them. The first rank that needs a page fetches it for all. In the rest of the epoch, and in
+#    later ones, nothing crosses: the disk has the pages, however little memory node 1 has.
+# 4. Half a file. Node 1 needs 4 of the 8 pages, and no other node needs them.
+# 5. Half. With pages of its own a node sees the same samples again and again. The price is small if
+#    the file was written in random order, since each step has samples of both nodes, and both learn
 #    from all gradients. In a file sorted by class, each node would have classes of its own.
 #
-# **Try.** Without the mark no page is ever there, and each sample fetches one: all five rows with a
-# copy fail. Without `set_epoch` each epoch has the same samples, and nothing is new to node 1 in
-# epoch 1: the row of question 5 fails, alone. The network does not mind; the model gets the batches
-# of epoch 0 again and again.
+# **Try.** Without the mark no page is ever there, and each sample fetches one: all six rows with a
+# copy fail (and that of a cable). Without `set_epoch` each epoch has the same samples, and nothing
+# is new to node 1 in epoch 1: the row of question 5 fails, alone. The network does not mind; the
+# model gets the batches of epoch 0 again and again.
 #
 # **When.** If node 1's disk holds the file: one copy per node, made before training or as here. If
 # it holds only a share: each node its own pages. If there is no disk, the page cache of the node
 # does the same as long as memory holds the pages, for all its ranks; and quasi-random order
 # (data-loading/03) needs few at a time.
 #
-# **What a step waits for** follows from the bytes. 8 GPUs of node 1 that take 20,000 images of
-# 110 kB per second use 2.2 GB/s, and a port of 10 Gbit/s brings 1.25. In epoch 0 they wait 43% of
-# the time with pages of their own. In the random order twice as much crosses, nearly all of it in
-# the first tenth of the epoch. With a copy per rank it is 16 times as much. No prefetching helps
-# against a network that is too slow.
+# **What epoch 0 waits for** follows from the bytes. 8 GPUs of node 1 that take 20,000 images of
+# 110 kB per second use 2.2 GB/s, and a port of 10 Gbit/s brings 1.25. So a GB that they use takes
+# 0.45 s to train on and 0.80 s to fetch. In a random order nearly all of a node's pages are fetched
+# first (question 3), and hardly anything is trained meanwhile. So the two add up, nearly:
+#
+#     pages of its own              0.80 + 0.45 s per GB used        waits 64% of the epoch
+#     random over the file          1.60 + 0.45 s                    waits 78%
+#     own pages, quasi-random       0.80 s, training inside it       waits 43%
+#
+# With a copy per rank 16 times as much crosses as with pages of its own.
 #
 # **Where it bites.** Eight ranks that each have a cache folder of their own, named after the rank,
 # are question 2. Two containers of one machine share a page cache, and show none of this traffic.
+# A lock on the whole file (`flock`) lets a node fetch only one page at a time. `lockf` locks out
+# processes, not threads, and a process that closes any descriptor of the file loses its locks. If a
+# node may lose power and keep the copy, `os.fsync` belongs between page and mark.
 #
 # **In other systems**, none of which was measured here: MosaicML's Streaming keeps shards in
 # `local`, one folder for the ranks of a node; WebDataset deals out shards by `nodesplitter` and
 # keeps them in `cache_dir`; NFS has only the node's page cache, unless it is mounted with `fsc`.
 #
-# **On GPUs** nothing differs: pages come to the host. A thousand nodes fetch the file a thousand
-# times if the order is random over all of it, and once, all together, if each has its own pages.
+# **On GPUs** nothing differs: pages come to the host. At a thousand nodes, in an order random over
+# all of the file, each needs 38% of such pages in epoch 0 (1 - 0.999^480) and all of them in the
+# end: a thousand files. With pages of its own for each node it is one file, for all together.
+
+# %% [markdown]
+# Only with launch/two_nodes_here.sh: the kernel counts at node 1's end of the cable, headers of
+# packets included.
 
 
 # %%
+CABLE = WORLD_SIZE > PER_NODE  # there are two nodes, n ranks on each
+
+
+def throttle(mbit: int) -> None:
+    """Limit what this node sends into the cable."""
+    limit = f"tbf rate {mbit}mbit burst 64kb latency 100ms"
+    subprocess.run(f"tc qdisc add dev cable root {limit}".split(), check=True)
+
+
+def from_cable() -> int:
+    """Return the bytes that have come to this node out of the cable, by the kernel's count."""
+    return psutil.net_io_counters(pernic=True)["cable"].bytes_recv if CABLE else 0
+
+
+def check_cable(before: int) -> None:
+    """Claim how many files came to node 1 in all, by the kernel's count at its end of the cable."""
+    crossed = (from_cable() - before) / FILE
+    due = N / 2 / PAGES + PER_NODE + 1 + 1 / 2  # questions 1, 2, 3 and 4
+    text = "cable: files in all, by the kernel's count"
+    claim(text, due, crossed, atol=0.06 * due, rank=WORLD_SIZE - 1)
+
+
 def main() -> None:
     mbit = {"type": int, "help": "of the cable that launch/two_nodes_here.sh makes"}
     options = command_line({"--mbit": mbit})
     launch()
     if CABLE and "cable" not in psutil.net_io_counters(pernic=True):
         refuse(f"needs one machine, or launch/two_nodes_here.sh, got {WORLD_SIZE} ranks on several")
-    if options.mbit and PLACE % PER_NODE == 0:  # each node throttles its own end
-        limit = f"tbf rate {options.mbit}mbit burst 64kb latency 100ms"
-        subprocess.run(f"tc qdisc add dev cable root {limit}".split(), check=True)
+    if PER_NODE > 16:
+        refuse(f"a rank needs samples of every page: at most 16 ranks of a node, got {PER_NODE}")
+    if options.mbit and RANK % PER_NODE == 0:  # each node throttles its own end
+        throttle(options.mbit)
     setup()
     errors = os.environ.get("TORCHELASTIC_ERROR_FILE")  # in the launcher's folder
     here = Path(errors).parent if errors else None
@@ -371,11 +398,11 @@ def main() -> None:
         tempfile.TemporaryDirectory(prefix="node-", dir=here) as own_folder,
     ):
         before = from_cable()
-        folder = Path(from_node_1(own_folder))
-        server = connect_to_node_0(file)
+        folder = Path(from_rank_0(own_folder))  # on a disk that all ranks here see
+        server = connect_to_node_0(file, os.environ["MASTER_ADDR"] if CABLE else "127.0.0.1")
         check_whole_file(server, folder)
         check_own_half(server, folder)
-        dist.barrier()  # rank 0 serves, and node 1 keeps the folder, until all have asked
+        dist.barrier()  # rank 0 serves, and keeps the folder, until all have asked
         if CABLE:
             check_cable(before)
     check_samples()

@@ -12,21 +12,22 @@ epoch itself for a random crop. How does the new value get there, by numba alone
 
 1. A compiled function reads the epoch from a global variable.
 2. It reads it from a global NumPy array of 64 bytes, which is changed in place.
-3. FFCV compiles a function that uses `epoch`, a local variable of the method that returned it.
-4. The same, and the loader was made with `recompile=True`.
+3. It uses `epoch`, a local variable of the method that returned the function. The method ran when
+   the code was made. (This is how an operation of FFCV comes to be compiled.)
+4. The same, but the method runs anew before each run. (FFCV's `recompile=True`)
 
 **Run.**
 
     torchrun --standalone --nproc-per-node=4 12_own_ffcv_operation.py    # a rank per GPU, else gloo
     python 12_own_ffcv_operation.py                                      # the same, started for you
 
-One node; one rank is enough, and several cut out a share each. Not run on several GPUs.
-numba comes with `pip install -e '.[data]'`. FFCV needs the Debian packages of packages.txt, then
-`pip install -e '.[ffcv]'`; without it 3 and 4 are BLOCKED.
+One node; one rank is enough, and several read a share each. Not run on several GPUs. numba comes
+with `pip install -e '.[data]'`. FFCV needs the Debian packages of packages.txt, then
+`pip install -e '.[ffcv]'`; without it 1 to 4 are answered by numba alone.
 
-**Try.** In `AskingCrop.generate_code` write `epoch = self.epoch` above the inner function, and hand
-over `epoch`: which claims fail? In `check_numba` let the loop begin with epoch 0: which claims fail
-now?
+**Try.** In `AskingEpoch.generate_code` write `epoch = self.epoch` above the inner function, and use
+`epoch` in it: which claims fail? In `check_numba` let the loop run over `(0, 1, 2)`: which claims
+fail now?
 
 **Before.** data-loading/02_beton_file.py: the file, and a loader's buffers.
 data-loading/16_random_states_of_numba.py: random numbers as a function of seed, epoch and sample.
@@ -75,37 +76,28 @@ if "RANK" in os.environ or WORLD_SIZE > 1:  # a launcher needs none of it
         import numba
     with contextlib.suppress(ImportError):  # the extra [ffcv]
         from ffcv import writer as ffcv_writer
-        from ffcv.fields import IntField, RGBImageField
-        from ffcv.fields.decoders import IntDecoder, SimpleRGBImageDecoder
+        from ffcv.fields import IntField
+        from ffcv.fields.decoders import IntDecoder
         from ffcv.loader import Loader, OrderOption
-        from ffcv.pipeline.allocation_query import AllocationQuery
         from ffcv.pipeline.compiler import Compiler
         from ffcv.pipeline.operation import Operation
         from ffcv.transforms import ToTensor
         from ffcv.writer import DatasetWriter
 
-# Letters at the end of a name are the axes of an array: B samples of a batch, H x W pixels of a
-# picture or S x S of a crop, C = 3 colors.
 N = 64  # samples
-WORKERS = 1  # threads of a loader; compiling for more takes longer
-BATCH = 8
-HEIGHT = 160
-WIDTH = 240
-S = 32
-DOWN = HEIGHT - S + 1  # places for a crop
-ACROSS = WIDTH - S + 1
-SEED = 0
+BATCH = 8  # samples in a batch: B of them, with one number each, are an array batch_B1
 
 # %% [markdown]
 # ## 1. Compiled code keeps what it saw
 #
-# numba compiles a function when it is **called for the first time**. What the function uses from
-# outside, a global variable or one of an enclosing function, is a **constant** of the machine code
-# from then on. So are the contents of an array of at most a million bytes. (Of a larger one, or one
-# with gaps, the code keeps the address. Do not rely on it.) What comes in as an argument is read in
-# each call. This is the idea of the lesson: **what changes must be an argument.**
+# numba compiles a function when it is **called for the first time** (or when `njit` is applied, if
+# that is given the types of the arguments). What the function uses from outside, a global variable
+# or one of an enclosing function, is a **constant** of the machine code from then on. So are the
+# contents of an array of at most a million bytes. (Of a larger one, or one with gaps, the code
+# keeps the address. Do not rely on it.) What comes in as an argument is read in each call. This is
+# the idea of the lesson: **what changes must be an argument.**
 #
-# Here are three ways to tell a function the epoch. Python calls each as you expect.
+# Here are four ways to tell a function the epoch:
 
 # %%
 EPOCH = 0
@@ -124,6 +116,16 @@ def read_argument(epoch: int) -> int:
     return epoch
 
 
+def make_reader() -> Callable:
+    """Return a function that has the epoch of now as a variable of an enclosing function."""
+    epoch = EPOCH
+
+    def read_enclosing() -> int:
+        return epoch
+
+    return read_enclosing
+
+
 def set_epoch(epoch: int) -> None:
     global EPOCH
     EPOCH = epoch
@@ -135,68 +137,42 @@ def set_epoch(epoch: int) -> None:
 #
 # A **pipeline** of FFCV is a list of **operations** that a batch goes through:
 #
-#     pages ──decoder──> pictures ──our operation──> crops ──ToTensor──> the batch that you get
+#     pages ──decoder──> numbers ──our operation──> numbers ──ToTensor──> the batch that you get
 #
 # An operation has two methods. FFCV calls both when the loader is made.
 #
-# - `declare_state_and_memory` says what comes out: the shape of a sample, its type, and whether
-#   FFCV is to compile the function (`jit_mode`); and which memory it needs to write to.
-# - `generate_code` returns the function that FFCV calls for each batch: with the batch, the memory,
-#   and the numbers of the samples if the function has an attribute `with_indices`.
+# - `declare_state_and_memory` says what comes out, whether FFCV is to compile the function
+#   (`jit_mode`), and which memory it needs to write to (here None: it writes over the batch).
+# - `generate_code` returns the function that FFCV calls for each batch. It is our `make_reader`.
 #
-# Our operation crops each picture at a place that is mixed from epoch and sample. This is its loop.
-# Like those of FFCV's own operations it asks FFCV over what to loop, and says `is_parallel`: in a
-# loader with several workers, numba divides the batch among as many threads.
+# A real operation would crop pictures at places that it mixes from epoch and sample
+# (data-loading/16). Ours writes the epoch itself into the batch, so one sees what it saw.
 
 
 # %%
-def compiled_cut_out() -> Callable:
-    """Return a loop that writes the crop of each picture of a batch, to be compiled."""
-    batch_range = Compiler.get_iterator()  # numba's prange; or range, if there is one worker
-
-    def cut_out(
-        images_BHWC: np.ndarray, crops_BSSC: np.ndarray, samples_B: np.ndarray, epoch: int
-    ) -> None:
-        for i in batch_range(len(images_BHWC)):
-            count = epoch * N + np.int64(samples_B[i]) + 1
-            mixed = count * 950_706_376 % 2_147_483_647  # data-loading/16 has a better mix
-            y = mixed % DOWN
-            x = mixed // DOWN % ACROSS
-            crops_BSSC[i] = images_BHWC[i, y : y + S, x : x + S]
-
-    cut_out.is_parallel = True
-    return Compiler.compile(cut_out)
+def write_epoch(batch_B1: np.ndarray, epoch: int) -> np.ndarray:
+    """The loop that is worth compiling. It gets the epoch as an argument."""
+    for i in range(len(batch_B1)):
+        batch_B1[i] = epoch
+    return batch_B1
 
 
-# %% [markdown]
-# The function that FFCV compiles gets no `self`, only arrays. So in the first version the epoch has
-# to be a local variable of `generate_code`:
-
-
-# %%
-class FrozenCrop(Operation):
+class FrozenEpoch(Operation):
     """The mistake: all compiled, for the epoch that `self.epoch` was when the loader was made."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.epoch = 0
+    epoch = 0
 
     def declare_state_and_memory(self, previous_state: object) -> tuple:
-        state = replace(previous_state, jit_mode=True, shape=(S, S, 3))
-        return state, AllocationQuery((S, S, 3), previous_state.dtype)
+        return replace(previous_state, jit_mode=True), None
 
     def generate_code(self) -> Callable:
-        cut_out = compiled_cut_out()
-        epoch = self.epoch
+        write = Compiler.compile(write_epoch)
+        epoch = self.epoch  # the function is compiled, and gets no `self`
 
-        def crop(
-            images_BHWC: np.ndarray, crops_BSSC: np.ndarray, samples_B: np.ndarray
-        ) -> np.ndarray:
-            cut_out(images_BHWC, crops_BSSC, samples_B, epoch)
-            return crops_BSSC
+        def operation(batch_B1: np.ndarray, _: None) -> np.ndarray:
+            return write(batch_B1, epoch)
 
-        crop.with_indices = True
-        return crop
+        return operation
 
 
 # %% [markdown]
@@ -207,81 +183,54 @@ class FrozenCrop(Operation):
 
 
 # %%
-class AskingCrop(FrozenCrop):
+class AskingEpoch(Operation):
     """Python reads `self.epoch` for each batch, and the compiled loop gets it as an argument."""
 
+    epoch = 0
+
     def declare_state_and_memory(self, previous_state: object) -> tuple:
-        state, memory = super().declare_state_and_memory(previous_state)
-        return replace(state, jit_mode=False), memory
+        return replace(previous_state, jit_mode=False), None
 
     def generate_code(self) -> Callable:
-        cut_out = compiled_cut_out()
+        write = Compiler.compile(write_epoch)
 
-        def ask_and_crop(
-            images_BHWC: np.ndarray, crops_BSSC: np.ndarray, samples_B: np.ndarray
-        ) -> np.ndarray:
-            cut_out(images_BHWC, crops_BSSC, samples_B, self.epoch)
-            return crops_BSSC
+        def operation(batch_B1: np.ndarray, _: None) -> np.ndarray:
+            return write(batch_B1, self.epoch)
 
-        ask_and_crop.with_indices = True
-        return ask_and_crop
+        return operation
 
 
 # %% [markdown]
-# The trainer sets the epoch, as it does for a `DistributedSampler`. Each rank gets its share of the
-# samples. The operation is told their numbers, so it need not know that there are ranks.
+# The trainer sets the epoch before each one, as it does for a `DistributedSampler`.
 
 
 # %%
 def open_loader(path: Path, operation: "Operation", recompile: bool = False) -> "Loader":
-    """Return FFCV's loader of this rank's share of the crops, and of the samples' numbers."""
+    """Return FFCV's loader of this rank's share of the samples."""
     gc.collect()  # an old loader, freed while numba compiles, prints "Exception ignored: KeyError"
-    pipelines = {
-        "image": [SimpleRGBImageDecoder(), operation, ToTensor()],
-        "number": [IntDecoder(), ToTensor()],
-    }
-    options = {"order": OrderOption.RANDOM, "distributed": True, "seed": SEED, "drop_last": False}
-    options |= {"num_workers": WORKERS, "recompile": recompile}
+    pipelines = {"number": [IntDecoder(), operation, ToTensor()]}
+    options = {"order": OrderOption.RANDOM, "distributed": True, "seed": 0, "drop_last": False}
+    options |= {"num_workers": 1, "recompile": recompile}
     return Loader(str(path), BATCH, pipelines=pipelines, **options)
 
 
-def run_epoch(loader: "Loader", operation: "Operation", epoch: int) -> dict[int, bytes]:
-    """Return the crop of each sample of this rank's share, by the sample's number."""
+def run_epoch(loader: "Loader", operation: "Operation", epoch: int) -> float:
+    """Return the epoch that stands in all batches of this rank; nan if there is not one."""
     operation.epoch = epoch
-    crops = {}
-    for crops_BSSC, numbers_B1 in loader:
-        for i, number in enumerate(numbers_B1.flatten().tolist()):
-            crops[number] = crops_BSSC[i].numpy().tobytes()  # a copy: FFCV writes over the batch
-    return crops
+    seen = set()
+    for (batch_B1,) in loader:
+        seen.update(batch_B1.flatten().tolist())
+    return seen.pop() if len(seen) == 1 else math.nan
 
 
 # %% [markdown]
 # ## 3. How it is measured
 #
-# All samples hold the same picture of noise, so a crop says where it was cut out. The oracle is
-# NumPy: one process, no FFCV, nothing compiled. Crops are of epoch e if all are what the oracle
-# cuts out in epoch e.
+# A sample of the file is its own number, 0 to 63, which the operation must have replaced. One node
+# is asked for, since all ranks read one file.
+
 
 # %%
-PICTURE = np.random.default_rng(SEED).integers(0, 256, (HEIGHT, WIDTH, 3), np.uint8)
-
-
-def crop_by_numpy(epoch: int, sample: int) -> bytes:
-    """Return the crop that this sample must have in this epoch."""
-    mixed = 950_706_376 * (N * epoch + sample + 1) % (2**31 - 1)
-    x, y = divmod(mixed, DOWN)
-    x %= ACROSS
-    return PICTURE[y : y + S, x : x + S].tobytes()
-
-
-def epoch_of(crops: dict[int, bytes]) -> float:
-    """Return of which epoch all of these crops are; nan if of none."""
-    for epoch in range(3):
-        if all(crops[sample] == crop_by_numpy(epoch, sample) for sample in crops):
-            return epoch
-    return math.nan
-
-
 def from_rank_0(value: object) -> object:
     """Return rank 0's `value` on every rank."""
     values = [value]
@@ -290,7 +239,8 @@ def from_rank_0(value: object) -> object:
 
 
 # %% [markdown]
-# First numba alone, then the operations, each through two epochs.
+# First numba alone: code is made for epoch 0, called in epoch 1, and called in epoch 2. Then the
+# operations, each through epochs 1 and 2.
 
 
 # %%
@@ -301,66 +251,72 @@ def check_numba() -> None:
         return
     by_global = numba.njit(read_global)
     by_array = numba.njit(read_array)
+    by_enclosing = numba.njit(make_reader())
     by_argument = numba.njit(read_argument)
     for epoch in (1, 2):
         set_epoch(epoch)
-        seen = [by_global(), by_array(), by_argument(EPOCH)]
+        made_anew = numba.njit(make_reader())
+        seen = [by_global(), by_array(), by_enclosing(), made_anew(), by_argument(EPOCH)]
     claim("epoch seen in a global", 1, seen[0], question=1)
     claim("epoch seen in an array of 64 bytes", 1, seen[1], question=2)
-    claim("epoch seen in an argument", 2, seen[2])
+    claim("epoch seen in an enclosing function", 0, seen[2], question=3)
+    claim("epoch seen in a function that is made anew", 2, seen[3], question=4)
+    claim("epoch seen in an argument", 2, seen[4])
 
 
 def epochs_seen(path: Path, operation: "Operation", recompile: bool = False) -> list[float]:
-    """Run an epoch set to 1 and one set to 2; return of which epoch the crops of each are."""
+    """Run an epoch set to 1 and one set to 2; return which epoch stands in the batches of each."""
     loader = open_loader(path, operation, recompile)
-    return [epoch_of(run_epoch(loader, operation, epoch)) for epoch in (1, 2)]
+    return [run_epoch(loader, operation, epoch) for epoch in (1, 2)]
 
 
 def check_operations(path: Path) -> None:
-    """Claim of which epoch the crops of the operations are, in a first and a second epoch."""
-    first, second = epochs_seen(path, FrozenCrop())
-    claim("FrozenCrop, set to 1: crops are of epoch", 0, first)
-    claim("FrozenCrop, set to 2: crops are of epoch", 0, second, question=3)
-    seen = epochs_seen(path, FrozenCrop(), recompile=True) if RANK == 0 else None
+    """Claim which epoch the operations write, in a first and a second epoch."""
+    first, second = epochs_seen(path, FrozenEpoch())
+    claim("FrozenEpoch, set to 1: epoch in the batches", 0, first)
+    claim("FrozenEpoch, set to 2: epoch in the batches", 0, second, question=3)
+    seen = epochs_seen(path, FrozenEpoch(), recompile=True) if RANK == 0 else None
     first, second = from_rank_0(seen)  # one rank is enough: to compile takes seconds
-    claim("recompiled, set to 2: crops are of epoch", 2, second, question=4)
-    first, second = epochs_seen(path, AskingCrop())
-    claim("AskingCrop, set to 1: crops are of epoch", 1, first)
-    claim("AskingCrop, set to 2: crops are of epoch", 2, second)
+    claim("recompiled, set to 2: epoch in the batches", 2, second, question=4)
+    first, second = epochs_seen(path, AskingEpoch())
+    claim("AskingEpoch, set to 1: epoch in the batches", 1, first)
+    claim("AskingEpoch, set to 2: epoch in the batches", 2, second)
 
 
 # %% [markdown]
 # ## What you should have seen
 #
-# 1. Epoch 1. Not 0: nothing is compiled when `njit` is applied. Not 2: the first call made a
-#    constant of it.
+# 1. Epoch 1. Not 0: `njit` alone compiles nothing. Not 2: the first call made a constant of it.
 # 2. Epoch 1: the array's contents were copied into the code by the first call.
-# 3. Epoch 0. The local variable was set in `generate_code`, when the loader was made, long before
-#    numba compiled. Setting the attribute changes nothing, and nothing says so: the loss falls, on
-#    the same crops in every epoch, and only the test accuracy is worse than it should be.
-# 4. Epoch 2: FFCV calls `generate_code` anew as each epoch begins. It is a remedy, at the price of
-#    compiling before every epoch, which takes several seconds (the first batches in this folder's
-#    README). `AskingCrop` sees epoch 2 as well, and compiles once: Python reads the attribute after
-#    the trainer has set it, and passes a number.
+# 3. Epoch 0. The local variable was set when the method ran, long before numba compiled: in FFCV,
+#    when the loader was made. Setting the attribute changes nothing, and nothing says so. With
+#    random crops the loss falls, on the same crops in every epoch, and only the test accuracy is
+#    worse than it should be.
+# 4. Epoch 2: the method is called anew, and what it returns is compiled anew. It is a remedy, at
+#    the price of compiling before every epoch, which takes FFCV several seconds. `AskingEpoch` sees
+#    epoch 2 as well, and compiles once: Python reads the attribute after the trainer has set it,
+#    and passes a number.
 #
-# **Try.** With the local variable both rows of AskingCrop show 0 and fail, though its function is
+# **Try.** With the local variable both rows of AskingEpoch show 0 and fail, though its function is
 # Python: what counts is when the value is *read*. With epoch 0 first, the rows of questions 1 and 2
 # show 0 and fail. One call to warm up, before the epoch is set, is enough to freeze it.
 #
-# **When.** Write an operation if crops must repeat in a second run, which those of FFCV's own
-# augmentations do not. If nothing changes between epochs, `jit_mode=True` is enough. What works on
-# whole batches on the GPU (`ToDevice`, then a module of PyTorch's) needs none of it. Hand over
-# one number per batch, as here: to draw some per sample in Python takes longer than a small crop
-# (data-loading/16).
+# **When.** Write an operation of your own if a second run must make the same crops: FFCV's own
+# augmentations do not (data-loading/16). If nothing changes between epochs, `jit_mode=True` is
+# enough. What works on whole batches on the GPU (`ToDevice`, then a module of PyTorch's) needs none
+# of it. Hand over one number per batch, as here, and draw the numbers of single samples from it in
+# compiled code. If it needs to know which samples it has, give the function an attribute
+# `with_indices`, and it gets their numbers; with `is_parallel` threads share the loop.
 #
-# **Where it bites.** A trainer that forgets `operation.epoch` gets frozen crops from `AskingCrop`
-# as well. An exception in an operation ends FFCV's thread, and your loop waits for its next batch
-# forever: try the function on arrays of your own first. And numba is not alone. `jax.jit` keeps
-# what it saw in a global, a CUDA graph replays kernels with the numbers they were captured with;
-# `torch.compile` guards what it saw, and compiles again when that has changed.
+# **Where it bites.** A trainer that forgets to set the epoch gets a frozen one from `AskingEpoch`
+# as well. With `njit(cache=True)` the code goes to disk with a global's value in it, and keeps that
+# over *runs*. An exception in an operation ends FFCV's thread, and your loop waits for its next
+# batch forever: try the function on arrays of your own first. And numba is not alone. `jax.jit`
+# keeps what it saw in a global, a CUDA graph replays kernels with the numbers they were captured
+# with; `torch.compile` guards what it saw, and compiles again when that has changed.
 #
-# **On GPUs** the crops are made on the cores all the same; where there is a GPU, FFCV pins the
-# memory that the operation writes to, so that `ToDevice` copies from it without waiting. Every rank
+# **On GPUs** the batch is made on the cores all the same; where there is a GPU, FFCV pins the
+# memory that an operation asks for, so that `ToDevice` copies from it without waiting. Every rank
 # compiles for itself, at the same time, however many there are.
 
 # %% [markdown]
@@ -380,14 +336,13 @@ class Nameless(shared_memory.SharedMemory):
         """Nothing: its name went when it came."""
 
 
-def write_pictures(path: Path) -> None:
-    """Write N samples, raw pixels of the same picture and the sample's number, into a file."""
-    multiprocessing.set_start_method("fork", force=True)  # FFCV's writer inherits the pictures
+def write_numbers(path: Path) -> None:
+    """Write N samples into a file: each is its own number."""
+    multiprocessing.set_start_method("fork", force=True)  # FFCV's writer inherits the samples
     ffcv_writer.shared_memory = SimpleNamespace(SharedMemory=Nameless)
-    fields = {"image": RGBImageField("raw"), "number": IntField()}
-    writer = DatasetWriter(str(path), fields, page_size=2**21, num_workers=1)
+    writer = DatasetWriter(str(path), {"number": IntField()}, page_size=2**21, num_workers=1)
     with contextlib.redirect_stderr(io.StringIO()):  # its progress bar
-        writer.from_indexed_dataset([(PICTURE, number) for number in range(N)])
+        writer.from_indexed_dataset([(number,) for number in range(N)])
     for process in multiprocessing.active_children():
         process.join()  # which FFCV forgets
 
@@ -400,14 +355,14 @@ def main() -> None:
     setup()
     check_numba()
     if Loader is None:
-        blocked("what FFCV's operations see", needs="FFCV: make .venv/all")
+        blocked("what FFCV's operations see", needs="FFCV: pip install -e '.[ffcv]'")
         finish()
     errors = os.environ.get("TORCHELASTIC_ERROR_FILE")  # in the launcher's folder
     here = Path(errors).parent if errors else None
-    with tempfile.TemporaryDirectory(prefix="noise-", dir=here) as folder:
-        path = Path(from_rank_0(folder)) / "noise.beton"
+    with tempfile.TemporaryDirectory(prefix="numbers-", dir=here) as folder:
+        path = Path(from_rank_0(folder)) / "numbers.beton"
         if RANK == 0:
-            write_pictures(path)
+            write_numbers(path)
         dist.barrier()
         check_operations(path)
         dist.barrier()  # the folder goes when all have read it

@@ -6,16 +6,12 @@ other, so that training goes as if one process had seen all the samples?
 
 **Predict**, and write it down before you run:
 
-1. A training set has 1,437 samples, and 4 ranks share them. All ranks must take equally many steps,
-   so each draws equally many samples in an epoch. How many do they draw together?
-2. The ranks train for 150 steps and exchange nothing but gradients. How far apart are their weights
-   in the end: nothing, rounding errors, or more?
-3. How far are they then from the weights of one process that saw all the samples: nothing, rounding
+1. The ranks start from the same weights and train for 150 steps. They exchange nothing but
+   gradients. How far apart are their weights in the end: nothing, rounding errors, or more?
+2. How far are they then from the weights of one process that saw all the samples: nothing, rounding
    errors, or more?
-4. A step of DistributedDataParallel hands each gradient to an all-reduce once. Now a batch no
-   longer fits into memory. The loop computes it in 4 micro-batches, each with a forward and a
-   backward pass, and steps once. How many times as many bytes go to all-reduces, if nothing else is
-   changed?
+3. The model has 8 gradient tensors, 341 kB together. To average them one by one takes 8
+   all-reduces per step. How many does PyTorch's DistributedDataParallel make?
 
 **Run.**
 
@@ -31,8 +27,7 @@ back, and delete the line `sampler.set_epoch(epoch)`: what fails?
 
 **Next.** exercises/06_gradient_accumulation and exercises/07_distributed_sampler; then
 parallelism/02_fsdp_zero.py: what every rank holds, and how ranks can share it. How DDP hides its
-all-reduces: parallelism/04_buckets_and_overlap.py. For runs that are interrupted:
-fundamentals/07_training_that_survives.py; for one that hangs: profiling/04_debugging_hangs.py.
+all-reduces: parallelism/04_buckets_and_overlap.py.
 """
 
 import argparse
@@ -48,7 +43,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
 from datetime import timedelta
 from itertools import pairwise
 
@@ -111,14 +105,14 @@ def average_gradients(model: nn.Module) -> None:
         dist.all_reduce(parameter.grad)
 
 
-def train(model: nn.Module, batches: Iterable[Batch], by_hand: bool = False) -> None:
-    """Train with SGD. `by_hand` adds the line that matters."""
+def train_by_hand(model: nn.Module, batches: Iterable[Batch]) -> None:
+    """Train by SGD on this rank's samples, as one process would on those of all ranks."""
+    broadcast_weights(model)
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, MOMENTUM)
     for image_BD, label_B in batches:
         optimizer.zero_grad()
         cross_entropy(model(image_BD), label_B).backward()
-        if by_hand:
-            average_gradients(model)
+        average_gradients(model)  # the one line that a step on one rank has not
         optimizer.step()
 
 
@@ -130,12 +124,10 @@ def train(model: nn.Module, batches: Iterable[Batch], by_hand: bool = False) -> 
 # %% [markdown]
 # ## 2. DistributedSampler: every rank draws its own samples
 #
-# `DistributedSampler` shuffles all indices with a seed that the ranks share, and gives rank r every
-# n-th of them, from the r-th on. If n does not divide their number, it repeats a few from the
-# beginning: with one batch more than the others, a rank would wait forever in its last all-reduce.
-#
-# The seed is `seed + epoch`, and the sampler cannot know the epoch. So call `set_epoch` before each
-# one. If you forget it, every epoch comes in the order of the first, and nothing complains.
+# `DistributedSampler` shuffles all indices with the seed `seed + epoch`, which the ranks share, and
+# gives rank r every n-th of them, from the r-th on. The mean asks for equally many samples on each
+# rank, so where n does not divide their number, it repeats a few. The sampler cannot know the
+# epoch: without `set_epoch` each one comes in the order of the first, and nothing complains.
 
 
 # %%
@@ -158,11 +150,12 @@ def share_of(rank: int, data: TensorDataset) -> Iterator[Batch]:
 #
 #     by hand    | forward | backward: layer 4, 3, 2, 1 | all-reduce 4, 3, 2, 1 | step |
 #
-#     DDP        | forward | backward: layer 4, 3, 2, 1 |    | step |
-#                                 | all-reduce 4, 3 | 2 | 1 |
+#     DDP        | forward | backward: layer 4, 3, 2, 1 |      | step |
+#                                 | all-reduce {4, 3} | {2} | {1} |
 #
-# Several gradients share an all-reduce (a **bucket**, of some 25 MiB), and small models have one.
-# When `backward()` returns, the gradients are averaged; the training loop stays as it was.
+# Those in { } share an all-reduce: they are copied into a **bucket**, which is sent when it has
+# some 25 MiB (the first one 1 MiB), or when no gradient is left. When `backward()` returns, the
+# gradients are averaged, so the training loop is that of one process.
 # parallelism/04_buckets_and_overlap.py builds such a wrapper.
 
 
@@ -174,47 +167,22 @@ def wrap(model: nn.Module) -> DistributedDataParallel:
     return DistributedDataParallel(model, ids)
 
 
-# %% [markdown]
-# ## 4. Gradient accumulation: `no_sync`, until the last micro-batch
-#
-# A batch that does not fit into memory is computed in **micro-batches**. Backward *adds* to the
-# gradients that are there, so several backwards make the gradient of the whole batch, provided that
-# each loss is divided by their number. DDP knows nothing of this plan and averages after every
-# backward; `no_sync` tells it to wait:
-#
-#     micro-batch          0            1            2            3
-#     without no_sync      B --reduce   B --reduce   B --reduce   B --reduce   step
-#     with no_sync         B            B            B            B --reduce   step
-#
-# It must enclose the forward pass too, where DDP decides whether this backward will communicate.
-
-
-# %%
-def accumulate(
-    model: DistributedDataParallel, batch: Batch, pieces: int, use_no_sync: bool = True
-) -> None:
-    """Make the gradients of one batch, in so many micro-batches."""
-    image_chunks = batch[0].chunk(pieces)
-    label_chunks = batch[1].chunk(pieces)
-    for i in range(pieces):
-        local_only = use_no_sync and i < pieces - 1
-        with model.no_sync() if local_only else nullcontext():
-            loss = cross_entropy(model(image_chunks[i]), label_chunks[i])
-            (loss / pieces).backward()
+def train(model: nn.Module, batches: Iterable[Batch]) -> None:
+    """Train by SGD. Nothing here knows of ranks; a model that `wrap` has made does."""
+    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, MOMENTUM)
+    for image_BD, label_B in batches:
+        optimizer.zero_grad()
+        cross_entropy(model(image_BD), label_B).backward()
+        optimizer.step()
 
 
 # %% [markdown]
-# ## 5. How it is measured
+# ## 4. How it is measured
 #
 # The data are scikit-learn's 1,797 handwritten digits; every fifth is kept for the test. Every rank
-# seeds its weights differently, so that only the broadcast can make them agree. The **oracle** is
-# one process: it starts from rank 0's weights, and its batch of a step is what all ranks draw.
-#
-# How exactly must we meet it? All weights are float64. Adding up the B gradients of a batch in
-# another order moves the sum by at most B eps, relative to the size of the terms, which are smaller
-# than 1 here. SGD hands a gradient's error on to the weights with a total gain of lr / (1 -
-# momentum) = 0.1 / (1 - 0.9) = 1. So after S steps the weights may differ by S B eps, to first
-# order: 3e-12 for 150 steps of 96 samples. Between ranks the difference must be zero.
+# seeds its weights differently, so that only a broadcast can make them agree. The **oracle** is one
+# process: it starts from rank 0's weights, and its batch of a step is what all ranks draw. All
+# weights are float64, so rounding errors are some 1e-15 and a mistake is not.
 
 
 # %%
@@ -247,10 +215,6 @@ def largest_difference(ours: Iterable[torch.Tensor], expected: Iterable[torch.Te
     return torch.stack([(a - b).abs().max() for a, b in pairs]).max().item()  # NaN if one is
 
 
-def gradients(model: nn.Module) -> list[torch.Tensor]:
-    return [parameter.grad for parameter in model.parameters()]
-
-
 # %% [markdown]
 # What the samplers draw is read off a data set whose samples are their own numbers. Then the model
 # is trained three times: by hand, with DDP, and in one process.
@@ -265,7 +229,7 @@ def check_sampler(samples: int, device: torch.device) -> None:
     dist.all_gather(everyone, mine)
     epochs = torch.stack(everyone, dim=1).view(EPOCHS, -1)  # a row per epoch
     divisible = math.ceil(samples / WORLD_SIZE) * WORLD_SIZE
-    claim("samples drawn in one epoch, by all ranks", divisible, len(epochs[0]), question=1)
+    claim("samples drawn in one epoch, by all ranks", divisible, len(epochs[0]))
     claim("different samples among them", samples, len(epochs[0].unique()))
     claim("different orders in all epochs", EPOCHS, len(epochs.unique(dim=0)))
 
@@ -279,13 +243,14 @@ def batches_of_all(data: TensorDataset) -> Iterator[Batch]:
 def check_training(train_set: TensorDataset, test_set: TensorDataset, device: torch.device) -> None:
     """Train by hand, with DDP and in one process; claim that all agree."""
     by_hand = net(device, seed=RANK)
-    broadcast_weights(by_hand)
-    train(by_hand, share_of(RANK, train_set), by_hand=True)
+    train_by_hand(by_hand, share_of(RANK, train_set))
     ddp = net(device, seed=RANK)
     train(wrap(ddp), share_of(RANK, train_set))
     alone = net(device, seed=0)
     batches = list(batches_of_all(train_set))
     train(alone, batches)
+    # An estimate: a step's gradient is a sum of GLOBAL_BATCH terms below 1 in another order, off by
+    # that many eps at most. SGD adds it to the weights times lr / (1 - momentum), which is 1.
     atol = len(batches) * GLOBAL_BATCH * torch.finfo(torch.float64).eps
     for name, model in (("by hand", by_hand), ("DDP", ddp)):
         check_weights(name, model, alone, atol)
@@ -301,9 +266,9 @@ def check_weights(name: str, model: nn.Module, alone: nn.Module, atol: float) ->
         for tensor in of_rank_0:
             dist.broadcast(tensor, src=0)
         between_ranks = largest_difference(model.parameters(), of_rank_0)
-        claim(f"{name}: weights, difference between ranks", 0, between_ranks, question=2)
+        claim(f"{name}: weights, difference between ranks", 0, between_ranks, question=1)
     error = largest_difference(model.parameters(), alone.parameters())
-    claim(f"{name}: weights, error against one process", 0, error, atol=atol, question=3)
+    claim(f"{name}: weights, error against one process", 0, error, atol=atol, question=2)
 
 
 def accuracy_on(test_set: TensorDataset, model: nn.Module) -> float:
@@ -332,43 +297,30 @@ class AllReduces(TorchDispatchMode):
 
 
 def check_communication(train_set: TensorDataset, device: torch.device) -> None:
-    """Claim what a step hands to all-reduces: by hand, with DDP, and in four micro-batches."""
-    everyone = train_set[: 8 * WORLD_SIZE]
-    mine = tuple(tensor.chunk(WORLD_SIZE)[RANK] for tensor in everyone)
-    alone = net(device, seed=0)
-    cross_entropy(alone(everyone[0]), everyone[1]).backward()
-    atol = len(everyone[1]) * torch.finfo(torch.float64).eps
-
-    by_hand = net(device, seed=0)
-    gradient_bytes = sum(parameter.nbytes for parameter in by_hand.parameters())
+    """Claim what a step hands to all-reduces: by hand, and with DDP."""
+    mine = train_set[8 * RANK : 8 * RANK + 8]
     with AllReduces() as seen:
-        train(by_hand, [mine], by_hand=True)
+        train_by_hand(net(device, seed=0), [mine])
     claim("by hand: all-reduces per step", 8, len(seen.nbytes))
-    claim("by hand: bytes per step", gradient_bytes, sum(seen.nbytes))
+
     ddp = wrap(net(device, seed=0))
+    train(ddp, [mine, mine])  # a fresh DDP has a single bucket in its first step, of any size
     with AllReduces() as seen:
         train(ddp, [mine])
-    claim("DDP: all-reduces per step", 1, len(seen.nbytes))
+    gradient_bytes = sum(parameter.nbytes for parameter in ddp.parameters())
+    claim("DDP: all-reduces per step", 1, len(seen.nbytes), question=3)
     claim("DDP: bytes per step", gradient_bytes, sum(seen.nbytes))
-
-    for name, use_no_sync, times in (("no_sync", True, 1), ("without no_sync", False, 4)):
-        ddp = wrap(net(device, seed=0))
-        with AllReduces() as seen:
-            accumulate(ddp, mine, pieces=4, use_no_sync=use_no_sync)
-        name = f"4 micro-batches, {name}"
-        claim(f"{name}: bytes", times * gradient_bytes, sum(seen.nbytes), question=4)
-        error = largest_difference(gradients(ddp), gradients(alone))
-        claim(f"{name}: error", 0, error, atol=atol)
 
 
 # %% [markdown]
-# ## 6. On GPUs: what overlap saves
+# ## 5. On GPUs: what overlap saves
 #
 # Eight layers 8,192 wide have 0.5 billion parameters; in bfloat16 their gradients are 1.1 GB per
-# step. Three steps take turns: one without communication, one that averages by hand, and DDP's.
-# What a step takes longer than the first is **exposed**. If DDP hid nothing it would expose as much
-# as averaging by hand; four fifths of that are allowed. (DDP copies gradients into its buckets and
-# back, which stays exposed.) CUDA events are the clock.
+# step. Three steps take turns: one without communication (`no_sync` tells DDP to leave it out), one
+# that averages by hand, and DDP's. What a step takes longer than the first is **exposed**. Each
+# layer is a bucket, so DDP exposes an eighth of the all-reduces at least, the last bucket's, and
+# copies into buckets and back. Over PCIe 4.0 it also exposes what takes longer than backward. Four
+# fifths of what is exposed by hand are allowed. CUDA events are the clock.
 
 
 # %%
@@ -421,16 +373,16 @@ def measure_on_gpus(device: torch.device) -> None:
 # %% [markdown]
 # ## What you should have seen
 #
-# 1. 1,440, of which 1,437 are different: the sampler repeats as many as it takes for 4 to divide
-#    their number. That is right for training. When you *evaluate*, drop the repeated ones, or three
-#    samples count twice in your accuracy.
-# 2. Nothing, not even the last bit: every rank adds the same numbers to the same weights.
-# 3. Rounding errors, some 1e-15 here, since n ranks add in another order than one process. So data
+# 1. Nothing, not even the last bit: every rank adds the same numbers to the same weights.
+# 2. Rounding errors, some 1e-15 here, since n ranks add in another order than one process. So data
 #    parallelism *is* training with the larger batch: no better, no worse. It is the larger batch
-#    that may want a larger learning rate, in proportion, after a warm-up (Goyal et al., 2017).
-# 4. Four times: 1,364,288 bytes instead of 341,072. With `no_sync` it is one time. The gradients
-#    are right both ways, for the mean of what all ranks share is itself: forgotten, `no_sync` only
-#    costs time.
+#    that may want a larger learning rate: for SGD in proportion, after a warm-up (Goyal et al.,
+#    2017).
+# 3. One: all 341,072 bytes share a bucket. A model of billions has many, and only the last one's
+#    all-reduce must come after backward.
+#
+# The 4 ranks draw 1,440 samples in an epoch, of which 1,437 are different. In training that does no
+# harm. When you *evaluate*, drop the repeated ones, or three samples count twice.
 #
 # **Try.** Without the division the ranks still agree with each other, on a step n times too large.
 # The comparison with one process fails (and perhaps the accuracy), and no row between ranks does:
@@ -443,7 +395,7 @@ def measure_on_gpus(device: torch.device) -> None:
 # a model that does not fit. And every rank needs samples enough to keep its GPU busy: at a thousand
 # ranks a batch of 32 per rank is 32,000 samples, which many models no longer learn well from.
 #
-# **On GPUs.** Next to some 0.1 s of computation on 8 H100, the 1.1 GB of section 6 travel for 6 ms
+# **On GPUs.** Next to some 0.1 s of computation on 8 H100, the 1.1 GB of section 5 travel for 6 ms
 # over NVLink (2 x 7/8 x 1.1 GB at 330 GB/s). Over PCIe 4.0 they travel as long as a step computes
 # (0.1 s at 20 GB/s). A model with batch norm needs `SyncBatchNorm` where a rank's share is small,
 # since each rank normalizes with the statistics of its own samples.

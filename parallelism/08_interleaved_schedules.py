@@ -5,29 +5,28 @@
 hold several small stages instead of one large one. How much less does it idle then, and what does
 it pay?
 
-**Predict**, and write it down before you run. There are four ranks and eight micro-batches, and a
-backward pass takes twice as long as a forward pass. 1F1B idles 3/11, and its rank 0 holds the
-activations of four micro-batches. Now cut the model into eight stages: rank 0 holds stages 0 and 4,
-rank 1 stages 1 and 5, rank 2 stages 2 and 6, rank 3 stages 3 and 7.
+**Predict**, and write it down before you run. There are four ranks and eight micro-batches, a
+backward pass takes twice as long as a forward pass, and a message takes no time. 1F1B idles 3/11,
+and its rank 0 holds the activations of four micro-batches. Now cut the model into eight stages:
+rank 0 holds stages 0 and 4, rank 1 stages 1 and 5, rank 2 stages 2 and 6, rank 3 stages 3 and 7.
 
-1. What share of the time does a rank idle, if messages take no time?
+1. What share of the time does a rank idle?
 2. How many times as many messages are sent as under 1F1B?
-3. Does rank 0 hold more activations than under 1F1B, fewer, or as many? (Those of half as large a
-   stage count half.)
-4. Let each message take one *slot*, as long as the forward pass of one of the small stages, and let
-   ranks wait for no other messages than those of the first forward and of the last backward pass.
-   By how many slots does a step get longer?
+3. Each rank runs ahead with as few forwards as it can without more waiting. Does rank 0 hold more
+   activations than under 1F1B, fewer, or as many? (Those of half as large a stage count half.
+   PyTorch and Megatron run ahead further: section 5 says how far.)
 
 **Run.**
 
     torchrun --standalone --nproc-per-node=4 08_interleaved_schedules.py   # NCCL on 4 GPUs, or gloo
     python 08_interleaved_schedules.py                              # the same, started for you
-    python 08_interleaved_schedules.py --figure grids.svg           # and draw what was run
+    python 08_interleaved_schedules.py --figure grids.svg           # and draw the schedules
 
 Not run on several GPUs.
 
 **Try.** Set `MICRO_BATCHES` to 64: by what share do two stages per rank shorten a step now? Put it
-back, and let `MESSAGE` be 2: is a step with two stages per rank still shorter than with one?
+back, and in `interleaved` run ahead by `2 * (p - 1 - rank)` instead of `p - 1 - rank`: which claims
+fail, and which do not?
 
 **Before.** parallelism/07_pipeline_schedules.py: GPipe, 1F1B, and how large their bubble is.
 
@@ -41,7 +40,6 @@ import json
 import logging
 import math
 import os
-import re
 import signal
 import statistics
 import sys
@@ -88,32 +86,32 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 # nobody waits for it to come around: while it passes the other rank, rank 0 works on F1, and goes
 # on with f0. That is why p micro-batches are taken through a stage before the next stage.
 #
-# In general p-1 forward and p-1 backward passes are lost, of stages 1/v as large. If a forward pass
-# of such a stage takes one slot, these are 3 (p-1) slots, compared with 3 v m of work. The share is
-# (p-1) / (v m + p-1), as with v times as many micro-batches.
+# In general, p-1 forward and p-1 backward passes of a stage are lost. A rank does m forward and m
+# backward passes of each of its v stages. So it idles (p-1) / (v m + p-1) of the time, as 1F1B
+# would with v times as many micro-batches.
 
 # %% [markdown]
 # ## 2. Interleaved 1F1B: 1F1B with several stages per rank
 #
-# An action names its stage now: rank r has the stages r, r+p, r+2p, ... (They lie p apart. Stages
-# that all are neighbors would be one large stage again.) Forward, a rank takes p micro-batches
-# through its first stage, the same p through its second, and so on, and then the next p. Backward
-# it does the same with the stages in reverse:
+# Rank r has the stages r, r+p, r+2p, ... (They lie p apart. Stages that are neighbors would be one
+# large stage again.) Forward, it takes p micro-batches through its first stage, the same p through
+# its second, and so on, and then the next p. Backward it does the same with the stages in reverse.
+# As in 1F1B it first runs ahead with forwards (warm-up), then does one forward and one backward in
+# turn (steady state), and then the backwards that are left (cooldown):
 #
-#     forwards of rank 0      stage         0 0 2 2 0 0 2 2           p = 2, v = 2, m = 4
-#                             micro-batch   0 1 0 1 2 3 2 3
-#     backwards of rank 0     stage         2 2 0 0 2 2 0 0
-#                             micro-batch   0 1 0 1 2 3 2 3
+#     p = 2, v = 2, m = 4    warm-up   steady state                         cooldown
+#     rank 0                 F0 F1 f0  f1 b0 F2 b1 F3 B0 f2 B1 f3 b2        b3 B2 B3
+#     rank 1                 F0 F1     f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3  B2 B3
 #
-# As in 1F1B, a rank first runs ahead with forwards, then does one forward and one backward in turn.
-# It must run ahead by (v-1) p forwards until its *last* stage is due, and as in 1F1B by one for
-# each hop between it and the last rank. With v = 1 the list is 1F1B.
+# How far must it run ahead? Its last stage is due only after (v-1) p forwards through the others:
+# F0 and F1 here. Then it is as in 1F1B: one more for each hop between it and the last rank. With v
+# = 1 the list is 1F1B.
 
 # %%
-Action = tuple[str, int, int]  # ("F" or "B", stage, number of the micro-batch)
+Action = tuple[str, int, int]  # ("F" or "B", stage, micro-batch): f0 on rank 0 is ("F", p, 0)
 
 
-def interleaved(rank: int, p: int, m: int, v: int, per_hop: int = 1) -> list[Action]:
+def interleaved(rank: int, p: int, m: int, v: int) -> list[Action]:
     """Interleaved 1F1B: the order in which a rank of p works on its v stages; p divides m."""
     stages = range(rank, v * p, p)
     forwards = []
@@ -123,7 +121,7 @@ def interleaved(rank: int, p: int, m: int, v: int, per_hop: int = 1) -> list[Act
             forwards += [("F", stage, k) for k in range(first, first + p)]
         for stage in reversed(stages):
             backwards += [("B", stage, k) for k in range(first, first + p)]
-    num_warmup = min((v - 1) * p + per_hop * (p - 1 - rank), v * m)
+    num_warmup = min((v - 1) * p + p - 1 - rank, v * m)
     order = forwards[:num_warmup]  # fill the pipeline
     for i in range(v * m - num_warmup):  # steady state: one forward, one backward
         order.append(forwards[num_warmup + i])
@@ -136,107 +134,126 @@ def interleaved(rank: int, p: int, m: int, v: int, per_hop: int = 1) -> list[Act
 #
 # - **Messages.** A micro-batch crosses v p - 1 borders between stages each way, instead of p-1. A
 #   message is as large as before: one activation.
-# - **Memory.** Rank 0 has (v-1) p + p-1 + 1 = v p forwards under way when its first backward comes,
-#   each of 1/v of its layers. That makes p micro-batches, as under 1F1B.
+# - **Memory.** When rank 0 does its first backward, (v-1) p + p-1 + 1 = v p forwards are under way,
+#   each of 1/v of its layers. That makes p micro-batches, as under 1F1B. The lists of libraries
+#   hold more (section 5).
 
 # %% [markdown]
-# ## 3. How it is measured
+# ## 3. Play the lists
 #
-# **The oracle** is the whole model on the whole batch in one process, in float64. A rank really
-# follows its list, as in the lesson before: it receives what an action needs, does it, and sends
-# the result on without waiting. Several messages between two ranks are under way at a time, so each
-# carries a tag. (NCCL knows no tags. All of this runs on CPUs by gloo, also where there are GPUs.)
+# How long a step takes follows from the lists. An action starts when its rank has done what stands
+# before it on the list, and the neighboring stage has done the same micro-batch. `play` notes the
+# slots of each action. The lengths are assumed, so what is claimed of them is "simulated".
+
+# %%
+LAYERS_PER_RANK = 2  # so that a stage is both of them or one
+SLOTS = {"F": 1, "B": 2}  # of one layer; a message takes none
+
+
+def play(orders: list[list[Action]], v: int) -> list[dict[Action, range]]:
+    """Follow the lists of all ranks; return the slots of each rank's actions."""
+    stages = range(v * len(orders))
+    ends = {}  # the slot after an action, if it is done
+    played = [{} for _ in orders]
+    now = [0] * len(orders)  # each rank's clock
+    for _ in range(sum(map(len, orders))):  # each round brings a rank further
+        for rank, order in enumerate(orders):
+            for kind, stage, k in order[len(played[rank]) :]:
+                neighbor = stage - 1 if kind == "F" else stage + 1
+                if neighbor in stages and (kind, neighbor, k) not in ends:
+                    break  # the rank waits
+                start = max(now[rank], ends.get((kind, neighbor, k), 0))
+                now[rank] = start + SLOTS[kind] * LAYERS_PER_RANK // v
+                ends[kind, stage, k] = now[rank]
+                played[rank][kind, stage, k] = range(start, now[rank])
+    return played
+
+
+def length(ranks: list[dict]) -> int:
+    """The slots of a step, from the first action of any rank to the last of any."""
+    return max(max(slots.stop for slots in actions.values()) for actions in ranks)
+
+
+def idle_share(ranks: list[dict]) -> Fraction:
+    """The share of all slots of all ranks that are empty."""
+    busy = sum(sum(map(len, actions.values())) for actions in ranks)
+    return 1 - Fraction(busy, length(ranks) * len(ranks))
+
+
+# %% [markdown]
+# ## 4. How it is measured: follow the lists for real
 #
-# **Slots** are counted in the run: each message takes its sender's logical clock along. A slot is
-# always the forward pass of *half* a rank's layers, so that steps with one and with two stages per
-# rank can be compared. How long an action and a message take is assumed, so these rows are
-# "simulated". Messages and activations held are counted as they are.
+# Each rank also follows its list with real layers and messages: for each action it receives what
+# the action needs, does it, and sends the result on without waiting. Messages sent and activations
+# held are counted there. Activations and gradients have a process group each. In each, a rank
+# receives in the order in which its neighbor sends. (It runs on CPUs by gloo, also where there are
+# GPUs; on NCCL use PyTorch's class, section 5.)
+
+
+# %%
+def run_step(
+    stages: dict[int, nn.Module],
+    order: list[Action],
+    inputs: Sequence[torch.Tensor],
+    loss_of: Callable,
+    groups: dict[str, dist.ProcessGroup],
+) -> tuple[int, int]:
+    """Follow a list; return how many messages were sent, and the most activations held.
+
+    stages: {number: layers}. inputs: the micro-batches, which are shaped like every activation.
+    loss_of(y, k): what the output of micro-batch k adds to the loss.
+    """
+    last = WORLD_SIZE * len(stages) - 1  # the number of the model's last stage
+    held = {}  # (stage, k): input and output
+    most_held = 0
+    sends = []
+    for kind, stage, k in order:
+        if kind == "F":
+            x = inputs[k] if stage == 0 else receive(inputs[k], stage - 1, groups["F"])
+            y = stages[stage](x.requires_grad_())
+            if stage < last:
+                sends.append(send(y.detach(), stage + 1, groups["F"]))
+            else:
+                y = loss_of(y, k)
+            held[stage, k] = (x, y)
+            most_held = max(most_held, len(held))
+        else:
+            x, y = held.pop((stage, k))
+            y.backward(receive(y, stage + 1, groups["B"]) if stage < last else None)
+            if stage > 0:
+                sends.append(send(x.grad, stage - 1, groups["B"]))
+    for work in sends:
+        work.wait()
+    return len(sends), most_held
+
+
+def send(result: torch.Tensor, stage: int, group: dist.ProcessGroup) -> dist.Work:
+    """Start to send a result to the rank of another stage."""
+    return dist.isend(result, stage % WORLD_SIZE, group)
+
+
+def receive(like: torch.Tensor, stage: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return what the rank of another stage sends."""
+    arrived = torch.empty_like(like)
+    dist.recv(arrived, stage % WORLD_SIZE, group)
+    return arrived
+
+
+# %% [markdown]
+# **The oracle** for the gradients is the whole model on the whole batch in one process, in float64.
 
 # %%
 ROWS, WIDTH = 4, 16  # of one micro-batch
 MICRO_BATCHES = WORLD_SIZE * max(2, math.ceil(8 / WORLD_SIZE))  # 8 on 1, 2 and 4 ranks
-SLOTS = {"F": 2, "B": 4}  # of all layers of a rank
-
-
-class Pipeline:
-    """One rank's stages, the step that follows a list, and a clock that counts slots."""
-
-    def __init__(
-        self, stages: dict[int, nn.Module], loss_of: Callable, group: dist.ProcessGroup
-    ) -> None:
-        self.stages = stages  # {number: layers}
-        self.last = WORLD_SIZE * len(stages) - 1  # the number of the model's last stage
-        self.loss_of = loss_of  # (output of the last stage, k) -> loss of micro-batch k
-        self.group = group
-        self.held: dict[tuple[int, int], tuple] = {}  # (stage, k): (input, output)
-        self.most_held = 0
-        self.sends: list[dist.Work] = []
-        self.message = 0  # the slots that one takes
-        self.now = 0
-        self.slots: dict[Action, range] = {}
-
-    def step(self, order: Sequence[Action], inputs: Sequence[torch.Tensor]) -> None:
-        """Run one step; `inputs`: the micro-batches, elsewhere tensors like what arrives."""
-        for action in order:
-            kind, stage, k = action
-            result = self.forward(stage, k, inputs[k]) if kind == "F" else self.backward(stage, k)
-            start = self.now
-            self.now += SLOTS[kind] // len(self.stages)
-            self.slots[action] = range(start, self.now)
-            target = stage + 1 if kind == "F" else stage - 1
-            if 0 <= target <= self.last:
-                self.send(action, result, target)
-        for send in self.sends:
-            send.wait()
-
-    def forward(self, stage: int, k: int, x: torch.Tensor) -> torch.Tensor:
-        if stage > 0:
-            x = self.receive(("F", stage - 1, k), x)
-        y = self.stages[stage](x.requires_grad_())
-        if stage == self.last:
-            y = self.loss_of(y, k)
-        self.held[stage, k] = (x, y)
-        self.most_held = max(self.most_held, len(self.held))
-        return y.detach()
-
-    def backward(self, stage: int, k: int) -> torch.Tensor:
-        x, y = self.held.pop((stage, k))
-        y.backward(None if stage == self.last else self.receive(("B", stage + 1, k), y))
-        return x.grad
-
-    def send(self, action: Action, result: torch.Tensor, stage: int) -> None:
-        """Send an action's result, and when it will be there, to the rank of another stage."""
-        message = torch.cat([result.flatten(), result.new_tensor([self.now + self.message])])
-        rank = stage % WORLD_SIZE
-        self.sends.append(dist.isend(message, rank, self.group, tag=tag_of(action)))
-
-    def receive(self, action: Action, like: torch.Tensor) -> torch.Tensor:
-        """Return the result of another rank's action; it is not there sooner than it says."""
-        message = torch.empty(like.numel() + 1, dtype=like.dtype)
-        dist.recv(message, action[1] % WORLD_SIZE, self.group, tag=tag_of(action))
-        self.now = max(self.now, int(message[-1]))
-        return message[:-1].view_as(like)
-
-
-def tag_of(action: Action) -> int:
-    """A number of its own for each message of a step."""
-    kind, stage, k = action
-    return 2 * (stage * MICRO_BATCHES + k) + "FB".index(kind)
-
-
-# %% [markdown]
-# The model has two layers per rank, so that a stage is both of them or one.
-
-# %%
-LAYERS = 2 * WORLD_SIZE
+LAYERS = LAYERS_PER_RANK * WORLD_SIZE
 TOLERANCE = 2 * (LAYERS + 1) * WIDTH * 2**-53  # sums of WIDTH terms, LAYERS there and back
 
 
 class Case:
     """A model, a batch, and the gradients that one process finds."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group  # gloo
+    def __init__(self, groups: dict[str, dist.ProcessGroup]) -> None:
+        self.groups = groups  # gloo; for activations ("F") and gradients ("B")
         torch.manual_seed(0)  # the same on every rank
         layers = []
         for _ in range(LAYERS):
@@ -248,7 +265,7 @@ class Case:
 
     def stages(self, v: int) -> dict[int, nn.Module]:
         """Copies of this rank's v stages, without gradients."""
-        size = LAYERS // (v * WORLD_SIZE)
+        size = LAYERS_PER_RANK // v
         mine = {}
         for stage in range(RANK, v * WORLD_SIZE, WORLD_SIZE):
             mine[stage] = copy.deepcopy(self.model[stage * size : (stage + 1) * size])
@@ -258,13 +275,12 @@ class Case:
     def loss(self, y: torch.Tensor, k: int) -> torch.Tensor:
         return F.mse_loss(y, self.target.chunk(MICRO_BATCHES)[k]) / MICRO_BATCHES
 
-    def run(self, v: int, per_hop: int = 1, message: int = 0) -> Pipeline:
-        """Run one step with v stages per rank."""
-        pipeline = Pipeline(self.stages(v), self.loss, self.group)
-        pipeline.message = message
-        order = interleaved(RANK, WORLD_SIZE, MICRO_BATCHES, v, per_hop)
-        pipeline.step(order, self.x.chunk(MICRO_BATCHES))
-        return pipeline
+    def run(self, order: list[Action], v: int) -> tuple[float, int, int]:
+        """Run a step; return the gradients' error, the messages sent and the activations held."""
+        stages = self.stages(v)
+        inputs = self.x.chunk(MICRO_BATCHES)
+        sent, held = run_step(stages, order, inputs, self.loss, self.groups)
+        return self.error(stages), sent, held
 
     def error(self, stages: dict[int, nn.Module]) -> float:
         """How far the gradients are from one process's."""
@@ -283,46 +299,41 @@ def relative_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 # %% [markdown]
-# First 1F1B, then two stages per rank, with messages that take no time.
+# First 1F1B, then two stages per rank. What was played is printed as grids: letters as above, and
+# under them the number of the micro-batch.
 
 
 # %%
 def check_schedules(case: Case) -> dict[str, list[dict]]:
-    """Run 1F1B and two stages per rank; claim what they cost; return every rank's slots of each."""
+    """Play and run 1F1B and two stages per rank; claim what they cost; return all slots."""
     p = WORLD_SIZE
-    one = case.run(v=1)
-    runs = {"1F1B": gather_objects(one.slots)}
-    claim("1F1B: error of the gradients", 0, case.error(one.stages), atol=TOLERANCE)
+    m = MICRO_BATCHES
+    lists = [interleaved(rank, p, m, 1) for rank in range(p)]
+    runs = {"1F1B": play(lists, 1)}
+    show("1F1B", runs["1F1B"])
+    error, sent_1f1b, held = case.run(lists[RANK], 1)
+    claim("1F1B: error of the gradients", 0, error, atol=TOLERANCE)
     claim("1F1B: share of slots idle", bubble(1), idle_share(runs["1F1B"]), kind="simulated")
-    claim("1F1B: micro-batches held", p, one.most_held, rank=0)
+    claim("1F1B: micro-batches held", p, held, rank=0)
     if p == 1:
         blocked("several stages per rank, and messages", needs="2 ranks")
         return runs
-    two = case.run(v=2)
-    runs["v = 2"] = gather_objects(two.slots)
-    claim("v = 2: error of the gradients", 0, case.error(two.stages), atol=TOLERANCE)
+    lists = [interleaved(rank, p, m, 2) for rank in range(p)]
+    runs["v = 2"] = play(lists, 2)
+    show("v = 2", runs["v = 2"])
+    error, sent, held = case.run(lists[RANK], 2)
+    claim("v = 2: error of the gradients", 0, error, atol=TOLERANCE)
     idle = idle_share(runs["v = 2"])
     claim("v = 2: share of slots idle", bubble(2), idle, question=1, kind="simulated")
-    ratio = sum(gather_objects(len(two.sends))) / sum(gather_objects(len(one.sends)))
+    ratio = sum(gather_objects(sent)) / sum(gather_objects(sent_1f1b))
     claim("v = 2: messages / 1F1B's", (2 * p - 1) / (p - 1), ratio, question=2)
-    claim("v = 2: micro-batches held", p, two.most_held / 2, question=3, rank=0)
+    claim("v = 2: micro-batches held", p, held / 2, question=3, rank=0)
     return runs
 
 
 def bubble(v: int) -> Fraction:
     """The share of slots that a rank idles by the formula: (p-1) / (v m + p-1)."""
     return Fraction(WORLD_SIZE - 1, v * MICRO_BATCHES + WORLD_SIZE - 1)
-
-
-def length(ranks: list[dict]) -> int:
-    """The slots of a step, from the first action of any rank to the last of any."""
-    return max(max(slots.stop for slots in actions.values()) for actions in ranks)
-
-
-def idle_share(ranks: list[dict]) -> Fraction:
-    """The share of all slots of all ranks that are empty."""
-    busy = sum(sum(map(len, actions.values())) for actions in ranks)
-    return 1 - Fraction(busy, length(ranks) * len(ranks))
 
 
 def gather_objects(value: object) -> list:
@@ -332,104 +343,67 @@ def gather_objects(value: object) -> list:
     return values
 
 
-# %% [markdown]
-# What was run is printed as grids, if they fit: a letter per slot, f and b for a second stage.
-
-
-# %%
 def show(name: str, ranks: list[dict]) -> None:
-    rows = []
+    """Print a grid, if the screen is wide enough; a number stands in an action's first slot."""
+    print0(f"\n  {name}: {length(ranks)} slots")
     for rank, actions in enumerate(ranks):
-        row = ["."] * length(ranks)
-        for (kind, stage, _), slots in actions.items():
+        letters = ["."] * length(ranks)
+        numbers = [" "] * length(ranks)
+        for (kind, stage, k), slots in actions.items():
+            numbers[slots.start] = str(k % 10)
             for slot in slots:
-                row[slot] = kind if stage == rank else kind.lower()
-        rows.append(f"  rank {rank}  {''.join(row)}")
-    if max(map(len, rows)) <= 100:
-        print0("\n".join([f"\n  {name}: {length(ranks)} slots", *rows]))
+                letters[slot] = kind if stage == rank else kind.lower()
+        if length(ranks) <= 88:
+            print0(f"  rank {rank}  {''.join(letters)}\n{'':10}{''.join(numbers)}".rstrip())
+    print0()
 
 
 # %% [markdown]
-# ## 4. Messages that take time: run ahead by two forwards per hop
-#
-# So far messages took no time. Let one take c slots. The first micro-batch crosses all v p - 1
-# borders before the last stage can begin, and the last gradient crosses all of them after that
-# stage has ended. So a step gets 2 (v p - 1) c slots longer at the least.
-#
-# With 1F1B's one forward per hop it gets longer still. Here are two ranks with one stage each, m =
-# 4, a message that takes a slot, and a slot that is the forward pass of a stage:
-#
-#     one per hop    slot    0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15 16 17 18
-#     rank 0                F0 F1  .  .  .  . B0 B0 F2 B1 B1 F3  .  . B2 B2  . B3 B3
-#     rank 1                 .  . F0 B0 B0 F1 B1 B1  .  . F2 B2 B2 F3 B3 B3  .  .  .
-#
-#     two per hop    slot    0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15 16
-#     rank 0                F0 F1 F2  .  .  . B0 B0 F3 B1 B1  . B2 B2  . B3 B3
-#     rank 1                 .  . F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3  .  .  .
-#
-# With one, rank 0 does F2 only after B0, so rank 1 has nothing to do in slots 8 and 9: one for the
-# gradient to travel, and one for F2 to travel back. With two, F2 has arrived long before, and rank
-# 1 works without a break. As long as c is at most one, all messages but the first and the last
-# micro-batch's travel while ranks work. The price is memory: rank 0 has (v-1) p + 2 (p-1) + 1
-# forwards under way, p + (p-1)/v micro-batches instead of p. Narayanan et al. (2021), who invented
-# the schedule, and PyTorch's class run ahead by two.
-
-
-# %%
-MESSAGE = 1  # the slots of a message
-
-
-def check_messages(case: Case, free: dict[str, list[dict]]) -> dict[str, list[dict]]:
-    """Claim what messages add to a step, and what two forwards per hop hold; return the slots."""
-    p = WORLD_SIZE
-    runs = {}
-    one = case.run(v=1, per_hop=2, message=MESSAGE)
-    runs["v = 1, slow messages"] = gather_objects(one.slots)
-    added = length(runs["v = 1, slow messages"]) - length(free["1F1B"])
-    claim("v = 1: slots that messages add", 2 * (p - 1) * MESSAGE, added, kind="simulated")
-    two = case.run(v=2, per_hop=2, message=MESSAGE)
-    runs["v = 2, slow messages"] = gather_objects(two.slots)
-    added = length(runs["v = 2, slow messages"]) - length(free["v = 2"])
-    exposed = 2 * (2 * p - 1) * MESSAGE
-    claim("v = 2: slots that messages add", exposed, added, question=4, kind="simulated")
-    held = two.most_held / 2
-    claim("v = 2, two per hop: micro-batches held", p + (p - 1) / 2, held, rank=0)
-    one_per_hop = case.run(v=2, per_hop=1, message=MESSAGE)
-    runs["v = 2, slow messages, one forward per hop"] = gather_objects(one_per_hop.slots)
-    return runs
-
-
-# %% [markdown]
-# ## 5. PyTorch's own
+# ## 5. PyTorch's own, which holds more
 #
 # `torch.distributed.pipelining` has it as a class, which takes this rank's stages and brings a
-# runtime that works on NCCL too. Its order stands in `pipeline_order`, with names such as 4F0 for
-# stage 4 and micro-batch 0.
+# runtime that works on NCCL too. Its list, `pipeline_order`, differs from ours in one number: a
+# rank runs ahead by two forwards per hop instead of one, as Megatron's does. So it has work while a
+# gradient travels back and the next activation comes. That pays where messages take time: if one
+# takes a slot, a step of four ranks and eight micro-batches takes 71 slots by that list, and 87 by
+# ours. If messages are free, the bubble is the same.
+#
+# The price is memory. Rank 0 has (v-1) p + 2 (p-1) + 1 forwards under way, and holds p + (p-1)/v
+# micro-batches instead of p. So "no more memory than 1F1B" is true of our list, and not of the
+# libraries'. Below, our step also follows PyTorch's list.
 
 
 # %%
-def check_torchs(case: Case, device: torch.device) -> None:
-    """Claim that PyTorch's schedule finds the same gradients, and that its list is ours."""
-    if WORLD_SIZE == 1:
-        blocked("PyTorch's own schedule", needs="2 ranks")
-        return
+def check_torchs(case: Case, device: torch.device) -> list[dict]:
+    """Claim that PyTorch's class finds the same gradients, and what its list costs; play it."""
+    p = WORLD_SIZE
     modules = case.stages(2)
     stages = []
     for stage, module in modules.items():
-        stages.append(PipelineStage(module.to(device), stage, 2 * WORLD_SIZE, device))
+        stages.append(PipelineStage(module.to(device), stage, 2 * p, device))
     schedule = pipelining.ScheduleInterleaved1F1B(stages, MICRO_BATCHES, loss_fn=F.mse_loss)
     inputs = [case.x.to(device)] if RANK == 0 else []
     target = {"target": case.target.to(device)} if RANK == WORLD_SIZE - 1 else {}
     schedule.step(*inputs, **target)
     error = case.error(modules)
     claim("torch's Interleaved1F1B: error of the gradients", 0, error, atol=TOLERANCE)
-    named = " ".join(str(action) for action in schedule.pipeline_order[RANK] if action)
+
+    lists = [actions_of(schedule.pipeline_order[rank]) for rank in range(p)]
+    played = play(lists, 2)
+    idle = idle_share(played)
+    claim("torch's list: share of slots idle", bubble(2), idle, kind="simulated")
+    _, _, held = case.run(lists[RANK], 2)
+    claim("torch's list: micro-batches held", p + (p - 1) / 2, held / 2, rank=0)
+    return played
+
+
+def actions_of(pipeline_order: list) -> list[Action]:
+    """PyTorch's list of one rank as one of ours; it has None where the rank idles."""
     order = []
-    for stage, kind, k in re.findall(r"(\d+)([FB])(\d+)", named):
-        order.append((kind, int(stage), int(k)))
-    pairs = zip(order, interleaved(RANK, WORLD_SIZE, MICRO_BATCHES, 2, per_hop=2), strict=True)
-    unlike = sum(theirs != action for theirs, action in pairs)
-    claim("torch's Interleaved1F1B: actions unlike our list's", 0, unlike)
+    for one in pipeline_order:
+        if one is not None:
+            order.append((one.computation_type.value, one.stage_index, one.microbatch_index))
+    return order
 
 
 # %% [markdown]
@@ -496,7 +470,7 @@ def check_gpus(device: torch.device) -> None:
 
 
 # %% [markdown]
-# `--figure` draws the grid of every schedule that was run, all on one scale of time.
+# `--figure` draws every schedule that was played, all on one scale of time.
 
 
 # %%
@@ -515,7 +489,7 @@ def draw(path: str, runs: dict[str, list[dict]]) -> None:
         axes.set(ylabel="rank", yticks=range(len(ranks)), ylim=(len(ranks) - 0.5, -0.5))
         told.append(f"{name}: {length(ranks)} slots, {float(idle_share(ranks)):.1%} idle")
         axes.set_title(told[-1])
-    panels[-1].set_xlabel("slots, the forward pass of half a rank's layers; backward is green")
+    panels[-1].set_xlabel("slots, the forward pass of a layer; backward is green")
     alt = f"Pipeline schedules on {WORLD_SIZE} ranks over time, a row per rank. {'; '.join(told)}"
     figure.savefig(path, metadata={"Title": alt})
 
@@ -528,31 +502,28 @@ def draw(path: str, runs: dict[str, list[dict]]) -> None:
 # 1. 3/19 = 15.8% instead of 3/11 = 27.3%: what 1F1B would idle with 16 micro-batches. The work
 #    stays, so a step gets shorter by less: by 14%, from 66 slots to 57.
 # 2. 7/3 as many: seven borders between stages instead of three.
-# 3. As many: eight halves are four. A rank runs ahead by more forwards, of smaller stages.
-# 4. By 14: seven messages until the last stage can begin, and seven after it has ended. With one
-#    stage per rank there are three and three. So of the nine slots that small stages save, slow
-#    messages take eight back: a step takes 71 slots instead of 72. With messages of half a slot it
-#    would be 64 instead of 69.
-#
-# Two forwards per hop hold 5.5 micro-batches instead of 4. With one, messages add 30 slots, not 14:
-# in the last grid rank 3 stops eight times for two slots, one for its gradient to travel and one
-# for the next activation. So 1.5 micro-batches buy 16 slots of 87.
+# 3. As many: eight halves are four. A rank runs ahead by more forwards, of smaller stages. But
+#    PyTorch and Megatron run ahead by three halves more and hold p + (p-1)/v = 5.5: expect 38% more
+#    activations than under 1F1B on rank 0, in return for messages that are hidden.
 #
 # **Try.** With 64 micro-batches 1F1B idles 3/67 = 4.5%, and interleaving 3/131 = 2.3%: a step takes
-# 393 slots instead of 402, which is 2.2% less, for 7/3 as many messages. With messages of two slots
-# it is longer: 92 slots instead of 78. A message outlasts a forward pass of a small stage then, so
-# that ranks wait in the middle of a step too, and the answer to question 4 fails: 35 instead of 28.
+# 393 slots instead of 402, which is 2.2% less, for 7/3 as many messages. If a rank runs ahead by
+# two forwards per hop, only the two claims on what our lists hold fail: 7 micro-batches with one
+# stage per rank, and 5.5 with two, which is PyTorch's list then. The bubbles stay.
 #
 # **When to use it.** With few micro-batches: the batch of a step is limited, so with many replicas
-# m falls to a few times p, and p must divide it. Not when m is large compared with p, as above.
-# Not when the model has too few layers: it takes v p stages of equal size, and the embedding and
-# the head count as layers. Not under FSDP, which would gather a stage for each
-# micro-batch: there all micro-batches go through a stage before the next one (breadth first,
-# Lamy-Poirier, 2022; in PyTorch `ScheduleLoopedBFS`).
+# m falls to a few times p. (This list wants m to be a multiple of p; PyTorch's takes some others.)
+# Not when m is large compared with p, as above. Not when the model has too few layers: it takes v p
+# stages of equal size, and the embedding and the head count as layers. Not under FSDP, which would
+# gather a stage for each micro-batch: there all micro-batches go through a stage before the next
+# one (breadth first, Lamy-Poirier, 2022; in PyTorch `ScheduleLoopedBFS`).
 #
-# **On GPUs.** A forward pass of a stage must take longer than its message. For Llama 3 70B, 4,096
-# tokens and bfloat16 an activation is 67 MB: 1.3 ms through a network card of 400 Gb/s. The forward
-# pass of one of its 80 layers is 7 TFLOP, 18 ms at 400 TFLOP/s: even a stage of one layer hides its
+# **What messages cost.** The first micro-batch crosses all v p - 1 borders before the last stage
+# can begin, and the last gradient as many on its way back. These 14 messages are waited for,
+# compared with 6 if a rank has one stage. Under PyTorch's list the others travel while ranks work,
+# if a stage's forward pass takes longer than its message. For Llama 3 70B, 4,096 tokens and
+# bfloat16 an activation is 67 MB: 1.3 ms through a network card of 400 Gb/s. The forward pass of
+# one of its 80 layers is 7 TFLOP, 18 ms at 400 TFLOP/s: even a stage of one layer hides its
 # messages, and with tensor parallelism over eight GPUs (2.2 ms) it still does.
 
 
@@ -562,14 +533,10 @@ def main() -> None:
     options = command_line({"--figure": figure})
     launch()
     device = setup()
-    case = Case(dist.new_group(backend="gloo"))
+    case = Case({kind: dist.new_group(backend="gloo") for kind in SLOTS})
     runs = check_schedules(case)
     if WORLD_SIZE > 1:
-        runs |= check_messages(case, runs)
-    for name, ranks in runs.items():
-        show(name, ranks)
-    print0()
-    check_torchs(case, device)
+        runs["PyTorch's list"] = check_torchs(case, device)
     check_gpus(device)
     if options.figure and RANK == 0:
         draw(options.figure, runs)

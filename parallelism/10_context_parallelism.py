@@ -5,20 +5,18 @@
 of a layer but attention treat every token alone. In attention a token looks at all tokens before
 it. How do the ranks compute it without any of them ever holding all keys and values?
 
-**Predict**, and write it down before you run. There are four ranks. The sequence is cut into eight
-chunks, two for each rank. A *piece* of the work is the queries of one chunk against the keys of one
-chunk. Attention is causal: a piece that the mask leaves empty is skipped, and one on the diagonal,
-a chunk against itself, counts half.
+**Predict**, and write it down before you run. There are four ranks. The keys and values of one
+rank's tokens are called a *block*. Attention is causal: a token sees itself and those before it, so
+a rank's queries see half of the rank's own block.
 
-1. In a forward pass, how many times the size of its own keys does a rank send, values included?
-2. And in a backward pass?
-3. Rank 0 holds the first two chunks, rank 3 the last two. How many times as many pieces does rank 3
-   compute as rank 0?
-4. The chunks are dealt out as evenly as can be. By what factor do the pieces of the busiest rank
-   decrease?
-5. All keys and values would be four blocks, one from each rank. Instead they travel: while a rank
-   computes with one block, and sends it on, the next one arrives. How many blocks does it hold at a
-   time in the forward pass, besides its own?
+1. In a forward pass, how many blocks does a rank send?
+2. And in a backward pass? The gradient of a block is as large as a block, and counts like one.
+3. Rank 0 holds the first quarter of the tokens, rank 3 the last. How many times as many scores does
+   rank 3 compute as rank 0?
+4. The sequence is cut into eight chunks instead, and each rank gets two, so that all have the same
+   work. By what factor do the scores of the busiest rank decrease?
+5. Sending is to hide behind computing. How many blocks of other ranks must be in a rank's memory
+   at a time, in the forward pass?
 
 **Run.**
 
@@ -27,9 +25,9 @@ a chunk against itself, counts half.
 
 Not run on several GPUs.
 
-**Try.** In `RunningSoftmax.add` leave out `* rescale_BHc1` behind `self.total_BHc1`: what fails,
-outputs, gradients or both? In the last line of `ring_backward` write `grad_kv_22BHcK` for
-`home_22BHcK`, so that gradients of keys and values never come home: what fails now?
+**Try.** In `RunningSoftmax.add` leave out `* rescale_Hc1` behind `self.total_Hc1`: what fails,
+outputs, gradients or both? In the last line of `ring_backward` write `leaving` for `arriving`, so
+that gradients of keys and values never come home: what fails now?
 
 **Before.** exercises/03_ring_shift: the hop from which the ring is made.
 communication/02_point_to_point.py: why a send and a receive are posted together.
@@ -39,7 +37,6 @@ parallelism/21_ulysses.py: the same without a ring, and which way to take when.
 """
 
 import argparse
-import contextlib
 import ctypes
 import json
 import logging
@@ -52,14 +49,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from types import SimpleNamespace
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 
 # A *rank* is one of WORLD_SIZE processes that run this same file. `claim(text, predicted,
 # measured)` prints one row of the ledger and must be called by every rank. It, `setup`, `print0`,
@@ -67,10 +60,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 RANK = int(os.environ.get("RANK", "0"))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
-# Shapes: B sequences, H heads, T tokens, K features per head. A rank holds two chunks of c = T / 2n
-# tokens: x_2BHcK. In kv_22BHcK the first 2 is the chunk, the second is keys and values.
-B, H, K = 2, 3, 8
+# Shapes: H heads, T tokens, K features per head. A rank holds two chunks of c = T / 2n tokens:
+# queries are q_2HcK, and a block of keys and values is (2, 2, H, c, K), chunk by chunk.
+H, K = 6, 8
 TOKENS = 201  # an odd number, so that 2n never divides it
+
+counts = Counter()  # bytes sent, and pieces computed: for section 5
 
 # %% [markdown]
 # ## 1. Softmax in pieces
@@ -94,38 +89,40 @@ TOKENS = 201  # an odd number, so that 2n never divides it
 
 # %%
 class RunningSoftmax:
-    """Attention of the queries of a chunk, (B, H, c, K), to keys that come in pieces."""
+    """Attention of the queries of a chunk, (H, c, K), to keys that come in pieces."""
 
-    def __init__(self, q_BHcK: torch.Tensor) -> None:
-        self.q_BHcK = q_BHcK
-        self.most_BHc1 = torch.full_like(q_BHcK[..., :1], -math.inf)  # largest score so far
-        self.total_BHc1 = torch.zeros_like(self.most_BHc1)  # sum of exp(score - most)
-        self.sum_BHcK = torch.zeros_like(q_BHcK)  # sum of exp(score - most) times value
+    def __init__(self, q_HcK: torch.Tensor) -> None:
+        self.q_HcK = q_HcK
+        self.most_Hc1 = torch.full_like(q_HcK[..., :1], -math.inf)  # largest score so far
+        self.total_Hc1 = torch.zeros_like(self.most_Hc1)  # sum of exp(score - most)
+        self.sum_HcK = torch.zeros_like(q_HcK)  # sum of exp(score - most) times value
 
-    def add(self, k_BHcK: torch.Tensor, v_BHcK: torch.Tensor, diagonal: bool) -> None:
-        s_BHcc = scores(self.q_BHcK, k_BHcK, diagonal)
-        most_BHc1 = torch.maximum(self.most_BHc1, s_BHcc.amax(dim=-1, keepdim=True))
-        weight_BHcc = (s_BHcc - most_BHc1).exp()
-        rescale_BHc1 = (self.most_BHc1 - most_BHc1).exp()
-        self.total_BHc1 = self.total_BHc1 * rescale_BHc1 + weight_BHcc.sum(dim=-1, keepdim=True)
-        self.sum_BHcK = self.sum_BHcK * rescale_BHc1 + weight_BHcc @ v_BHcK
-        self.most_BHc1 = most_BHc1
+    def add(self, k_HcK: torch.Tensor, v_HcK: torch.Tensor, diagonal: bool) -> None:
+        s_Hcc = scores(self.q_HcK, k_HcK, diagonal)
+        most_Hc1 = torch.maximum(self.most_Hc1, s_Hcc.amax(dim=-1, keepdim=True))
+        weight_Hcc = (s_Hcc - most_Hc1).exp()
+        rescale_Hc1 = (self.most_Hc1 - most_Hc1).exp()
+        self.total_Hc1 = self.total_Hc1 * rescale_Hc1 + weight_Hcc.sum(dim=-1, keepdim=True)
+        self.sum_HcK = self.sum_HcK * rescale_Hc1 + weight_Hcc @ v_HcK
+        self.most_Hc1 = most_Hc1
 
 
-def scores(q_BHcK: torch.Tensor, k_BHcK: torch.Tensor, diagonal: bool) -> torch.Tensor:
-    """Scores of queries and keys, (B, H, c, c); of the same chunk a query sees no later key."""
-    s_BHcc = q_BHcK @ k_BHcK.transpose(-1, -2) / math.sqrt(q_BHcK.shape[-1])
+def scores(q_HcK: torch.Tensor, k_HcK: torch.Tensor, diagonal: bool) -> torch.Tensor:
+    """Scores of queries and keys, (H, c, c); within one chunk a query sees no later key."""
+    counts["pieces"] += 0.5 if diagonal else 1
+    s_Hcc = q_HcK @ k_HcK.mT / math.sqrt(q_HcK.shape[-1])
     if diagonal:
-        later_cc = torch.ones_like(s_BHcc[0, 0], dtype=torch.bool).triu(1)
-        s_BHcc = s_BHcc.masked_fill(later_cc, -math.inf)
-    return s_BHcc
+        later_cc = torch.ones_like(s_Hcc, dtype=torch.bool).triu(1)
+        s_Hcc = s_Hcc.masked_fill(later_cc, -math.inf)
+    return s_Hcc
 
 
 # %% [markdown]
 # ## 2. Forward: keys and values travel around a ring
 #
-# If pieces may come in any order, they may come from other ranks. Each rank keeps its queries. Keys
-# and values move on n-1 times, and visit all ranks (**ring attention**, Liu et al., 2023):
+# If pieces may come in any order, they may come from other ranks. Each rank keeps its queries.
+# Blocks of keys and values move on n-1 times, and visit all ranks (**ring attention**, Liu et al.,
+# 2023):
 #
 #                rank 0     rank 1     rank 2     rank 3
 #     step 0     k0 v0      k1 v1      k2 v2      k3 v3      each rank's own
@@ -133,35 +130,45 @@ def scores(q_BHcK: torch.Tensor, k_BHcK: torch.Tensor, diagonal: bool) -> torch.
 #     step 2     k2 v2      k3 v3      k0 v0      k1 v1
 #     step 3     k1 v1      k2 v2      k3 v3      k0 v0
 #
-# A hop starts before a rank computes, and is awaited afterwards, so it can hide behind the work. A
-# rank never gathers what visits it: it holds the block that it works on, and the one that arrives.
+# A hop starts before a rank computes, and is awaited afterwards, so it can hide behind the work.
+# Two buffers take turns: while one block is worked on and sent on, the next arrives in the other.
 
 
 # %%
-class Hop:
-    """A tensor on its way to the next rank, while one like it arrives from the rank before."""
+def start_hop(leaving: torch.Tensor, arriving: torch.Tensor) -> list[dist.Work]:
+    """Send a tensor to the next rank, while one like it arrives from the rank before."""
+    if WORLD_SIZE == 1:
+        arriving.copy_(leaving)
+        return []
+    counts["bytes sent"] += leaving.nbytes
+    send = dist.P2POp(dist.isend, leaving, (RANK + 1) % WORLD_SIZE)
+    receive = dist.P2POp(dist.irecv, arriving, (RANK - 1) % WORLD_SIZE)
+    return dist.batch_isend_irecv([send, receive])
 
-    def __init__(self, x: torch.Tensor) -> None:
-        self.leaving = x.contiguous()  # what is sent lies in one piece
-        self.arriving = torch.empty_like(self.leaving) if WORLD_SIZE > 1 else x
-        self.works = []
-        if WORLD_SIZE > 1:
-            send = dist.P2POp(dist.isend, self.leaving, (RANK + 1) % WORLD_SIZE)
-            receive = dist.P2POp(dist.irecv, self.arriving, (RANK - 1) % WORLD_SIZE)
-            self.works = dist.batch_isend_irecv([send, receive])
 
-    def arrived(self) -> torch.Tensor:
-        while self.works:
-            self.works.pop().wait()
-        self.leaving = None  # it has left: its memory may be used again
-        return self.arriving
+def wait_for(works: list[dist.Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+def visitors(block: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield (rank, block of that rank) for all ranks, my own first."""
+    buffers = [torch.empty_like(block), torch.empty_like(block)]
+    for step in range(WORLD_SIZE - 1):
+        arriving = buffers[step % 2]
+        works = start_hop(block, arriving)
+        yield (RANK - step) % WORLD_SIZE, block  # the caller computes with it meanwhile
+        wait_for(works)
+        block = arriving
+    yield (RANK + 1) % WORLD_SIZE, block  # the last one goes no further
 
 
 # %% [markdown]
-# A **layout** says which two of the 2n chunks a rank holds; the simplest gives it consecutive
-# tokens. From the layout `pieces` knows what the causal mask leaves of a visit. Chunks are compared
-# by their place in the whole sequence: a later chunk of keys is skipped, an earlier one is seen
-# whole, and within one chunk the mask is the usual triangle. No mask of T x T is ever built.
+# That is the ring. It remains to say which pieces to compute. Each rank holds two of 2n **chunks**
+# of the sequence; a **layout** says which two, and the simplest gives it consecutive tokens. Chunks
+# are compared by their place in the whole sequence: a later chunk of keys is skipped, an earlier
+# one is seen whole, and within one chunk, on the *diagonal*, the mask is the usual triangle. No
+# mask of T x T is ever built.
 
 # %%
 Layout = Callable[[int], tuple[int, int]]  # rank -> its two chunks
@@ -171,133 +178,38 @@ def consecutive(rank: int) -> tuple[int, int]:
     return 2 * rank, 2 * rank + 1
 
 
-def pieces(layout: Layout, source: int) -> list[tuple[int, int, bool]]:
-    """List (my chunk, chunk of `source`, is it the same one) wherever mine must see the other."""
+def pieces(layout: Layout, visitor: int) -> list[tuple[int, int, bool]]:
+    """List (my chunk, the visitor's chunk, is it the same one) wherever mine must see the other."""
     found = []
     for i, mine in enumerate(layout(RANK)):
-        for j, theirs in enumerate(layout(source)):
+        for j, theirs in enumerate(layout(visitor)):
             if theirs <= mine:
                 found.append((i, j, theirs == mine))
     return found
 
 
-# %% [markdown]
-# A step of the ring is three lines: start the hop, compute, and wait for what arrives.
-
-
-# %%
 def ring_forward(
-    q_2BHcK: torch.Tensor, k_2BHcK: torch.Tensor, v_2BHcK: torch.Tensor, layout: Layout
+    q_2HcK: torch.Tensor, block: torch.Tensor, layout: Layout
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the outputs (2, B, H, c, K) of my queries, and the logarithms of their totals."""
-    running = [RunningSoftmax(q_BHcK) for q_BHcK in q_2BHcK]
-    kv_22BHcK = torch.stack([k_2BHcK, v_2BHcK], dim=1)
-    for step in range(WORLD_SIZE):
-        hop = Hop(kv_22BHcK) if step < WORLD_SIZE - 1 else None
-        for i, j, diagonal in pieces(layout, (RANK - step) % WORLD_SIZE):
-            running[i].add(*kv_22BHcK[j], diagonal)
-        if hop:
-            kv_22BHcK = hop.arrived()
-    out_2BHcK = torch.stack([one.sum_BHcK / one.total_BHc1 for one in running])
-    lse_2BHc1 = torch.stack([one.most_BHc1 + one.total_BHc1.log() for one in running])
-    return out_2BHcK, lse_2BHc1
+    """Return the outputs (2, H, c, K) of my queries, and lse, (2, H, c, 1): see section 4."""
+    running = [RunningSoftmax(q_HcK) for q_HcK in q_2HcK]
+    for visitor, kv in visitors(block):
+        for i, j, diagonal in pieces(layout, visitor):
+            k_HcK, v_HcK = kv[j]
+            running[i].add(k_HcK, v_HcK, diagonal)
+    out_2HcK = torch.stack([one.sum_HcK / one.total_Hc1 for one in running])
+    lse_2Hc1 = torch.stack([one.most_Hc1 + one.total_Hc1.log() for one in running])
+    return out_2HcK, lse_2Hc1
 
 
 # %% [markdown]
-# ## 3. Backward: gradients of keys and values travel along, and come home
-#
-# First one piece, on one rank. Its weights p are not kept. They are computed again from queries,
-# keys and **lse**, the logarithm of the sum of all exp(score) of a query: exp(score - lse) is the
-# finished weight. If grad is the gradient of the output, ' means transposed, and * is an
-# elementwise product, then
-#
-#     dv  =  p' grad       ds  =  p * (grad v' - delta)       delta  =  sum of grad * out per query
-#     dq  =  ds k          dk  =  ds' q, and both are scaled as the scores are
-#
-# (The weights of a query add up to 1, so what raises one lowers the others: delta is the mean of
-# grad v' over all keys, weighted by p. As out is that mean of v, delta needs no keys.)
-
-
-# %%
-def piece_gradients(mine: tuple, kv_2BHcK: torch.Tensor, diagonal: bool) -> tuple:
-    """Return dq (B, H, c, K) of my chunk, and dk and dv (2, B, H, c, K) of the visitor's."""
-    q_BHcK, lse_BHc1, delta_BHc1, grad_BHcK = mine
-    k_BHcK, v_BHcK = kv_2BHcK
-    p_BHcc = (scores(q_BHcK, k_BHcK, diagonal) - lse_BHc1).exp()
-    grad_v_BHcK = p_BHcc.transpose(-1, -2) @ grad_BHcK
-    grad_s_BHcc = p_BHcc * (grad_BHcK @ v_BHcK.transpose(-1, -2) - delta_BHc1)
-    grad_s_BHcc /= math.sqrt(q_BHcK.shape[-1])
-    grad_k_BHcK = grad_s_BHcc.transpose(-1, -2) @ q_BHcK
-    return grad_s_BHcc @ k_BHcK, torch.stack([grad_k_BHcK, grad_v_BHcK])
-
-
-# %% [markdown]
-# Now the ring. dq belongs to this rank, which adds up its pieces. dk and dv belong to the visitor,
-# so each block of keys and values takes its gradients along. They follow one step behind it, since
-# a rank can send them on only when it has added its part. Here is the block of rank 0:
-#
-#                         rank 0          rank 1          rank 2          rank 3
-#     step 0              its part  -->
-#     step 1                              + its part -->
-#     step 2                                              + its part -->
-#     step 3                                                              + its part --> home
-#
-# The block itself stops at rank 3, after n-1 hops. Its gradients make one hop more, to rank 0.
-
-
-# %%
-def ring_backward(saved: tuple, grad_2BHcK: torch.Tensor, layout: Layout) -> tuple:
-    """Return the gradients of my queries, keys and values, (2, B, H, c, K) each."""
-    q_2BHcK, k_2BHcK, v_2BHcK, out_2BHcK, lse_2BHc1 = saved
-    delta_2BHc1 = (grad_2BHcK * out_2BHcK).sum(dim=-1, keepdim=True)
-    grad_q_2BHcK = torch.zeros_like(q_2BHcK)
-    kv_22BHcK = torch.stack([k_2BHcK, v_2BHcK], dim=1)
-    grad_hop = None  # gradients on their way
-    for step in range(WORLD_SIZE):
-        hop = Hop(kv_22BHcK) if step < WORLD_SIZE - 1 else None
-        grad_kv_22BHcK = torch.zeros_like(kv_22BHcK)
-        for i, j, diagonal in pieces(layout, (RANK - step) % WORLD_SIZE):
-            mine = (q_2BHcK[i], lse_2BHc1[i], delta_2BHc1[i], grad_2BHcK[i])
-            grad_q_BHcK, grad_kv_2BHcK = piece_gradients(mine, kv_22BHcK[j], diagonal)
-            grad_q_2BHcK[i] += grad_q_BHcK
-            grad_kv_22BHcK[j] += grad_kv_2BHcK
-        if grad_hop:
-            grad_kv_22BHcK += grad_hop.arrived()  # what the ranks before have added
-        grad_hop = Hop(grad_kv_22BHcK)
-        if hop:
-            kv_22BHcK = hop.arrived()
-    home_22BHcK = grad_hop.arrived()
-    return grad_q_2BHcK, *home_22BHcK.unbind(dim=1)
-
-
-# %% [markdown]
-# To autograd both are one function. What it keeps is this rank's own: queries, keys, values,
-# output, and one number per query.
-
-
-# %%
-class RingAttention(torch.autograd.Function):
-    """Causal attention over the tokens of all ranks: q, k, v (2, B, H, c, K) -> (2, B, H, c, K)."""
-
-    @staticmethod
-    def forward(ctx, q_2BHcK, k_2BHcK, v_2BHcK, layout) -> torch.Tensor:
-        out_2BHcK, lse_2BHc1 = ring_forward(q_2BHcK, k_2BHcK, v_2BHcK, layout)
-        ctx.save_for_backward(q_2BHcK, k_2BHcK, v_2BHcK, out_2BHcK, lse_2BHc1)
-        ctx.layout = layout
-        return out_2BHcK
-
-    @staticmethod
-    def backward(ctx, grad_2BHcK) -> tuple:
-        return *ring_backward(ctx.saved_tensors, grad_2BHcK, ctx.layout), None
-
-
-# %% [markdown]
-# ## 4. Causal attention makes the last rank the slowest: zig-zag
+# ## 3. Causal attention makes the last rank the slowest: zig-zag
 #
 # With consecutive tokens the first rank has little before it, and the last rank everything. The
 # ring moves on in step, so all wait for the slowest in every step. In the triangles below a row is
-# a chunk of queries, and the digit is the rank that computes the piece. In **zig-zag**, as in
-# Megatron-LM and Llama 3, rank r holds chunks r and 2n-1-r, one from the front, one from the back:
+# a chunk of queries, a column a chunk of keys, and the digit is the rank that computes the piece.
+# In **zig-zag**, as in Megatron-LM and Llama 3, rank r holds chunks r and 2n-1-r, one from the
+# front, one from the back:
 #
 #                  consecutive            zig-zag
 #     chunk 0      0                      0
@@ -309,9 +221,8 @@ class RingAttention(torch.autograd.Function):
 #     chunk 6      3 3 3 3 3 3 3          1 1 1 1 1 1 1
 #     chunk 7      3 3 3 3 3 3 3 3        0 0 0 0 0 0 0 0
 #
-# Not only are the sums equal. Every rank has two pieces in every step: first a whole one and two
-# halves, those on the diagonal, and then two whole ones. (`scores` computes a half as a whole and
-# masks it; the kernels of real systems skip what is masked.)
+# The last digit of a row is on the diagonal and counts half. Not only are the sums equal. Every
+# rank has two pieces in every step: first a whole one and two halves, and then two whole ones.
 #
 # When 2n does not divide the number of tokens, the sequence is padded at its end. In causal
 # attention that needs no mask: no token sees the padding, which comes later than all.
@@ -322,14 +233,87 @@ def zig_zag(rank: int) -> tuple[int, int]:
     return rank, 2 * WORLD_SIZE - 1 - rank
 
 
-def share(x_BHTK: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Pad the tokens to a multiple of 2n; return this rank's two chunks, (2, B, H, c, K)."""
-    missing = -x_BHTK.shape[2] % (2 * WORLD_SIZE)
-    chunks = F.pad(x_BHTK, (0, 0, 0, missing)).chunk(2 * WORLD_SIZE, dim=2)
+def share(x_HTK: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Pad the tokens to a multiple of 2n; return this rank's two chunks, (2, H, c, K)."""
+    missing = -x_HTK.shape[-2] % (2 * WORLD_SIZE)
+    chunks = F.pad(x_HTK, (0, 0, 0, missing)).chunk(2 * WORLD_SIZE, dim=-2)
     return torch.stack([chunks[number] for number in layout(RANK)])
 
 
 LAYOUTS = {"consecutive": consecutive, "zig-zag": zig_zag}
+
+# %% [markdown]
+# ## 4. Backward: gradients of keys and values travel along, and come home
+#
+# Backward the blocks go around once more. For each piece a rank computes gradients of the queries,
+# which are its own and are added up here, and of the keys and values, which belong to the visitor.
+# So each block takes its gradients along. They follow one step behind it, since a rank can send
+# them on only when it has added its part. Here is the block of rank 0:
+#
+#                         rank 0          rank 1          rank 2          rank 3
+#     step 0              its part  -->
+#     step 1                              + its part -->
+#     step 2                                              + its part -->
+#     step 3                                                              + its part --> home
+#
+# The block itself stops at rank 3, after n-1 hops. Its gradients make one hop more, to rank 0.
+#
+# What happens in a piece is the same as in FlashAttention on one GPU, so `piece_gradients` and its
+# formulas stand at the end. For the ring it matters only that a piece needs nothing of the others
+# but two numbers per query: **lse**, the logarithm of the sum of all its exp(score), which the
+# forward pass has found, and **delta**, the sum of grad * out.
+
+
+# %%
+def ring_backward(
+    q_2HcK: torch.Tensor,
+    block: torch.Tensor,
+    out_2HcK: torch.Tensor,
+    lse_2Hc1: torch.Tensor,
+    grad_2HcK: torch.Tensor,
+    layout: Layout,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of my queries, (2, H, c, K), and of my block."""
+    delta_2Hc1 = (grad_2HcK * out_2HcK).sum(dim=-1, keepdim=True)
+    grad_q_2HcK = torch.zeros_like(q_2HcK)
+    arriving = torch.zeros_like(block)  # gradients from the rank before: none yet
+    works = []
+    for visitor, kv in visitors(block):
+        grad_kv = torch.zeros_like(kv)
+        for i, j, diagonal in pieces(layout, visitor):
+            mine = (q_2HcK[i], lse_2Hc1[i], delta_2Hc1[i], grad_2HcK[i])
+            grad_q_HcK, grad_kv_2HcK = piece_gradients(*mine, kv[j], diagonal)
+            grad_q_2HcK[i] += grad_q_HcK
+            grad_kv[j] += grad_kv_2HcK
+        wait_for(works)
+        grad_kv += arriving  # what the ranks before have added
+        leaving = grad_kv
+        works = start_hop(leaving, arriving)
+    wait_for(works)
+    return grad_q_2HcK, arriving  # the last to arrive are my own block's
+
+
+class RingAttention(torch.autograd.Function):
+    """To autograd both passes are one function. It keeps what is this rank's own."""
+
+    @staticmethod
+    def forward(ctx, q_2HcK, block, layout) -> torch.Tensor:
+        out_2HcK, lse_2Hc1 = ring_forward(q_2HcK, block, layout)
+        ctx.save_for_backward(q_2HcK, block, out_2HcK, lse_2Hc1)
+        ctx.layout = layout
+        return out_2HcK
+
+    @staticmethod
+    def backward(ctx, grad_2HcK) -> tuple:
+        return *ring_backward(*ctx.saved_tensors, grad_2HcK, ctx.layout), None
+
+
+def ring_attention(
+    q_2HcK: torch.Tensor, k_2HcK: torch.Tensor, v_2HcK: torch.Tensor, layout: Layout
+) -> torch.Tensor:
+    """Causal attention of this rank's tokens to those of all ranks: (2, H, c, K)."""
+    return RingAttention.apply(q_2HcK, torch.stack([k_2HcK, v_2HcK], dim=1), layout)
+
 
 # %% [markdown]
 # ## 5. How it is measured
@@ -344,9 +328,9 @@ TOLERANCE = 10 * (TOKENS + 2 * WORLD_SIZE) * 2**-53  # sums over all tokens in a
 
 
 def draw(device: torch.device) -> torch.Tensor:
-    """Queries, keys, values and the output's gradient, (4, B, H, T, K); the same on every rank."""
+    """Queries, keys, values and the output's gradient, (4, H, T, K); the same on every rank."""
     torch.manual_seed(0)
-    return torch.randn(4, B, H, TOKENS, K, device=device, dtype=torch.float64)
+    return torch.randn(4, H, TOKENS, K, device=device, dtype=torch.float64)
 
 
 def largest_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
@@ -356,15 +340,15 @@ def largest_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
 
 def errors(device: torch.device, layout: Layout, scale: int = 1) -> tuple[float, float]:
     """How far the outputs are from one process's, and how far the gradients of q, k and v."""
-    q_BHTK, k_BHTK, v_BHTK, grad_BHTK = draw(device)
-    whole = [x.clone().requires_grad_() for x in (scale * q_BHTK, k_BHTK, v_BHTK)]
-    due_BHTK = F.scaled_dot_product_attention(*whole, is_causal=True)
-    due_BHTK.backward(grad_BHTK)
+    q_HTK, k_HTK, v_HTK, grad_HTK = draw(device)
+    whole = [x.clone().requires_grad_() for x in (scale * q_HTK, k_HTK, v_HTK)]
+    due_HTK = F.scaled_dot_product_attention(*whole, is_causal=True)
+    due_HTK.backward(grad_HTK)
     mine = [share(x.detach(), layout).requires_grad_() for x in whole]
-    out_2BHcK = RingAttention.apply(*mine, layout)
-    out_2BHcK.backward(share(grad_BHTK, layout))
-    real = share(torch.ones_like(q_BHTK), layout)  # 0 where padding is
-    output = largest_error(out_2BHcK.detach() * real, share(due_BHTK.detach(), layout))
+    out_2HcK = ring_attention(*mine, layout)
+    out_2HcK.backward(share(grad_HTK, layout))
+    real = share(torch.ones_like(q_HTK), layout)  # 0 where padding is
+    output = largest_error(out_2HcK.detach() * real, share(due_HTK.detach(), layout))
     pairs = zip(mine, whole, strict=True)
     return output, max(largest_error(a.grad, share(b.grad, layout)) for a, b in pairs)
 
@@ -379,49 +363,19 @@ def check_values(device: torch.device) -> None:
 
 
 # %% [markdown]
-# While a pass is **watched**, each hop notes how much it sends, and how many blocks of keys and
-# values, sent or received, are in memory when it starts. `scores` counts its pieces, one on the
-# diagonal for a half.
+# `start_hop` counts the bytes that it sends, and `scores` its pieces, one on the diagonal for a
+# half. How many blocks of other ranks are in memory at a time is seen from their addresses.
 
 
 # %%
-@contextlib.contextmanager
-def watched() -> Iterator[SimpleNamespace]:
-    watch = SimpleNamespace(sent=0, blocks=[], most_blocks=0, pieces=0.0)
-    real_hop = Hop
-    real_scores = scores
-
-    def noted_hop(x: torch.Tensor) -> Hop:
-        hop = real_hop(x)
-        watch.sent += x.numel()
-        for block in (hop.leaving, hop.arriving):
-            watch.blocks.append(StorageWeakRef(block.untyped_storage()))
-        in_memory = {block.cdata for block in watch.blocks if not block.expired()}
-        watch.most_blocks = max(watch.most_blocks, len(in_memory))
-        return hop
-
-    def noted_scores(q_BHcK: torch.Tensor, k_BHcK: torch.Tensor, diagonal: bool) -> torch.Tensor:
-        watch.pieces += 0.5 if diagonal else 1
-        return real_scores(q_BHcK, k_BHcK, diagonal)
-
-    with patch.dict(globals(), Hop=noted_hop, scores=noted_scores):
-        yield watch
-
-
-def costs(device: torch.device, layout: Layout) -> dict[str, float]:
-    """What a pass each way costs; elements in units of my keys."""
-    q_2BHcK, k_2BHcK, v_2BHcK, grad_2BHcK = [share(x, layout) for x in draw(device)]
-    q_2BHcK.requires_grad_()
-    kept = []
-    keep = saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x)
-    with watched() as forward, keep:
-        out_2BHcK = RingAttention.apply(q_2BHcK, k_2BHcK, v_2BHcK, layout)
-    with watched() as backward:
-        out_2BHcK.backward(grad_2BHcK)
-    unit = k_2BHcK.numel()
-    found = {"forward": forward.sent / unit, "backward": backward.sent / unit}
-    found["kept"] = sum(x.untyped_storage().nbytes() // x.itemsize for x in kept) / unit
-    return found | {"pieces": forward.pieces, "blocks": forward.most_blocks}
+def counted(device: torch.device, layout: Layout) -> tuple[Counter, Counter]:
+    """What a forward pass counts, and what a backward pass does."""
+    q_2HcK, k_2HcK, v_2HcK, grad_2HcK = [share(x, layout) for x in draw(device)]
+    counts.clear()
+    out_2HcK = ring_attention(q_2HcK.requires_grad_(), k_2HcK, v_2HcK, layout)
+    forward = counts.copy()
+    out_2HcK.backward(grad_2HcK)
+    return forward, counts - forward
 
 
 def gather_objects(value: object) -> list:
@@ -433,19 +387,20 @@ def gather_objects(value: object) -> list:
 
 def check_costs(device: torch.device) -> None:
     n = WORLD_SIZE
-    found = costs(device, zig_zag)
-    claim("elements sent forward / my keys", 2 * (n - 1), found["forward"], question=1)
-    claim("elements sent backward / my keys", 4 * n - 2, found["backward"], question=2)
-    claim("zig-zag: pieces of a rank", 2 * n, found["pieces"])
-    unequal = gather_objects(costs(device, consecutive)["pieces"])
+    block = share(draw(device)[1:3], zig_zag)  # keys and values
+    forward, backward = counted(device, zig_zag)
+    sent = forward["bytes sent"] / block.nbytes
+    claim("bytes sent forward / my keys and values", n - 1, sent, question=1)
+    sent = backward["bytes sent"] / block.nbytes
+    claim("bytes sent backward / my keys and values", 2 * n - 1, sent, question=2)
+    unequal = gather_objects(counted(device, consecutive)[0]["pieces"])
+    equal = gather_objects(forward["pieces"])
     ratio = unequal[-1] / unequal[0]
     claim("consecutive: pieces, last rank / first", 2 * n - 1, ratio, question=3)
     text = "busiest rank's pieces: consecutive / zig-zag"
-    ratio = max(unequal) / max(gather_objects(found["pieces"]))
-    claim(text, (2 * n - 1) / n, ratio, question=4)
-    claim("traveling blocks held at a time", 2, found["blocks"], question=5)
-    others = (found["kept"] - 4 - 1 / K) / 2  # my q, k, v, out, and one number per query
-    claim("other ranks whose keys and values are kept", 0, others)
+    claim(text, (2 * n - 1) / n, max(unequal) / max(equal), question=4)
+    places = {visiting.data_ptr() for visitor, visiting in visitors(block) if visitor != RANK}
+    claim("other ranks' blocks in memory at a time", min(2, n - 1), len(places), question=5)
 
 
 # %% [markdown]
@@ -467,10 +422,10 @@ def measure_on_gpus(device: torch.device) -> None:
 
 def slowest_ms(device: torch.device, layout: Layout) -> float:
     """Milliseconds of a forward pass on the slowest rank: one head of 128 features, in bf16."""
-    shape = (2, 1, 1, 131_072 // (2 * WORLD_SIZE), 128)
-    q_2BHcK, k_2BHcK, v_2BHcK = torch.randn(3, *shape, device=device, dtype=torch.bfloat16)
-    mine = median_ms(lambda: ring_forward(q_2BHcK, k_2BHcK, v_2BHcK, layout))
-    return max(gather_objects(mine))
+    shape = (2, 1, 131_072 // (2 * WORLD_SIZE), 128)
+    q_2HcK, k_2HcK, v_2HcK = torch.randn(3, *shape, device=device, dtype=torch.bfloat16)
+    block = torch.stack([k_2HcK, v_2HcK], dim=1)
+    return max(gather_objects(median_ms(lambda: ring_forward(q_2HcK, block, layout))))
 
 
 def median_ms(work: Callable, repeats: int = 20) -> float:
@@ -491,14 +446,15 @@ def median_ms(work: Callable, repeats: int = 20) -> float:
 # %% [markdown]
 # ## What you should have seen
 #
-# 1. Six: keys and values make three hops each, 2(n-1). A share has T/n keys, so a rank sends nearly
-#    2T of them whatever n is: more ranks compute less each, and send no less.
-# 2. Fourteen: keys and values make three hops again, their gradients four: 2(n-1) + 2n.
-# 3. Seven, 2n-1: 14 pieces against 2. Rank 0 waits for the others most of the time.
+# 1. Three: n-1. A block has T/n tokens, so a rank sends the keys and values of nearly T tokens
+#    whatever n is: more ranks compute less each, and send no less.
+# 2. Seven: the blocks make three hops again, their gradients four: (n-1) + n.
+# 3. Seven, 2n-1: rank 0 has half a block to look at, rank 3 three and a half; in pieces of chunks
+#    that is 2 and 14. Rank 0 waits for the others most of the time.
 # 4. 14/8 = 1.75, and nearly 2 with many ranks: (2n-1) / n.
-# 5. Two: the one at work, and the one that arrives. Its own block, which it needs again backward,
-#    is a third. Visitors are not kept, as all come once more, so a rank keeps 1/n of what one
-#    process keeps. Backward, blocks of gradients are added, a few again however many ranks.
+# 5. Two, whatever n is: the one at work, and the one that arrives. None is kept, since all come
+#    once more. Backward there are three blocks of gradients besides: one that is computed, one that
+#    leaves and one that arrives.
 #
 # **Try.** A total that is not rescaled gives wrong outputs, and its logarithm wrong weights
 # backward: every error fails, the one of scores of thousands too. (The outputs of the first chunk
@@ -512,10 +468,15 @@ def median_ms(work: Callable, repeats: int = 20) -> float:
 # W bytes/s one way. At 400 TFLOP/s, with Llama 3 8B's H = 32 and G = 8, that is 444 tokens over
 # NVLink (450 GB/s), and 4,000 over a network card (50 GB/s). A long sequence hides its ring even
 # between machines, all but the last hop backward: the one that brings gradients home has no work to
-# hide behind. Real rings keep the running numbers in float32 and let a fused kernel do each piece.
+# hide behind. Real rings keep the running numbers in float32, let a fused kernel do each piece, and
+# skip what is masked on the diagonal.
 #
 # **When.** When one sequence is too long even if every layer is recomputed and tensor parallelism
 # splits what it can. Many short sequences are better split over ranks whole: that needs no hops.
+# The simpler way is an **all-gather** of keys and values, as in Llama 3. It sends as much forward
+# and leaves the rest to fused kernels, but each rank then holds n blocks: of 131,072 tokens and 8
+# heads of 128 features 0.54 GB, one layer at a time. A ring pays where that is too much, or where
+# waiting for it is. 21_ulysses.py compares both with a third way.
 #
 # **Where it bites.** All that belongs to a token is dealt out in the same zig-zag: labels, masks of
 # documents, the positions of rotary embeddings (counted in the whole sequence, not on the rank).
@@ -524,18 +485,44 @@ def median_ms(work: Callable, repeats: int = 20) -> float:
 #
 # **In other systems.** Megatron-LM: `--context-parallel-size` with `--cp-comm-type p2p`. picotron
 # has a ring over consecutive tokens. PyTorch's `context_parallel`, which is experimental, deals out
-# chunks in zig-zag and gathers all keys and values, if it is not told to rotate them:
-# 21_ulysses.py says when that is better.
+# chunks in zig-zag and gathers all keys and values, if it is not told to rotate them.
+
+# %% [markdown]
+# **The backward pass of one piece**, for those who want it. Its weights p are not kept: they are
+# computed again, and exp(score - lse) is the finished weight at once. With grad the gradient of the
+# output, ' for transposed, and * for an elementwise product:
+#
+#     dv  =  p' grad       ds  =  p * (grad v' - delta)       dq  =  ds k       dk  =  ds' q
+#
+# The weights of a query add up to 1, so what raises one lowers the others: delta is the mean of
+# grad v' over all keys, weighted by p. As out is that mean of v, delta is grad * out, added up over
+# the features, and needs no keys (FlashAttention-2, Dao, 2023).
 
 
 # %%
+def piece_gradients(
+    q_HcK: torch.Tensor,
+    lse_Hc1: torch.Tensor,
+    delta_Hc1: torch.Tensor,
+    grad_HcK: torch.Tensor,
+    kv_2HcK: torch.Tensor,
+    diagonal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return dq of my chunk, (H, c, K), and dk and dv of the visitor's, (2, H, c, K)."""
+    k_HcK, v_HcK = kv_2HcK
+    p_Hcc = (scores(q_HcK, k_HcK, diagonal) - lse_Hc1).exp()
+    ds_Hcc = p_Hcc * (grad_HcK @ v_HcK.mT - delta_Hc1)
+    ds_Hcc /= math.sqrt(q_HcK.shape[-1])  # as the scores are
+    return ds_Hcc @ k_HcK, torch.stack([ds_Hcc.mT @ q_HcK, p_Hcc.mT @ grad_HcK])
+
+
 def main() -> None:
     command_line()
     launch()
     device = setup()
     check_values(device)
     if WORLD_SIZE == 1:
-        blocked("what a rank sends, computes and keeps", needs="2 ranks")
+        blocked("what a rank sends, computes and holds", needs="2 ranks")
     else:
         check_costs(device)
     measure_on_gpus(device)

@@ -12,9 +12,8 @@ all three at once, which sums belong to which axis, and what must not be counted
 2. How many times does it count a weight of an RMSNorm?
 3. The gradient of a matrix is summed along dp. Say that the gradients of the norms are summed along
    dp *and* along tp. How many times too large are they then?
-4. Along which axis does a rank hand over most bytes per step? It has two blocks, which have 44,672
-   parameters each and add up their activations four times along tp, and 24 sequences of 16 tokens,
-   64 wide.
+4. Along which axis does a rank hand over most bytes per step? It holds 61,184 weights. Each of its
+   two blocks adds up its activations four times along tp: 24 sequences of 16 tokens, 64 wide.
 5. Ranks 0 to 3 are on one machine, ranks 4 to 7 on another. Which axis runs between the machines?
 
 **Run.**
@@ -25,12 +24,12 @@ all three at once, which sums belong to which axis, and what must not be counted
 
 Not run on several GPUs.
 
-**Try.** In the table `COPIED` take "tp" away from the norms: which claims fail? In `SUMMED` take
+**Try.** In the table `COPIED` take "tp" away from the norms: which claims fail? In `PARTIAL` take
 "ends" away from the embedding: which ones now? In `make_groups` put tp outermost,
 `.view(tp, dp, pp).permute(2, 1, 0)`: and now?
 
-**Before.** parallelism/06_tensor_parallel.py, parallelism/07_pipeline_schedules.py and
-parallelism/18_vocabulary_parallel.py: f and g, 1F1B, and an embedding split by words.
+**Before.** parallelism/06_tensor_parallel.py and parallelism/07_pipeline_schedules.py: f and g, and
+stages that send activations on and gradients back.
 
 **Next.** parallelism/13_gpt_by_library.py: the same mesh, by calls of PyTorch.
 """
@@ -47,7 +46,6 @@ import tempfile
 import time
 from collections import Counter
 from datetime import timedelta
-from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -64,13 +62,13 @@ Group = dist.ProcessGroup
 
 # Shapes: B sequences per step, T tokens each, V different tokens, D model width, H query heads, G
 # key-value heads, K features per head, E hidden features. A small letter is a rank's share: b
-# sequences of a micro-batch, v = V / tp, and likewise h, g.
+# sequences of a micro-batch, and likewise h = H / tp, g = G / tp.
 B, T, V, D, H, G, K, E = 48, 16, 256, 64, 8, 4, 8, 168
 LAYERS, MICRO_BATCHES = 4, 4
 MESHES = {1: (1, 1, 1), 2: (1, 1, 2), 3: (3, 1, 1), 4: (1, 2, 2), 8: (2, 2, 2), 16: (4, 2, 2)}
 
 # %% [markdown]
-# ## 1. The table: over which group does each sum run?
+# ## 1. The table: whose gradients are partial?
 #
 # A **mesh** numbers the ranks like the elements of an array. Ranks whose places differ along one
 # axis alone are a **group**. tp is innermost: its ranks are neighbors, and share the fastest links.
@@ -80,24 +78,29 @@ MESHES = {1: (1, 1, 1), 2: (1, 1, 2), 3: (3, 1, 1), 4: (1, 2, 2), 8: (2, 2, 2), 
 #     dp 0      rank 0      rank 1       rank 4      rank 5        groups of rank 0:
 #     dp 1      rank 2      rank 3       rank 6      rank 7        tp {0, 1}  dp {0, 2}  pp {0, 4}
 #
-# Along each axis a parameter is **split** (the other ranks hold other parts of it), **copied**
-# (they hold the same), or **elsewhere** (they do not hold it). This table is the lesson:
+# tp splits the matrices, and pp deals out the layers. Apart from that, weights are **copied**:
+# several ranks hold the same ones, and each copy has a gradient of its own. It is **partial** if it
+# lacks a part that other copies have, else **complete**. The head's weights here are those of the
+# embedding, so both ends of the pipeline hold them. This table is the lesson:
 #
-#                          along tp    along pp                along dp    gradient summed over
-#     matrix               split       elsewhere               copied      dp
-#     norm                 copied      elsewhere               copied      dp
-#     embedding = head     split       copied, on both ends    copied      dp, ends
+#                           copied along    a copy's gradient is that of        it is
+#     matrix                dp              its own sequences                   partial
+#     norm                  dp              its own sequences                   partial
+#                           tp              the same tokens as the other's      complete
+#     embedding = head      dp              its own sequences                   partial
+#                           ends            its use as embedding, or as head    partial
+#                           tp              the same tokens as the other's      complete
 #
-# **A gradient is summed over the copies**, since each copy has met other tokens, or the same tokens
-# at the other end of the pipeline. The exception is a norm along tp. Its copies have met the same
-# tokens, and f (section 3) has already added up what reaches them. Summed again, it would double.
+# **Sum a gradient over the copies whose gradients are partial.** Ranks along tp meet the same
+# tokens, and f (section 2) completes what comes back to a norm. One more sum would double it.
 #
-# **In the norm of the gradient n copies count as one**: each counts 1/n, in a sum over all ranks.
+# **In the norm of the gradient n copies count as one.** After the sums all copies hold the same
+# gradient, so each counts 1/n in a sum over all ranks.
 
 
 # %%
-COPIED = {"matrix": ["dp"], "norm": ["dp", "tp"], "embedding": ["dp", "ends"]}
-SUMMED = {"matrix": ["dp"], "norm": ["dp"], "embedding": ["dp", "ends"]}  # gradients
+COPIED = {"matrix": ["dp"], "norm": ["dp", "tp"], "embedding": ["dp", "tp", "ends"]}
+PARTIAL = {"matrix": ["dp"], "norm": ["dp"], "embedding": ["dp", "ends"]}
 HANDED_OVER = Counter()  # bytes, by group
 
 
@@ -116,10 +119,12 @@ def make_groups(dp: int, pp: int, tp: int) -> dict[str, Group]:
     return groups
 
 
-def add_up(x: torch.Tensor, group: Group) -> None:
-    """Replace x by its sum over the ranks of the group. All gradients are added up here."""
+def add_up(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return the sum of x over the ranks of the group. All that is summed is summed here."""
     HANDED_OVER[group] += x.nbytes
-    dist.all_reduce(x, group=group)
+    total = x.clone()
+    dist.all_reduce(total, group=group)
+    return total
 
 
 def kind_of(name: str) -> str:
@@ -129,28 +134,28 @@ def kind_of(name: str) -> str:
     return "embedding" if "embedding" in name else "matrix"
 
 
-def compute_gradients(stage: "Llama", tokens_BT: torch.Tensor) -> torch.Tensor:
+def compute_gradients(
+    stage: "Llama", tokens_BT: torch.Tensor, partial: dict[str, list[str]] = PARTIAL
+) -> torch.Tensor:
     """Leave the gradient of the batch's mean loss; return this rank's summand of that loss."""
     stage.zero_grad()
     dp = stage.groups["dp"]
     loss = run_pipeline(stage, tokens_BT.chunk(dp.size())[dp.rank()])
     for axis, group in stage.groups.items():
-        gradients = [x.grad for n, x in stage.named_parameters() if axis in SUMMED[kind_of(n)]]
+        gradients = [x.grad for n, x in stage.named_parameters() if axis in partial[kind_of(n)]]
         if gradients:
             bucket = nn.utils.parameters_to_vector(gradients)
-            add_up(bucket, group)
-            nn.utils.vector_to_parameters(bucket, gradients)
+            nn.utils.vector_to_parameters(add_up(bucket, group), gradients)
     return loss
 
 
 def gradient_norm(stage: "Llama") -> torch.Tensor:
     """Return the norm of the whole gradient, in which each parameter counts once."""
-    total = 0
+    mine = 0
     for name, parameter in stage.named_parameters():
         copies = math.prod(stage.groups[axis].size() for axis in COPIED[kind_of(name)])
-        total += parameter.grad.square().sum() / copies
-    add_up(total, dist.group.WORLD)
-    return total.sqrt()
+        mine += parameter.grad.square().sum() / copies
+    return add_up(mine, dist.group.WORLD).sqrt()
 
 
 def train_step(stage: "Llama", optimizer: Optimizer, tokens_BT: torch.Tensor) -> torch.Tensor:
@@ -163,13 +168,99 @@ def train_step(stage: "Llama", optimizer: Optimizer, tokens_BT: torch.Tensor) ->
 
 
 # %% [markdown]
-# ## 2. How it is measured
+# ## 2. Where partial and complete come from: f, g, and stages
+#
+# **Along tp** (06_tensor_parallel.py) each rank has some heads and hidden features of a block. From
+# the same input it computes one summand of the output, and **g** adds these up. Backward, it has
+# one summand of the input's gradient, and **f** adds those up. So all that stands before f or after
+# g, norms and embedding too, is computed alike on all ranks along tp, and its gradient is complete:
+#
+#     x -> norm -> f -> my heads           -> my part of out  -> g -> + x    (attention)
+#     x -> norm -> f -> my hidden features -> my part of down -> g -> + x    (MLP)
+
+
+# %%
+class SumBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor, tp: Group) -> torch.Tensor:
+        ctx.tp = tp
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return add_up(grad, ctx.tp), None  # None: a group has no gradient
+
+
+class SumForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor, tp: Group) -> torch.Tensor:
+        return add_up(x, tp)
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+f = SumBackward.apply
+g = SumForward.apply
+
+# %% [markdown]
+# **Along pp** (07_pipeline_schedules.py) there are messages and no sum. All ranks along tp hold the
+# same activations between two blocks, and each sends them to its own partner on the next stage. The
+# order is GPipe's, the shortest to write; another one changes no gradient. A loss is divided at
+# once by the tokens of the *whole* batch, so over micro-batches and along dp there are only sums.
+
+
+# %%
+def run_pipeline(stage: "Llama", tokens_bT: torch.Tensor) -> torch.Tensor:
+    """Add to the gradients; return the loss of these sequences on the last stage, 0 elsewhere."""
+    pp = stage.groups["pp"]
+    s = pp.rank()
+    micro_batches = tokens_bT.chunk(MICRO_BATCHES)
+    loss = torch.zeros((), device=tokens_bT.device, dtype=torch.float64)
+    arriving_bTD = loss.new_empty(len(micro_batches[0]), T, D)
+    passes = []
+    for micro_batch in micro_batches:
+        x = micro_batch[:, :-1]
+        if not stage.first:
+            dist.recv(arriving_bTD, group=pp, group_src=s - 1)
+            x = arriving_bTD.clone().requires_grad_()
+        y = stage(x)
+        if stage.last:
+            y = F.cross_entropy(y.flatten(0, 1), micro_batch[:, 1:].flatten(), reduction="sum")
+            y = y / (B * T)
+            loss += y.detach()
+        else:
+            send(y.detach(), pp, s + 1)
+        passes.append((x, y))
+    for x, y in passes:
+        if stage.last:
+            y.backward()
+        else:
+            dist.recv(arriving_bTD, group=pp, group_src=s + 1)
+            y.backward(arriving_bTD)
+        if not stage.first:
+            send(x.grad, pp, s - 1)
+    return loss
+
+
+def send(x: torch.Tensor, pp: Group, to: int) -> None:
+    HANDED_OVER[pp] += x.nbytes
+    dist.send(x, group=pp, group_dst=to)
+
+
+# %% [markdown]
+# ## 3. How it is measured
 #
 # The **oracle** is the same model on groups of one rank, without stages and micro-batches, with
 # PyTorch's own loss and clipping, in float64. A gradient passes some 20 operations per block, each
-# a sum of up to E terms in another order. Adam divides a gradient by its own size plus 1e-8: where
-# one is next to nothing, rounding may move a weight by the learning rate times 2**-53 / 1e-8 per
-# step. Over all steps so much is allowed for a loss and a norm.
+# a sum of up to E terms in another order. That is the first slack.
+#
+# The second is for ten steps of training. A clipped gradient is at most 1, so its rounding is
+# taken as 2**-53. Adam divides a gradient by its own size plus 1e-8. Where it is next to nothing,
+# rounding may move a weight by the learning rate times 2**-53 / 1e-8 per step. In all steps a loss
+# and a norm may differ by as much. That is generous: a weight whose gradient is next to nothing
+# hardly moves a loss.
 
 
 # %%
@@ -183,22 +274,17 @@ def check_gradients(whole: "Llama", stage: "Llama", device: torch.device) -> Non
     """Claim this rank's gradients, and how many times all ranks' squares of them count each."""
     tokens_BT = batch_of(device)
     loss_of_whole(whole, tokens_BT).backward()
+    norm = stage.blocks[min(stage.blocks)].norm1.weight
+    compute_gradients(stage, tokens_BT, PARTIAL | {"norm": ["dp", "tp"]})
+    twice = norm.grad.clone()
     HANDED_OVER.clear()
     compute_gradients(stage, tokens_BT)
     dp, pp, tp = (stage.groups[axis].size() for axis in ("dp", "pp", "tp"))
     claim_counts("matrix", whole, stage, times=dp, question=1)
     claim_counts("norm", whole, stage, times=dp * tp, question=2)
-    claim_counts("embedding", whole, stage, times=dp * min(pp, 2))
-    norm = stage.blocks[min(stage.blocks)].norm1.weight.grad
-    twice = norm.clone()
-    dist.all_reduce(twice, group=stage.groups["tp"])  # as if SUMMED said so
-    claim(
-        "norms summed along tp too: times too large",
-        tp,
-        (twice / norm).mean(),
-        atol=1e-9,
-        question=3,
-    )
+    claim_counts("embedding", whole, stage, times=dp * tp * min(pp, 2))
+    what = "norms summed along tp too: times too large"
+    claim(what, tp, (twice / norm.grad).mean(), atol=1e-9, question=3)
 
 
 def claim_counts(
@@ -256,11 +342,11 @@ def loss_of_whole(whole: "Llama", tokens_BT: torch.Tensor) -> torch.Tensor:
 
 def check_axes(stage: "Llama") -> None:
     """Claim which ranks are neighbors along each axis, and what one hands over per gradient."""
-    dp, pp, tp = (stage.groups[axis].size() for axis in ("dp", "pp", "tp"))
-    tokens = B // dp * T
-    A = 8 * tokens * D  # bytes of a rank's activations, in float64
+    dp = stage.groups["dp"].size()
+    pp = stage.groups["pp"].size()
+    A = 8 * B // dp * T * D  # bytes of a rank's activations, in float64
     due = {
-        "tp": 4 * LAYERS // pp * A + stage.first * A + stage.last * (A + 24 * tokens),
+        "tp": 4 * LAYERS // pp * A,
         "dp": sum(parameter.nbytes for parameter in stage.parameters()),
         "pp": (2 - stage.first - stage.last) * A,
     }
@@ -276,35 +362,21 @@ def check_axes(stage: "Llama") -> None:
         stride *= group.size()
     if pp > 1:
         numbers = HANDED_OVER[stage.groups["ends"]] / 8
-        expected = V // tp * D if stage.first or stage.last else 0
+        expected = V * D if stage.first or stage.last else 0
         claim("ends: numbers added up, embedding", expected, numbers)
 
 
 # %% [markdown]
-# ## 3. The parts: along tp, f and g
+# ## 4. The model, a Llama: nothing here is new
 #
-# The table is all that is new. What follows is known from 06_tensor_parallel.py,
-# 18_vocabulary_parallel.py and 07_pipeline_schedules.py, and meets here.
-#
-# The parts are Llama's: RMSNorm; **RoPE**, which turns queries and keys by an angle that grows with
-# their place; **grouped queries**, H heads that share G heads of keys and values; **SwiGLU**, a
-# gate times a value. A rank's own heads and hidden features give one summand of an output: **g**
-# adds it up over tp. Backward, the input gets one summand of its gradient: **f** adds that up.
+# You may skip this section. Its parts are RMSNorm; **RoPE**, which turns queries and keys by an
+# angle that grows with their place; **grouped queries**, H heads that share G heads of keys and
+# values; **SwiGLU**, a gate times a value; and a **tied** head, the embedding once more. All ranks
+# draw the whole model from one seed, and each keeps its part. Megatron splits the embedding along
+# tp as well, by words (18_vocabulary_parallel.py). Then it is no copy along tp.
 
 
 # %%
-def f(x: torch.Tensor, tp: Group) -> torch.Tensor:
-    """Identity forward; backward, the sum over tp."""
-    x.register_hook(lambda grad: g(grad.clone(), tp))
-    return x
-
-
-def g(x: torch.Tensor, tp: Group) -> torch.Tensor:
-    """Sum over tp forward; backward identity, since autograd does not see the sum."""
-    add_up(x.detach(), tp)
-    return x
-
-
 def rotate(x_bhTK: torch.Tensor) -> torch.Tensor:
     """RoPE (Su et al., 2021): turn the features (i, i + K/2) of token t by t / 10000^(2i / K)."""
     t_T = torch.arange(x_bhTK.shape[-2], dtype=torch.float64)
@@ -342,15 +414,8 @@ class LlamaBlock(nn.Module):
         return x_bTD + g(self.down(F.silu(self.gate(y_bTD)) * self.up(y_bTD)), tp)
 
 
-# %% [markdown]
-# All ranks draw the whole model from one seed, and each keeps its part. As in
-# 18_vocabulary_parallel.py, that is v rows of the embedding, and the loss needs three numbers per
-# token: a maximum and two sums over tp.
-
-
-# %%
 class Llama(nn.Module):
-    """Tokens (b, T) or activations (b, T, D) -> activations, or at the end logits (b, T, v)."""
+    """Tokens (b, T) or activations (b, T, D) -> activations, or at the end logits (b, T, V)."""
 
     def __init__(self, groups: dict[str, Group]) -> None:
         super().__init__()
@@ -371,132 +436,51 @@ class Llama(nn.Module):
             parameter.data = share(parameter.data, name, groups["tp"])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        tp = self.groups["tp"]
         if self.first:
-            x = g(one_hot(x, tp) @ self.embedding, tp)
+            x = F.embedding(x, self.embedding)
         for block in self.blocks.values():
-            x = block(x, tp)
-        return f(self.norm(x), tp) @ self.embedding.T if self.last else x
+            x = block(x, self.groups["tp"])
+        return self.norm(x) @ self.embedding.T if self.last else x
 
 
 def share(whole: torch.Tensor, name: str, tp: Group) -> torch.Tensor:
-    """Return a copy of this rank's part of a parameter; of a norm, all of it."""
-    if kind_of(name) == "norm":
+    """Return a copy of this rank's part of a matrix, or of all of another parameter."""
+    if kind_of(name) != "matrix":
         return whole.clone()
     dim = 1 if name.endswith(("out.weight", "down.weight")) else 0
     return whole.chunk(tp.size(), dim)[tp.rank()].clone()
-
-
-def one_hot(token_bT: torch.Tensor, tp: Group) -> torch.Tensor:
-    """Return (b, T, v): 1 where the token is one of this rank's v, else 0."""
-    v = V // tp.size()
-    mine_v = torch.arange(v, device=token_bT.device) + tp.rank() * v
-    return (token_bT[..., None] == mine_v).double()
-
-
-def loss_of(logits_bTv: torch.Tensor, next_bT: torch.Tensor, tp: Group) -> torch.Tensor:
-    """Return the cross-entropy of each token, (b, T)."""
-    most_bT = logits_bTv.detach().amax(dim=-1)
-    dist.all_reduce(most_bT, op=dist.ReduceOp.MAX, group=tp)
-    HANDED_OVER[tp] += most_bT.nbytes
-    shifted_bTv = logits_bTv - most_bT[..., None]
-    right_bT = (shifted_bTv * one_hot(next_bT, tp)).sum(dim=-1)
-    total_bT, right_bT = g(torch.stack([shifted_bTv.exp().sum(dim=-1), right_bT]), tp)
-    return total_bT.log() - right_bT
-
-
-# %% [markdown]
-# ## 4. The parts: along pp, messages and no sum
-#
-# The order, 1F1B, and the exchange are those of 07_pipeline_schedules.py. All ranks along tp hold
-# the same activations between two blocks, so each sends them to its own partner on the next stage.
-# A loss is divided at once by the tokens of the *whole* batch, so all that follows are sums.
-
-
-# %%
-def run_pipeline(stage: Llama, tokens_bT: torch.Tensor) -> torch.Tensor:
-    """Add to the gradients; return the loss of these sequences on the last stage, 0 elsewhere."""
-    micro_batches = tokens_bT.chunk(MICRO_BATCHES)
-    loss = torch.zeros((), device=tokens_bT.device, dtype=torch.float64)
-    pp = stage.groups["pp"]
-    s = pp.rank()
-    num_warmup = pp.size() - 1 - s
-    order = [("forward", k) for k in range(num_warmup)]
-    for k in range(MICRO_BATCHES):
-        if k + num_warmup < MICRO_BATCHES:
-            order.append(("forward", k + num_warmup))
-        order.append(("backward", k))
-    held = {}
-    result = None
-    for done, todo in pairwise([None, *order, None]):
-        arrived = loss.new_empty(len(micro_batches[0]), T, D)
-        exchange(pp, done, result, todo, arrived)
-        if todo is None:
-            return loss
-        direction, k = todo
-        if direction == "forward":
-            x = micro_batches[k][:, :-1] if stage.first else arrived.requires_grad_()
-            y = stage(x)
-            if stage.last:
-                y = loss_of(y, micro_batches[k][:, 1:], stage.groups["tp"]).sum() / (B * T)
-                loss += y.detach()
-            held[k] = (x, y)
-            result = y.detach()
-        else:
-            x, y = held.pop(k)
-            y.backward(None if stage.last else arrived)
-            result = x.grad
-
-
-Action = tuple[str, int] | None  # the pass and the micro-batch
-
-
-def exchange(
-    pp: Group, done: Action, result: torch.Tensor, todo: Action, arrived: torch.Tensor
-) -> None:
-    """Send the result of what is done on, and receive what the next action needs."""
-    s = pp.rank()
-    to = {"forward": s + 1, "backward": s - 1}
-    of = {"forward": s - 1, "backward": s + 1}
-    messages = []
-    if done and to[done[0]] in range(pp.size()):
-        messages.append(dist.P2POp(dist.isend, result, group=pp, group_peer=to[done[0]]))
-        HANDED_OVER[pp] += result.nbytes
-    if todo and of[todo[0]] in range(pp.size()):
-        messages.append(dist.P2POp(dist.irecv, arrived, group=pp, group_peer=of[todo[0]]))
-    for work in dist.batch_isend_irecv(messages) if messages else []:
-        work.wait()
 
 
 # %% [markdown]
 # ## What you should have seen
 #
 # 1. Two: ranks that differ in dp alone are copies of each other.
-# 2. Four: a norm is copied along tp, too. The embedding, on two stages, also counts four times. So
-#    no factor repairs the sum, and a norm that is too large clips without an error.
-# 3. Twice. A norm's copies along tp have the same gradient already: their inputs are the same, and
-#    so is, after f, what comes back.
+# 2. Four: a norm is copied along tp, too. The embedding, at both ends, counts eight times. So no
+#    single factor repairs the sum, and a norm that is too large clips too hard, without an error.
+# 3. Twice: along tp a norm's gradients are complete, so the sum adds the same number to itself.
 # 4. tp. A is 24 x 16 x 64 = 24,576 numbers, 197 kB in float64. A rank hands over 4 A for each of
-#    its two blocks and A at its end: 9 A, 1.77 MB. Along dp go 0.42 MB of gradients, along pp A.
-#    More tokens make tp and pp larger, and leave dp as it is.
-# 5. pp, the outermost: rank 0's partner there is rank 4. The sum of the embedding crosses, too: 64
-#    numbers of each of a rank's 128 rows. An untied head would need no such sum. In all 0.26 MB.
+#    its two blocks: 8 A, 1.57 MB. Along dp go 61,184 gradients, 0.49 MB, and along pp A. More
+#    tokens make tp and pp larger, and leave dp as it is.
+# 5. pp, the outermost: rank 0's partner there is rank 4. The sum of the embedding crosses, too:
+#    16,384 numbers. An untied head would need no such sum. In all 0.33 MB.
 #
 # **Try.** Without "tp" in `COPIED` the two rows of norms and losses fail, and every gradient is
 # right. Without the sum of the ends the embedding's gradients are wrong, and all that follows from
 # them. With tp outermost all values are right. What fails is the distance to the next rank, for tp
-# and for pp: 1.77 MB cross now. On a cluster nothing fails, and every block waits four times for
-# the slowest link. **HSDP** makes two axes of dp, and shards on the outer one are the same mistake.
+# and for pp: 1.57 MB cross now. On a cluster nothing fails, and every block waits four times for
+# the slowest link.
 #
 # **At a thousand GPUs.** Megatron-LM's 145.6B GPT ran on dp 24, pp 8, tp 8: 10 blocks per GPU, and
 # 96 sequences of 2,048 tokens, 12,288 wide (Narayanan et al., 2021, table 1). In bfloat16 A is
 # 4.8 GB. With recomputation a block sums 6 A, so a ring sends 60 A x 2 x 7/8 = 507 GB per GPU and
 # step: 1.7 s of 25 s by NVLink (A100: 300 GB/s one way), 20 s by a card of 25 GB/s. Along dp go
-# 17 GB of float32 gradients, along pp 2 A, 9.7 GB. So tp stays in one NVLink domain: 8 GPUs, or 72.
+# 17 GB of float32 gradients. A plain pipeline sends 2 A, 9.7 GB (theirs was interleaved, which
+# sends more). So tp stays in one NVLink domain: 8 GPUs, or 72.
 #
-# **On GPUs** the same rows hold over NCCL; nothing here is timed. Real runs hide dp's sum behind
-# backward (04_buckets_and_overlap.py). With sequence parallelism (06_tensor_parallel.py) norms meet
-# other tokens along tp, and the exception goes: their gradients are summed over dp and tp.
+# **On GPUs** the same rows should hold over NCCL; that was not run, and nothing here is timed. Real
+# runs hide dp's sum behind backward (04_buckets_and_overlap.py). With sequence parallelism
+# (06_tensor_parallel.py) a norm's copies along tp have met other tokens. Then their gradients are
+# partial, and by the same rule they are summed along tp as well.
 #
 # **When.** If a model fits with FSDP on fast links, and the batch has sequences for each rank, tp
 # and pp only cost: sums and a bubble. Else take tp up to the NVLink domain, then pp across nodes

@@ -7,14 +7,14 @@ one model, what does a rank hold after each, and is the result what one process 
 **Predict**, and write it down before you run. Eight ranks train a GPT of 64 features, split into 2
 pipeline stages, the data over 2 shards, and each matrix over 2 ranks of tensor parallelism.
 
-1. A block's query matrix has 64 x 64 numbers. How many of them does a rank hold?
-2. An RMSNorm has 64 numbers. How many of them does a rank hold?
-3. `AdamW(model.parameters())` is called first, then the model is put on the mesh. How many of the
-   model's parameters does a step of this optimizer change?
+1. A block's query matrix has 64 x 64 numbers. How many of them does a rank hold between steps?
+2. FSDP gathers a block before it computes. How many numbers of that matrix has a rank then?
+3. `AdamW(stage.parameters())` is called first, then the stage is split along tp and dp. How many of
+   its parameters does a step of this optimizer change?
 4. `fully_shard` is called before `parallelize_module` instead of after it. Are the gradients then
    right or wrong, or is there an error?
-5. A checkpoint is written on that mesh, and loaded where the data has 4 shards and the pipeline one
-   stage. How many of the model's numbers differ?
+5. A block's first RMSNorm has no matrix to split, so it is left out of the plan for tp. Is its
+   gradient then right or wrong, or is there an error?
 
 **Run.**
 
@@ -24,9 +24,9 @@ pipeline stages, the data over 2 shards, and each matrix over 2 ranks of tensor 
 
 Not run on several GPUs.
 
-**Try.** In `BLOCK` take out the line of `"norm1"`: what happens? In `schedule_of` give
-`Schedule1F1B` one more argument, `scale_grads=False`: which claims fail, and by how much are the
-gradients too large?
+**Try.** In `data_mesh` return `mesh["dp_shard"]` always: on which of the printed meshes is the step
+wrong? In `schedule_of` give `Schedule1F1B` one more argument, `scale_grads=False`: which claims
+fail, and by how much are the gradients too large?
 
 **Before.** parallelism/12_gpt_on_a_mesh.py: the same step, by hand. fsdp/01_fsdp_basics.py.
 
@@ -40,7 +40,6 @@ import json
 import logging
 import math
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -51,7 +50,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -81,32 +79,31 @@ AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # of a mesh, outermost first
 Mesh = dist.DeviceMesh
 
 # %% [markdown]
-# ## 1. One mesh, three calls, one order
+# ## 1. One mesh, three splits, one order
 #
-# The mesh has four axes here, since data parallelism has two: along `dp_shard` the parameters are
-# split (FSDP), along `dp_replicate` the shards are copied (with both it is HSDP). Each call takes
-# its own axis of the same mesh, and what it leaves is what the next one gets:
+# The mesh has four axes, since data parallelism has two: along `dp_shard` the parameters are split
+# (FSDP), along `dp_replicate` the shards are copied (with both it is HSDP). Each split takes its
+# own axis of the same mesh, and what it leaves is what the next one gets. Of one query matrix, q:
 #
-#     call                       what a rank holds then                           q, of 64 x 64
-#     cut along pp               the layers of its own stage, each of them whole     64 x 64
-#     parallelize_module (tp)    its rows or columns of their matrices               32 x 64
-#     fully_shard (dp_shard)     its shard of these, as one DTensor over both axes   16 x 64
+#     split                      what a rank holds then                             q
+#     cut along pp               the layers of its own stage, each of them whole    64 x 64
+#     parallelize_module (tp)    its rows or columns of their matrices              32 x 64
+#     fully_shard (dp_shard)     its shard of these, as one DTensor over both axes  16 x 64
+#     then AdamW                 moments of what it holds                           16 x 64
 #
-# The order is not free. First the cut, so that no rank touches layers that it has not. Then tp,
-# which rewrites the layers. `fully_shard` comes last: before a block computes it gathers along dp
-# alone, and what it gathers is the rank's part along tp, which the rewritten layer knows how to
-# use. What else changes a block goes between the last two: torchtitan applies tp, then activation
-# checkpointing, then `torch.compile`, then FSDP. The optimizer is made at the very end, since each
-# call replaces parameters by new ones. (Here each rank draws the whole model and copies its part. A
-# model that fits on no rank is made on the meta device, put on the mesh, and filled from a
-# checkpoint: fsdp/04_fsdp_refinements.py.)
+#     while a block computes     what FSDP has gathered along dp_shard alone        32 x 64
+#
+# The last line is why the order is not free. tp rewrites a layer, so that it computes with the
+# rank's own rows. FSDP must hand it just these: it has to shard what tp has left. The cut comes
+# before both, so that no rank touches layers that it has not, and the optimizer after both, since
+# `parallelize_module` and `fully_shard` replace parameters by new ones.
 
 
 # %%
-def put_on_mesh(model: "LlamaModel", mesh: Mesh) -> "LlamaModel":
+def put_on_mesh(model: "LlamaModel", mesh: Mesh, plan: dict | None = None) -> "LlamaModel":
     """Return this rank's stage of the model, split along tp, then sharded along dp."""
     stage = stage_of(model, mesh["pp"].get_local_rank(), mesh["pp"].size())
-    split_matrices(stage, mesh["tp"])
+    split_matrices(stage, mesh["tp"], plan or BLOCK)
     shard_units(stage, data_mesh(mesh))
     return stage
 
@@ -124,9 +121,9 @@ def stage_of(model: "LlamaModel", s: int, p: int) -> "LlamaModel":
     return stage
 
 
-def split_matrices(stage: "LlamaModel", tp: Mesh) -> None:
+def split_matrices(stage: "LlamaModel", tp: Mesh, plan: dict) -> None:
     for block in stage.blocks.values():
-        parallelize_module(block, tp, BLOCK)
+        parallelize_module(block, tp, plan)
     ends = {name: style for name, style in ENDS.items() if getattr(stage, name) is not None}
     parallelize_module(stage, tp, ends)
 
@@ -171,18 +168,268 @@ ENDS = {
 }
 
 # %% [markdown]
-# The norms are in the plan although nothing of them is split. A parameter without a line stays a
-# plain tensor, which lies on no mesh; `fully_shard` would make it a DTensor over dp alone, and
-# nothing would add up the gradients that tp's ranks have from their own tokens.
+# The norms are in the plan although nothing of them is split: `SequenceParallel` makes of their
+# weights a DTensor that is copied along tp. Then tp's ranks, each of which has a gradient from its
+# own tokens, know that these must be added up.
 
 # %% [markdown]
-# ## 3. The model, which knows of no rank
+# ## 3. A step
 #
-# The parts are those of 12_gpt_on_a_mesh.py: RMSNorm, RoPE, grouped queries, SwiGLU. Two things
-# differ. Attention and MLP are modules of their own, so that the plan can name them. And the head
-# has weights of its own: torch.distributed.pipelining has no call that adds up the gradients of an
-# embedding that two stages share. `-1` in `unflatten` is what makes the attention work on a rank's
-# own heads.
+# The **schedule** runs the pipeline. It is made once, for a stage that is on the mesh. In each step
+# it hands tokens to the first stage and targets to the last one, and averages over micro-batches,
+# as FSDP does over dp. It also has FSDP wait with the reduce-scatter until the last micro-batch. A
+# stage may be the only one; then the schedule accumulates gradients.
+
+
+# %%
+def schedule_of(stage: "LlamaModel", mesh: Mesh) -> Schedule1F1B:
+    pp = mesh["pp"]
+    device = torch.device(mesh.device_type)
+    s = pp.get_local_rank()
+    pipeline_stage = PipelineStage(stage, s, pp.size(), device, group=pp.get_group())
+    return Schedule1F1B(pipeline_stage, n_microbatches=max(2, pp.size()), loss_fn=loss_of)
+
+
+def compute_gradients(schedule: Schedule1F1B, mesh: Mesh, tokens_BT: torch.Tensor) -> torch.Tensor:
+    """Leave the gradient of the batch's mean loss; return this rank's summand of that loss."""
+    shards = mesh["dp_shard"].size()
+    dp = mesh["dp_replicate"].size() * shards
+    mine = mesh["dp_replicate"].get_local_rank() * shards + mesh["dp_shard"].get_local_rank()
+    tokens_bT = tokens_BT.chunk(dp)[mine]
+    s = mesh["pp"].get_local_rank()
+    losses = []
+    given = [tokens_bT[:, :-1].contiguous()] if s == 0 else []
+    last = s == mesh["pp"].size() - 1
+    wanted = {"target": tokens_bT[:, 1:], "losses": losses} if last else {}
+    schedule.step(*given, **wanted)
+    loss = torch.stack(losses).mean().detach() if losses else tokens_BT.new_zeros(()).double()
+    return loss / dp / mesh["tp"].size()  # summed over all ranks, the mean: tp's have the same
+
+
+def gradient_norm(stage: "LlamaModel", mesh: Mesh) -> torch.Tensor:
+    """Return the norm of the whole gradient."""
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in stage.parameters()])
+    square = norm.full_tensor() ** 2  # DTensors know what is copied; no stage knows of others
+    dist.all_reduce(square, group=mesh["pp"].get_group())
+    return square.sqrt()
+
+
+def train_step(
+    stage: "LlamaModel",
+    schedule: Schedule1F1B,
+    optimizer: Optimizer,
+    mesh: Mesh,
+    tokens_BT: torch.Tensor,
+) -> None:
+    optimizer.zero_grad()
+    compute_gradients(schedule, mesh, tokens_BT)
+    norm = gradient_norm(stage, mesh)
+    nn.utils.clip_grads_with_norm_(stage.parameters(), MAX_NORM, norm)
+    optimizer.step()
+
+
+def loss_of(logits_bTV: torch.Tensor, next_bT: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits_bTV.flatten(0, 1), next_bT.flatten())
+
+
+# %% [markdown]
+# ## 4. How it is measured
+#
+# Each mesh starts from the same weights, and does one step in float64. The **oracle** is the model
+# in one process. `full_tensor()` gathers a DTensor's gradient along all its axes. A gradient passes
+# some 20 operations per block, each a sum of up to E terms in another order.
+
+# %%
+FEW = {  # the meshes of so many ranks that are tried without --all
+    1: [(1, 1, 1, 1)],
+    2: [(2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)],
+    4: [(1, 1, 2, 2), (2, 1, 1, 2), (2, 1, 2, 1), (1, 2, 2, 1), (4, 1, 1, 1), (1, 1, 1, 4)],
+    8: [(2, 1, 2, 2), (1, 2, 2, 2), (2, 2, 2, 1), (4, 1, 1, 2), (1, 1, 8, 1), (1, 1, 1, 8)],
+    16: [(2, 1, 4, 2), (2, 2, 2, 2)],
+}
+Shape = tuple[int, ...]
+
+
+def all_meshes(ranks: int) -> list[Shape]:
+    """Return all meshes of the ranks that have layers, heads and sequences for each of them."""
+    found = []
+    for pp, replicas, shards, tp in factors(ranks, len(AXES)):
+        if pp <= LAYERS and tp <= G and replicas * shards * max(2, pp) <= B:
+            found.append((pp, replicas, shards, tp))
+    return found
+
+
+def factors(ranks: int, axes: int) -> list[Shape]:
+    """Return all ways to write the number of ranks as a product of so many factors."""
+    if axes == 1:
+        return [(ranks,)]
+    found = []
+    for size in range(1, ranks + 1):
+        if ranks % size == 0:
+            found += [(size, *rest) for rest in factors(ranks // size, axes - 1)]
+    return found
+
+
+def make_mesh(shape: Shape, device: torch.device) -> Mesh:
+    return dist.init_device_mesh(device.type, shape, mesh_dim_names=AXES)
+
+
+def errors_on(
+    shape: Shape, whole: "LlamaModel", loss: float, tokens_BT: torch.Tensor
+) -> list[float]:
+    """Return the errors of a step's gradients, loss and norm; `whole` has the right ones."""
+    mesh = make_mesh(shape, tokens_BT.device)
+    stage = put_on_mesh(whole, mesh)
+    ours = compute_gradients(schedule_of(stage, mesh), mesh, tokens_BT)
+    dist.all_reduce(ours)
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in whole.parameters()])
+    of_norm = abs(gradient_norm(stage, mesh) / norm - 1).item()
+    return [error_of_gradients(stage, whole), abs(ours.item() / loss - 1), of_norm]
+
+
+def error_of_gradients(stage: "LlamaModel", whole: "LlamaModel", only: str = "") -> float:
+    """Return the largest error of the gradients whose names end so, relative to the parameter's."""
+    errors = []
+    for name, parameter in stage.named_parameters():
+        if name.endswith(only):
+            expected = whole.get_parameter(name).grad
+            far = (parameter.grad.full_tensor() - expected).abs().max() / expected.abs().max()
+            errors.append(far)
+    return torch.stack(errors).max().item()  # NaN if one is
+
+
+def check_meshes(shapes: list[Shape], whole: "LlamaModel", tokens_BT: torch.Tensor) -> None:
+    """Claim that a step is the same on all meshes as in one process."""
+    loss = loss_of(whole(tokens_BT[:, :-1]), tokens_BT[:, 1:])
+    loss.backward()
+    errors = []
+    for shape in shapes:
+        errors.append(errors_on(shape, whole, loss.item(), tokens_BT))
+        sizes = zip(AXES, shape, strict=True)
+        on = ", ".join(f"{axis} {size}" for axis, size in sizes if size > 1)
+        print0(f"{'':13}{on or 'one rank'}: error of gradients {errors[-1][0]:.1e}")
+    worst = torch.tensor(errors).max(dim=0).values  # NaN if one is
+    atol = 20 * LAYERS * E * 2**-53
+    for what, error in zip(("gradients", "loss", "norm"), worst, strict=True):
+        claim(f"any mesh: error of the {what}", 0, error, atol=atol)
+
+
+# %% [markdown]
+# The questions are answered on the first of the meshes.
+
+
+# %%
+def check_shares(shape: Shape, whole: "LlamaModel", tokens_BT: torch.Tensor) -> None:
+    """Claim how many numbers a rank has of a matrix that tp splits, and of a norm."""
+    mesh = make_mesh(shape, tokens_BT.device)
+    stage = put_on_mesh(whole, mesh)
+    block = next(iter(stage.blocks.values()))
+    q = block.attention.q
+    *_, shards, tp = shape
+    claim("numbers of q on a rank", D * H * K / shards / tp, numbers_of(q), question=1)
+    claim("numbers of an RMSNorm on a rank", D / shards, numbers_of(block.norm1))
+    seen = []
+    q.register_forward_pre_hook(lambda *_: seen.append(numbers_of(q)))
+    compute_gradients(schedule_of(stage, mesh), mesh, tokens_BT)
+    claim("numbers of q while its block computes", D * H * K / tp, seen[0], question=2)
+
+
+def numbers_of(module: nn.Module) -> int:
+    return module.weight.to_local().numel()
+
+
+def check_orders(shape: Shape, whole: "LlamaModel", tokens_BT: torch.Tensor) -> None:
+    """Claim what comes of an optimizer made too early or last, and of fully_shard before tp."""
+    mesh = make_mesh(shape, tokens_BT.device)
+    stage = stage_of(whole, mesh["pp"].get_local_rank(), mesh["pp"].size())
+    early = AdamW(stage.parameters())
+    split_matrices(stage, mesh["tp"], BLOCK)
+    shard_units(stage, data_mesh(mesh))
+    late = AdamW(stage.parameters())
+    schedule = schedule_of(stage, mesh)
+    changed = []
+    for optimizer in (early, late):
+        before = [parameter.to_local().clone() for parameter in stage.parameters()]
+        train_step(stage, schedule, optimizer, mesh, tokens_BT)
+        pairs = zip(before, stage.parameters(), strict=True)
+        changed.append(sum(not torch.equal(old, new.to_local()) for old, new in pairs))
+    claim("parameters changed, optimizer made first", 0, changed[0], question=3)
+    claim("parameters changed, optimizer made last", len(before), changed[1])
+    other = stage_of(whole, mesh["pp"].get_local_rank(), mesh["pp"].size())
+    shard_units(other, data_mesh(mesh))
+    try:
+        split_matrices(other, mesh["tp"], BLOCK)
+        error = ""
+    except (RuntimeError, ValueError) as raised:
+        error = str(raised)
+    claim("errors about a DTensor, fully_shard before tp", 1, "DTensor" in error, question=4)
+
+
+def check_plan(shapes: list[Shape], whole: "LlamaModel", tokens_BT: torch.Tensor) -> None:
+    """Claim that a norm without a line in the plan for tp gets a wrong gradient, without an error.
+
+    `whole` has the right gradients.
+    """
+    text = "norm1 not in the plan: error of its gradient"
+    if WORLD_SIZE == 1:
+        blocked(text, needs="2 ranks")
+        return
+    mesh = make_mesh(next(shape for shape in shapes if shape[-1] > 1), tokens_BT.device)
+    plan = {name: style for name, style in BLOCK.items() if name != "norm1"}
+    stage = put_on_mesh(whole, mesh, plan)
+    compute_gradients(schedule_of(stage, mesh), mesh, tokens_BT)
+    error = error_of_gradients(stage, whole, only="norm1.weight")
+    claim(text, 0.1, error, ">=", question=5)
+
+
+# %% [markdown]
+# ## What you should have seen
+#
+# 1. 1,024, a quarter: tp has split the 64 rows once, dp_shard once more. The DTensor says so:
+#    `(_StridedShard(dim=0, sf=2), Shard(dim=0))` over `("dp_shard", "tp")`. *Strided*, since tp,
+#    the inner axis, has split first: rank 1 along dp_shard and 0 along tp has rows 16 to 31, and
+#    not 32 to 47. Of a norm, which tp copies, a rank holds 32 of 64.
+# 2. 2,048, its 32 rows: FSDP gathers along dp_shard and frees again, and what tp has split stays
+#    split. That is why the two do not disturb each other.
+# 3. None, and no error. The optimizer has the parameters that the stage had then, and no gradient
+#    ever comes to them. The loss just does not fall. (`zero_grad` of this optimizer clears nothing
+#    either, so the real gradients pile up from step to step.)
+# 4. An error: `parallelize_module` finds a DTensor where it wants to make one. That is the better
+#    kind of mistake; questions 3 and 5 have the other kind.
+# 5. Wrong. `norm1` stays a plain tensor, `fully_shard` makes it a DTensor over dp alone, and its
+#    gradient is that of the rank's own tokens: T / tp of them. In a loop that clips there *is* an
+#    error, in the norm of all gradients: "All operands must have the same mesh". One that does not
+#    clip trains on.
+#
+# All meshes have the gradient of one process. **Model and plan say nothing of the mesh.** It has
+# to fit them: tp divides the heads, pp the layers, dp and micro-batches the batch. By hand
+# (12_gpt_on_a_mesh.py) we needed the same sums, and a place in the code for each.
+#
+# **Try.** With `dp_shard` alone the gradients of the copies are never averaged: the step is wrong
+# wherever dp_replicate is 2, and right elsewhere. With `scale_grads=False` the micro-batches'
+# gradients are added and not averaged, and the rows of gradients and norm fail. There are two
+# micro-batches, so gradients are twice as large, and with 4 stages four times.
+#
+# **On GPUs** (not run) the same file uses NCCL. A real run adds a policy of mixed precision to
+# `fully_shard` and schedules with less bubble (08_interleaved_schedules.py). What else changes a
+# block goes between tp and FSDP: torchtitan applies activation checkpointing there, then
+# `torch.compile`. Here each rank draws the whole model and copies its part; one that fits on no
+# rank is made on the meta device, put on the mesh, and filled from a checkpoint
+# (fsdp/04_fsdp_refinements.py). `torch.distributed.checkpoint` knows parameters by their names and
+# whole shapes: what one mesh has saved any other loads (fsdp/06). At a thousand ranks the mesh is
+# 4,1,32,8, say, and the program is the same.
+#
+# **When.** One machine, and the model fits with `fully_shard` alone: take only that. Add tp, inside
+# the machine, when a rank's share of the batch gets so small that its gathers are no longer hidden.
+# Add pp, across machines, when dp's traffic is too much for the network between them. By hand only
+# what no call does: a tied embedding across stages, an order of your own.
+
+# %% [markdown]
+# The model, which knows of no rank. Its parts are those of 12_gpt_on_a_mesh.py: RMSNorm, RoPE,
+# grouped queries, SwiGLU. Two things differ. Attention and MLP are modules of their own, so that
+# the plan can name them. And the head has weights of its own: torch.distributed.pipelining has no
+# call that adds up the gradients of an embedding that two stages share. `-1` in `unflatten` is what
+# makes the attention work on a rank's own heads.
 
 
 # %%
@@ -260,245 +507,7 @@ class LlamaModel(nn.Module):
 
 
 # %% [markdown]
-# ## 4. A step
-#
-# The **schedule** runs the pipeline. It is made once, for a stage that is on the mesh. In each step
-# it hands tokens to the first stage and targets to the last one, and averages over micro-batches,
-# as FSDP does over dp. It also has FSDP wait with the reduce-scatter until the last micro-batch. A
-# stage may be the only one; then the schedule accumulates gradients.
-
-
-# %%
-def schedule_of(stage: LlamaModel, mesh: Mesh) -> Schedule1F1B:
-    pp = mesh["pp"]
-    device = torch.device(mesh.device_type)
-    s = pp.get_local_rank()
-    pipeline_stage = PipelineStage(stage, s, pp.size(), device, group=pp.get_group())
-    return Schedule1F1B(pipeline_stage, n_microbatches=max(2, pp.size()), loss_fn=loss_of)
-
-
-def compute_gradients(schedule: Schedule1F1B, mesh: Mesh, tokens_BT: torch.Tensor) -> torch.Tensor:
-    """Leave the gradient of the batch's mean loss; return this rank's summand of that loss."""
-    shards = mesh["dp_shard"].size()
-    dp = mesh["dp_replicate"].size() * shards
-    mine = mesh["dp_replicate"].get_local_rank() * shards + mesh["dp_shard"].get_local_rank()
-    tokens_bT = tokens_BT.chunk(dp)[mine]
-    s = mesh["pp"].get_local_rank()
-    losses = []
-    given = [tokens_bT[:, :-1].contiguous()] if s == 0 else []
-    last = s == mesh["pp"].size() - 1
-    wanted = {"target": tokens_bT[:, 1:], "losses": losses} if last else {}
-    schedule.step(*given, **wanted)
-    loss = torch.stack(losses).mean().detach() if losses else tokens_BT.new_zeros(()).double()
-    return loss / dp / mesh["tp"].size()
-
-
-def gradient_norm(stage: LlamaModel, mesh: Mesh) -> torch.Tensor:
-    """Return the norm of the whole gradient."""
-    norm = nn.utils.get_total_norm([parameter.grad for parameter in stage.parameters()])
-    square = norm.full_tensor() ** 2  # DTensors know what is copied; no stage knows of others
-    dist.all_reduce(square, group=mesh["pp"].get_group())
-    return square.sqrt()
-
-
-def train_step(
-    stage: LlamaModel,
-    schedule: Schedule1F1B,
-    optimizer: Optimizer,
-    mesh: Mesh,
-    tokens_BT: torch.Tensor,
-) -> None:
-    optimizer.zero_grad()
-    compute_gradients(schedule, mesh, tokens_BT)
-    norm = gradient_norm(stage, mesh)
-    nn.utils.clip_grads_with_norm_(stage.parameters(), MAX_NORM, norm)
-    optimizer.step()
-
-
-def loss_of(logits_bTV: torch.Tensor, next_bT: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits_bTV.flatten(0, 1), next_bT.flatten())
-
-
-# %% [markdown]
-# ## 5. How it is measured
-#
-# Each mesh starts from the same weights, and does one step in float64. The **oracle** is the model
-# of section 3 in one process. `full_tensor()` gathers a DTensor's gradient along all its axes. A
-# gradient passes some 20 operations per block, each a sum of up to E terms in another order.
-
-# %%
-OF_A_GRADIENT = 20 * LAYERS * E * 2**-53
-FEW = {  # the meshes of so many ranks that are tried without --all
-    1: [(1, 1, 1, 1)],
-    2: [(2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)],
-    4: [(1, 1, 2, 2), (2, 1, 1, 2), (2, 1, 2, 1), (1, 2, 2, 1), (4, 1, 1, 1), (1, 1, 1, 4)],
-    8: [(2, 1, 2, 2), (1, 2, 2, 2), (2, 2, 2, 1), (4, 1, 1, 2), (1, 1, 8, 1), (1, 1, 1, 8)],
-    16: [(2, 1, 4, 2), (2, 2, 2, 2)],
-}
-Shape = tuple[int, ...]
-
-
-def all_meshes(ranks: int) -> list[Shape]:
-    """Return all meshes of the ranks that have layers, heads and sequences for each of them."""
-    found = []
-    for pp, replicas, shards, tp in factors(ranks, len(AXES)):
-        if pp <= LAYERS and tp <= G and replicas * shards * max(2, pp) <= B:
-            found.append((pp, replicas, shards, tp))
-    return found
-
-
-def factors(ranks: int, axes: int) -> list[Shape]:
-    """Return all ways to write the number of ranks as a product of so many factors."""
-    if axes == 1:
-        return [(ranks,)]
-    found = []
-    for size in range(1, ranks + 1):
-        if ranks % size == 0:
-            found += [(size, *rest) for rest in factors(ranks // size, axes - 1)]
-    return found
-
-
-def make_mesh(shape: Shape, device: torch.device) -> Mesh:
-    return dist.init_device_mesh(device.type, shape, mesh_dim_names=AXES)
-
-
-def error_on(shape: Shape, whole: LlamaModel, loss: float, tokens_BT: torch.Tensor) -> float:
-    """Return the largest error of a step's gradients, loss and norm; `whole` has the right ones."""
-    mesh = make_mesh(shape, tokens_BT.device)
-    stage = put_on_mesh(whole, mesh)
-    ours = compute_gradients(schedule_of(stage, mesh), mesh, tokens_BT)
-    dist.all_reduce(ours)
-    errors = [abs(ours.item() / loss - 1)]
-    for name, parameter in stage.named_parameters():
-        expected = whole.get_parameter(name).grad
-        far = (parameter.grad.full_tensor() - expected).abs().max() / expected.abs().max()
-        errors.append(far.item())
-    norm = nn.utils.get_total_norm([parameter.grad for parameter in whole.parameters()])
-    errors.append(abs(gradient_norm(stage, mesh) / norm - 1).item())
-    return torch.tensor(errors).max().item()
-
-
-def check_meshes(shapes: list[Shape], whole: LlamaModel, tokens_BT: torch.Tensor) -> None:
-    """Claim that a step is the same on all meshes as in one process."""
-    loss = loss_of(whole(tokens_BT[:, :-1]), tokens_BT[:, 1:])
-    loss.backward()
-    errors = []
-    for shape in shapes:
-        errors.append(error_on(shape, whole, loss.item(), tokens_BT))
-        sizes = zip(AXES, shape, strict=True)
-        on = ", ".join(f"{axis} {size}" for axis, size in sizes if size > 1)
-        print0(f"{'':13}{on or 'one rank'}: error {errors[-1]:.1e}")
-    error = torch.tensor(errors).max()  # NaN if one is
-    claim("any mesh: error of gradients, loss, norm", 0, error, atol=OF_A_GRADIENT)
-
-
-# %% [markdown]
-# The questions are answered on the first of the meshes.
-
-
-# %%
-def check_shares(shape: Shape, whole: LlamaModel, device: torch.device) -> None:
-    """Claim how many numbers a rank holds of a matrix that tp splits, and of one that it copies."""
-    stage = put_on_mesh(whole, make_mesh(shape, device))
-    block = next(iter(stage.blocks.values()))
-    _, _, shards, tp = shape
-    held = block.attention.q.weight.to_local().numel()
-    claim("numbers of q on a rank", D * H * K / shards / tp, held, question=1)
-    held = block.norm1.weight.to_local().numel()
-    claim("numbers of an RMSNorm on a rank", D / shards, held, question=2)
-
-
-def check_orders(shape: Shape, whole: LlamaModel, tokens_BT: torch.Tensor) -> None:
-    """Claim what comes of an optimizer made too early or last, and of fully_shard before tp."""
-    mesh = make_mesh(shape, tokens_BT.device)
-    stage = stage_of(whole, mesh["pp"].get_local_rank(), mesh["pp"].size())
-    early = AdamW(stage.parameters())
-    split_matrices(stage, mesh["tp"])
-    shard_units(stage, data_mesh(mesh))
-    late = AdamW(stage.parameters())
-    schedule = schedule_of(stage, mesh)
-    changed = []
-    for optimizer in (early, late):
-        before = [parameter.to_local().clone() for parameter in stage.parameters()]
-        train_step(stage, schedule, optimizer, mesh, tokens_BT)
-        pairs = zip(before, stage.parameters(), strict=True)
-        changed.append(sum(not torch.equal(old, new.to_local()) for old, new in pairs))
-    claim("parameters changed, optimizer made first", 0, changed[0], question=3)
-    claim("parameters changed, optimizer made last", len(before), changed[1])
-    other = stage_of(whole, mesh["pp"].get_local_rank(), mesh["pp"].size())
-    shard_units(other, data_mesh(mesh))
-    try:
-        split_matrices(other, mesh["tp"])
-        error = ""
-    except (RuntimeError, ValueError) as raised:
-        error = str(raised)
-    claim("errors about a DTensor, fully_shard before tp", 1, "DTensor" in error, question=4)
-
-
-# %% [markdown]
-# A checkpoint of `torch.distributed.checkpoint` (DCP) has one file per rank, and an index that says
-# which part of which parameter lies where. Since names and whole shapes are the same on every mesh,
-# another mesh finds its own parts.
-
-
-# %%
-def weights_of(stage: LlamaModel) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach() for name, parameter in stage.named_parameters()}
-
-
-def check_checkpoint(shape: Shape, whole: LlamaModel, device: torch.device) -> None:
-    """Claim that what was saved on one mesh is what another one loads."""
-    folders = [tempfile.mkdtemp(prefix="mesh-") if RANK == 0 else None]
-    dist.broadcast_object_list(folders)
-    saved = put_on_mesh(whole, make_mesh(shape, device))
-    dcp.save(weights_of(saved), checkpoint_id=folders[0])
-    pp, replicas, shards, tp = shape
-    torch.manual_seed(1)  # other weights, to be overwritten
-    empty = LlamaModel().to(device, torch.float64)
-    loaded = put_on_mesh(empty, make_mesh((1, replicas, pp * shards, tp), device))
-    dcp.load(weights_of(loaded), checkpoint_id=folders[0])
-    unlike = 0
-    for name, parameter in loaded.named_parameters():
-        unlike += (parameter.full_tensor() != whole.get_parameter(name)).sum().item()
-    claim("numbers unlike the saved ones, another mesh", 0, unlike, question=5)
-    if RANK == 0:  # nobody reads any more: a claim waits for all
-        shutil.rmtree(folders[0])
-
-
-# %% [markdown]
-# ## What you should have seen
-#
-# 1. 1,024, a quarter: tp has split the 64 rows once, dp_shard once more. The DTensor says so:
-#    `(_StridedShard(dim=0, sf=2), Shard(dim=0))` over `("dp_shard", "tp")`. *Strided*, since the
-#    first axis of the mesh has split last: both ranks of dp_shard have rows of each half.
-# 2. 32: along tp a norm is copied, along dp_shard split like everything else.
-# 3. None, and no error. The optimizer has the parameters that the model had then, and no gradient
-#    ever comes to them. The loss just does not fall.
-# 4. An error: `parallelize_module` finds a DTensor where it wants to make one. That is the better
-#    kind of mistake; question 3 has the other kind.
-# 5. None. A checkpoint of DCP knows whole parameters, and not how many ranks there were. The
-#    optimizer's state can be saved in the same way (fsdp/06).
-#
-# All meshes have the gradient of one process. **Model and plan say nothing of the mesh**: no
-# size of it stands in sections 2 and 3. By hand (12_gpt_on_a_mesh.py) we needed the same sums, and
-# a place in the code for each.
-#
-# **Try.** Without its line `norm1` stays a plain tensor. The step runs, and the gradient of `norm1`
-# is of the rank's own tokens only. What finds out is the norm of all gradients, by an error: "All
-# operands must have the same mesh". A loop that does not clip would train on. With
-# `scale_grads=False` the micro-batches' gradients are added and not averaged, and the row of the
-# meshes fails. There are two micro-batches, so gradients are twice as large, and with 4 stages four
-# times.
-#
-# **On GPUs** (not run) the same file uses NCCL. A real run adds a policy of mixed precision to
-# `fully_shard`, `torch.compile` per block, and schedules with less bubble
-# (08_interleaved_schedules.py). At a thousand ranks the mesh is 4,1,32,8, say; the program is the
-# same, and torchtitan is this program with all that a run of weeks needs.
-#
-# **When.** One machine, and the model fits with `fully_shard` alone: take only that. Add tp inside
-# the machine when a rank's share of the batch gets too small to hide the gathers, pp across
-# machines when dp's traffic does. By hand only what no call does: a tied embedding across stages,
-# an order of your own.
+# Only here is the number of layers changed: with `--all` there may be eight stages.
 
 
 # %%
@@ -521,9 +530,9 @@ def main() -> None:
     tokens_BT = torch.randint(V, (B, T + 1)).to(device)
     few = FEW[WORLD_SIZE]
     check_meshes(all_meshes(WORLD_SIZE) if options.all else few, whole, tokens_BT)
-    check_shares(few[0], whole, device)
+    check_shares(few[0], whole, tokens_BT)
     check_orders(few[0], whole, tokens_BT)
-    check_checkpoint(few[0], whole, device)
+    check_plan(few, whole, tokens_BT)
     finish()
 
 

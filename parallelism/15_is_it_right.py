@@ -4,17 +4,18 @@
 **Question.** A model trains on many ranks, its loss falls, and no error shows. How do you know that
 it computes what one process would, and if it does not, where is the mistake?
 
-**Predict**, and write it down before you run. A GPT trains with AdamW, in float32.
+**Predict**, and write it down before you run. A small language model trains with AdamW, in float32.
 
 1. Nothing is wrong: the ranks only add up in another order. By how much does the loss of the first
    step differ from one process's: about 1e-7, 1e-5 or 1e-3 of it?
 2. By a mistake all gradients are twice as large, and nothing is clipped. In 8 steps, by how much
    does the loss differ at most: less than 1e-4, about 1e-2, or more?
-3. Four programs have a mistake each: in data, in pipeline and in tensor parallelism, and in which
-   rank reads which sequences. Each is run with one axis at a time. In how many do these runs find
-   the mistake?
-4. With sequence parallelism the gradients of the norms must be added up along tp. They are not. How
-   many of a block's nine parameters have a wrong gradient?
+3. Four other programs have a mistake each: in data, in pipeline and in tensor parallelism, and in
+   which rank reads which sequences. Each is run with one axis at a time. In how many do these runs
+   find the mistake?
+4. With sequence parallelism the gradients of the norms must be added up along tp. They are not. The
+   model has 14 parameters: an embedding, a head, and in each of 4 blocks a norm and two matrices.
+   How many of them have a wrong gradient?
 5. By how much does that change the loss in the first step?
 
 **Run.**
@@ -24,17 +25,16 @@ it computes what one process would, and if it does not, where is the mistake?
 
 Not run on several GPUs.
 
-**Try.** Make a mistake of your own: in `layers_of` write `range((s + 1) * LAYERS // p)`. Then a
-later stage repeats the layers of the earlier ones. What does the line of "nothing" name, and which
-claims fail?
+**Try.** Make a mistake of your own: in `put_on_mesh` let `mine` be `range((s + 1) * LAYERS // p)`.
+Then a later stage repeats the layers of the earlier ones. Along which axes is the program without a
+planted mistake wrong now, and which claims fail?
 
-**Before.** parallelism/13_gpt_by_library.py: this model on a mesh.
+**Before.** parallelism/13_gpt_by_library.py: such a model on a mesh.
 
 **Next.** parallelism/16_planning_memory.py: which mesh a model needs.
 """
 
 import argparse
-import contextlib
 import copy
 import ctypes
 import json
@@ -47,9 +47,8 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,7 +61,6 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -75,9 +73,9 @@ from torch.optim import AdamW
 RANK = int(os.environ.get("RANK", "0"))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
-# Shapes: B sequences per step, T tokens each, V different tokens (bytes), D model width, H query
-# heads, G key-value heads, K features per head, E hidden features; a small letter is a share.
-B, T, V, D, H, G, K, E = 16, 16, 256, 64, 16, 8, 4, 168
+# Shapes: B sequences per step, T tokens each, V different tokens (bytes), D model width, E hidden
+# features; b is a rank's share of B.
+B, T, V, D, E = 16, 16, 256, 64, 256
 LAYERS = 4
 AXES = ("pp", "dp", "tp")  # of a mesh, outermost first
 Mesh = dist.DeviceMesh
@@ -105,7 +103,14 @@ Mesh = dist.DeviceMesh
 
 
 # %%
-def compare(ours: "Step", right: "Step") -> tuple[float, dict[str, float]]:
+class Step(NamedTuple):
+    """What one step computes, on whole tensors."""
+
+    loss: float  # of the whole batch
+    gradients: dict[str, torch.Tensor]  # of this rank's parameters
+
+
+def compare(ours: Step, right: Step) -> tuple[float, dict[str, float]]:
     """Return the relative error of the loss, and of each gradient of this rank, by name."""
     loss_error = abs(ours.loss / right.loss - 1)
     errors = {}
@@ -113,13 +118,6 @@ def compare(ours: "Step", right: "Step") -> tuple[float, dict[str, float]]:
         expected = right.gradients[name]
         errors[name] = ((gradient - expected).abs().max() / expected.abs().max()).item()
     return loss_error, errors
-
-
-class Step(NamedTuple):
-    """What one step computes, on whole tensors."""
-
-    loss: float  # of the whole batch
-    gradients: dict[str, torch.Tensor]  # of this rank's parameters
 
 
 # %% [markdown]
@@ -143,17 +141,17 @@ class Step(NamedTuple):
 
 
 # %%
-def step_on(mesh: Mesh, whole: "LlamaModel", batch: "Batch") -> Step:
-    """Do one step on a mesh, from the weights of the whole model."""
-    stage = put_on_mesh(whole, mesh)
-    loss = train_step(stage, mesh, batch)
+def step_on(mesh: Mesh, whole: "SmallModel", batch: "Batch", mistake: str) -> Step:
+    """Do one step on a mesh, from the weights of the whole model, with a mistake or with "none"."""
+    stage = put_on_mesh(whole, mesh, mistake)
+    loss = train_step(stage, mesh, batch, mistake)
     gradients = {name: x.grad.full_tensor() for name, x in stage.named_parameters()}
     return Step(loss, gradients)
 
 
-def is_wrong(mesh: Mesh, whole: "LlamaModel", batch: "Batch", right: Step) -> bool:
-    """Return whether a step on the mesh differs from the right one by more than rounding."""
-    loss_error, errors = compare(step_on(mesh, whole, batch), right)
+def is_wrong(ours: Step, right: Step) -> bool:
+    """Return whether a step differs from the right one by more than rounding."""
+    loss_error, errors = compare(ours, right)
     return any_is_wrong(loss_error, *errors.values())
 
 
@@ -175,52 +173,118 @@ def make_mesh(**sizes: int) -> Mesh:
 
 
 # %% [markdown]
-# ## 3. A right program
+# ## 3. A small program, and five mistakes that raise no error
 #
-# The model is cut along pp, split along tp, sharded along dp (13_gpt_by_library.py). Each rank adds
-# up the losses of its own tokens and divides by the number of tokens in the *whole* batch. FSDP
-# averages gradients over the dp ranks, and the pipeline over the m micro-batches, so the loss is
-# multiplied by both numbers beforehand.
+# The model is the smallest that can have them: blocks of a norm and an MLP. It is cut along pp,
+# split along tp and sharded along dp by the calls of 13_gpt_by_library.py. With sequence
+# parallelism a rank has T / tp of the tokens where the norms are.
 
 
 # %%
-def put_on_mesh(whole: "LlamaModel", mesh: Mesh) -> "LlamaModel":
+class MlpBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(D, eps=1e-5)
+        self.up = nn.Linear(D, E, bias=False)
+        self.down = nn.Linear(E, D, bias=False)
+
+    def forward(self, x_bTD: torch.Tensor) -> torch.Tensor:
+        return x_bTD + self.down(F.silu(self.up(self.norm(x_bTD))))
+
+
+class SmallModel(nn.Module):
+    """Tokens (b, T) -> logits (b, T, V); a stage without one of its ends takes or gives (b, T, D).
+
+    Blocks have names, not places: a stage's are called as they are in the whole model.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(V, D)
+        self.blocks = nn.ModuleDict({str(i): MlpBlock() for i in range(LAYERS)})
+        self.head = nn.Linear(D, V, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.embedding is not None:
+            x = self.embedding(x)
+        for block in self.blocks.values():
+            x = block(x)
+        return x if self.head is None else self.head(x)
+
+
+BLOCK_PLAN = {
+    "norm": SequenceParallel(),
+    "up": ColwiseParallel(input_layouts=Shard(1)),
+    "down": RowwiseParallel(output_layouts=Shard(1)),
+}
+ENDS_PLAN = {
+    "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+}
+
+# %% [markdown]
+# Each mistake is an `if` in this program:
+#
+#     seed      each stage draws its own blocks, all with the same seed. So the first block of every
+#               stage has the same weights.
+#     norms     the plan lacks the line of the norm. Its weight is copied along tp, and its gradient
+#               has to be added up there. Without the line each rank keeps that of its own tokens.
+#     sampler   a rank's share of the batch follows from its number, as if tp were outermost.
+#     tokens    the mean over a rank's own tokens. Ranks have unequally many (padding has no loss),
+#               so the mean of the means is another one (data-loading/13_token_weights.py).
+#     factor    the pipeline adds up the micro-batches' gradients in place of averaging them.
+
+
+# %%
+def put_on_mesh(whole: SmallModel, mesh: Mesh, mistake: str) -> SmallModel:
     """Return this rank's stage of the model, split along tp and sharded along dp."""
-    stage = cut(whole, mesh["pp"].get_local_rank(), mesh["pp"].size())
-    for block in stage.blocks.values():
-        parallelize_module(block, mesh["tp"], BLOCK)
-    ends = {name: style for name, style in ENDS.items() if getattr(stage, name) is not None}
-    parallelize_module(stage, mesh["tp"], ends)
-    for block in stage.blocks.values():
-        fully_shard(block, mesh=mesh["dp"])
-    fully_shard(stage, mesh=mesh["dp"])
-    return stage
-
-
-def cut(whole: "LlamaModel", s: int, p: int) -> "LlamaModel":
-    """Return a copy with the layers of stage s of p, and None in place of the ends it lacks."""
+    s = mesh["pp"].get_local_rank()
+    p = mesh["pp"].size()
+    mine = range(s * LAYERS // p, (s + 1) * LAYERS // p)
     stage = copy.deepcopy(whole)
-    for i in set(range(LAYERS)) - set(layers_of(s, p)):
+    for i in set(range(LAYERS)) - set(mine):
         del stage.blocks[str(i)]
     if s > 0:
         stage.embedding = None
     if s < p - 1:
-        stage.norm = stage.head = None
+        stage.head = None
+    if mistake == "seed":
+        for place, block in enumerate(stage.blocks.values()):
+            block.load_state_dict(whole.blocks[str(place)].state_dict())
+
+    plan = dict(BLOCK_PLAN)
+    if mistake == "norms":
+        del plan["norm"]
+    for block in stage.blocks.values():
+        parallelize_module(block, mesh["tp"], plan)
+        fully_shard(block, mesh=mesh["dp"])
+    ends = {name: style for name, style in ENDS_PLAN.items() if getattr(stage, name) is not None}
+    parallelize_module(stage, mesh["tp"], ends)
+    fully_shard(stage, mesh=mesh["dp"])
     return stage
 
 
-def layers_of(s: int, p: int) -> range:
-    return range(s * LAYERS // p, (s + 1) * LAYERS // p)
+# %% [markdown]
+# The schedule averages over m micro-batches, and FSDP over the dp ranks. So a micro-batch's loss is
+# the sum over its tokens, times m x dp, divided by the tokens of the *whole* batch: the average of
+# these is the mean over all tokens.
 
 
-def train_step(stage: "LlamaModel", mesh: Mesh, batch: "Batch") -> float:
+# %%
+def train_step(stage: SmallModel, mesh: Mesh, batch: "Batch", mistake: str) -> float:
     """Leave the gradient of the batch's mean loss; return that loss."""
     s = mesh["pp"].get_local_rank()
-    p, dp, tp = (mesh[axis].size() for axis in AXES)
+    p = mesh["pp"].size()
+    dp = mesh["dp"].size()
+    share = mesh["dp"].get_local_rank()  # ranks of a tp group read the same sequences
+    if mistake == "sampler":
+        share = RANK % dp
+    x_bT = batch.x_BT.chunk(dp)[share]
+    next_bT = batch.next_BT.chunk(dp)[share]
+    tokens = (batch.next_BT != NONE).sum()
+    if mistake == "tokens":
+        tokens = (next_bT != NONE).sum() * dp
     m = max(2, p)  # micro-batches
-    x_bT = batch.x_BT.chunk(dp)[share_of(mesh)]
-    next_bT = batch.next_BT.chunk(dp)[share_of(mesh)]
-    tokens = tokens_of(batch.next_BT, next_bT, dp)
 
     def loss_of(logits_bTV: torch.Tensor, next_bT: torch.Tensor) -> torch.Tensor:
         how = {"ignore_index": NONE, "reduction": "sum"}
@@ -228,90 +292,27 @@ def train_step(stage: "LlamaModel", mesh: Mesh, batch: "Batch") -> float:
 
     # Built anew in each step, to have all of it in one place; a training builds both once.
     pipeline_stage = PipelineStage(stage, s, p, x_bT.device, group=mesh["pp"].get_group())
-    schedule = Schedule1F1B(pipeline_stage, m, loss_fn=loss_of)
-    losses = []
-    given = [x_bT] if s == 0 else []
-    schedule.step(*given, **({"target": next_bT, "losses": losses} if s == p - 1 else {}))
-    mine = sum(loss.item() for loss in losses) / m / dp / tp  # tp ranks have the same loss
+    average = mistake != "factor"
+    schedule = Schedule1F1B(pipeline_stage, m, loss_fn=loss_of, scale_grads=average)
+    losses = []  # of the micro-batches; the last stage alone has them
+    at_the_start = [x_bT] if s == 0 else []
+    at_the_end = {"target": next_bT, "losses": losses} if s == p - 1 else {}
+    schedule.step(*at_the_start, **at_the_end)
+    mine = sum(loss.item() for loss in losses) / m
     total = torch.tensor(mine, dtype=torch.float64, device=x_bT.device)
-    dist.all_reduce(total)
-    return total.item() / mesh["copies"].size()
-
-
-def share_of(mesh: Mesh) -> int:
-    """Return which share of the batch this rank reads: ranks of a tp group read the same one."""
-    return mesh["dp"].get_local_rank()
-
-
-def tokens_of(whole_BT: torch.Tensor, mine_bT: torch.Tensor, dp: int) -> torch.Tensor:
-    """Return how many tokens the losses are the mean of: all that have one."""
-    return (whole_BT != NONE).sum()
+    for axis in ("pp", "dp"):
+        dist.all_reduce(total, group=mesh[axis].get_group())
+    return total.item() / dp
 
 
 # %% [markdown]
-# ## 4. Five mistakes that raise no error
-#
-# Each is a wrong part in the place of a right one:
-#
-#     dp        the mean over a rank's own tokens. Ranks have unequally many (padding has no loss),
-#               so the mean of the means is another one (data-loading/13_token_weights.py).
-#     pp        each stage draws its own blocks, all with the same seed. So the first block of every
-#               stage has the same weights.
-#     tp        with sequence parallelism a rank has T / tp of the tokens where the norms are. Their
-#               weights are copied, and their gradients have to be added up along tp. In the plan
-#               that is one line per norm. Without it each rank keeps the gradient of its tokens.
-#     sampler   the share of a rank follows from its number, as if tp were outermost.
-#     factor    the pipeline adds up the micro-batches' gradients in place of averaging them.
-
-
-# %%
-def own_tokens(whole_BT: torch.Tensor, mine_bT: torch.Tensor, dp: int) -> torch.Tensor:
-    return (mine_bT != NONE).sum() * dp
-
-
-def seeded_alike(whole: "LlamaModel", s: int, p: int, right: Callable = cut) -> "LlamaModel":
-    stage = right(whole, s, p)
-    for place, block in enumerate(stage.blocks.values()):
-        block.load_state_dict(whole.blocks[str(place)].state_dict())
-    return stage
-
-
-def without_norms(plan: dict) -> dict:
-    return {name: style for name, style in plan.items() if "norm" not in name}
-
-
-def by_number(mesh: Mesh) -> int:
-    return RANK % mesh["dp"].size()
-
-
-@contextlib.contextmanager
-def planted(mistake: str) -> Iterator[None]:
-    """Within a `with`, let wrong parts stand under the names of the right ones."""
-    mistakes = {
-        "nothing": {},
-        "dp": {"tokens_of": own_tokens},
-        "pp": {"cut": seeded_alike},
-        "tp": {"BLOCK": without_norms(BLOCK), "ENDS": without_norms(ENDS)},
-        "sampler": {"share_of": by_number},
-        "factor": {"Schedule1F1B": partial(Schedule1F1B, scale_grads=False)},
-    }
-    wrong = mistakes[mistake]
-    right = {name: globals()[name] for name in wrong}
-    globals().update(wrong)
-    try:
-        yield
-    finally:
-        globals().update(right)
-
-
-# %% [markdown]
-# ## 5. How it is measured
+# ## 4. How it is measured
 #
 # The batches are bytes of argparse's source. Each sequence has a loss on its first 2 to T tokens
 # only, as if the rest were padding. The **oracle** is the model in one process, in the same dtype.
-# A gradient passes some 20 operations per block, each a sum of up to E terms: 20 x 4 x 168
-# roundings of 6e-8. They point both ways, so what remains is about their number's square root, 116,
-# times one: 7e-6. Above 1e-4 is wrong. So is no number at all, though `nan > 1e-4` is false.
+# A gradient passes some 10 operations per block, each a sum of up to E terms: 10 x 4 x 256
+# roundings of 6e-8. They point both ways, so what remains is about their number's square root, 101,
+# times one: 6e-6. Above 1e-4 is wrong. So is no number at all, though `nan > 1e-4` is false.
 
 # %%
 NONE = -100  # the target of a token without a loss
@@ -338,7 +339,7 @@ def batch_of(number: int) -> Batch:
     return Batch(tokens_BT[:, :-1].contiguous().to(DEVICE), next_BT.to(DEVICE))
 
 
-def right_step(whole: "LlamaModel", batch: Batch) -> Step:
+def right_step(whole: SmallModel, batch: Batch) -> Step:
     """Do the step in one process."""
     whole.zero_grad()
     logits = whole(batch.x_BT).flatten(0, 1)
@@ -348,46 +349,47 @@ def right_step(whole: "LlamaModel", batch: Batch) -> Step:
     return Step(loss.item(), gradients)
 
 
-def check_axes(whole: "LlamaModel") -> None:
-    """Claim which runs find which mistake."""
-    batch = batch_of(0)
-    right = right_step(whole, batch)
-    found = {}
-    for mistake in ("nothing", *AXES, "sampler", "factor"):
-        with planted(mistake):
-            runs = [axis for axis in AXES if is_wrong(alone(axis), whole, batch, right)]
-        found[mistake] = runs
-        print0(f"{'':13}{mistake} is wrong: {', '.join(runs) or 'no axis'}")
-    claim("axes found wrong, no mistake", 0, len(found["nothing"]))
-    named = [found[mistake] == [mistake] for mistake in AXES]
-    claim("mistakes found in their axis alone", 3, sum(named), question=3)
-    claim("sampler's mistake: axes found wrong", 0, len(found["sampler"]), question=3)
-    claim("factor: axes found wrong", 3, len(found["factor"]))
-    if WORLD_SIZE >= 4:
-        two = make_mesh(dp=2, tp=2)
-        right_too = is_wrong(two, whole, batch, right)
-        with planted("sampler"):
-            wrong = is_wrong(two, whole, batch, right)
-        claim("dp x tp found wrong, no mistake", False, right_too)
-        claim("dp x tp found wrong, sampler's mistake", True, wrong)
-    else:
-        blocked("dp x tp found wrong, sampler's mistake", needs="4 ranks")
-
-
 @cache
 def alone(axis: str) -> Mesh:
     return make_mesh(**{axis: min(WORLD_SIZE, LAYERS)})
 
 
-def check_names(whole: "LlamaModel") -> None:
+def check_axes(whole: SmallModel) -> None:
+    """Claim which runs find which mistake."""
+    batch = batch_of(0)
+    right = right_step(whole, batch)
+    found = {}
+    for mistake in ("none", "seed", "tokens", "norms", "sampler", "factor"):
+        found[mistake] = []
+        for axis in AXES:
+            if is_wrong(step_on(alone(axis), whole, batch, mistake), right):
+                found[mistake].append(axis)
+        where = ", ".join(found[mistake]) or "no axis"
+        print0(f"{'':13}mistake: {mistake:10} found along: {where}")
+    claim("axes found wrong, no mistake", 0, len(found["none"]))
+    expected = {"seed": ["pp"], "tokens": ["dp"], "norms": ["tp"]}
+    named = [found[mistake] == axes for mistake, axes in expected.items()]
+    claim("mistakes found in their axis alone", 3, sum(named), question=3)
+    claim("sampler's mistake: axes found wrong", 0, len(found["sampler"]), question=3)
+    claim("factor: axes found wrong", 3, len(found["factor"]))
+    if WORLD_SIZE < 4:
+        blocked("dp x tp found wrong, sampler's mistake", needs="4 ranks")
+        return
+    two = make_mesh(dp=2, tp=2)
+    right_too = is_wrong(step_on(two, whole, batch, "none"), right)
+    wrong = is_wrong(step_on(two, whole, batch, "sampler"), right)
+    claim("dp x tp found wrong, no mistake", False, right_too)
+    claim("dp x tp found wrong, sampler's mistake", True, wrong)
+
+
+def check_names(whole: SmallModel) -> None:
     """Claim which gradients are wrong if the norms' are not added up along tp."""
     batch = batch_of(0)
-    with planted("tp"):
-        loss_error, errors = compare(step_on(alone("tp"), whole, batch), right_step(whole, batch))
-    block = [name for name in errors if name.startswith("blocks.0.")]
-    wrong = [name for name in block if any_is_wrong(errors[name])]
-    print0(f"{'':13}wrong: {', '.join(wrong)}")
-    claim("wrong gradients, of a block's 9", 2, len(wrong), question=4)
+    ours = step_on(alone("tp"), whole, batch, "norms")
+    loss_error, errors = compare(ours, right_step(whole, batch))
+    wrong = [name for name, error in errors.items() if any_is_wrong(error)]
+    print0(f"{'':13}wrong: {', '.join(name.removesuffix('.weight') for name in wrong)}")
+    claim("wrong gradients, of the model's 14", 4, len(wrong), question=4)
     claim("error of the loss then", 0, loss_error, atol=1e-6, question=5)
 
 
@@ -397,33 +399,34 @@ def check_names(whole: "LlamaModel") -> None:
 
 
 # %%
-def check_dtypes(whole: "LlamaModel") -> None:
-    """Claim how far the loss of a right step is off."""
+def check_dtypes(whole: SmallModel) -> None:
+    """Claim how far the loss of a right step is off; in bfloat16 it looks like a mistake."""
     claim("error of the loss, float32", 0, error_in(whole), atol=1e-6, question=1)
-    claim("error of the loss, bfloat16", 0, error_in(copy.deepcopy(whole).bfloat16()), atol=2e-2)
+    coarse = error_in(copy.deepcopy(whole).bfloat16())
+    claim("error of the loss, bfloat16", ROUNDING, coarse, ">=")
 
 
-def error_in(model: "LlamaModel") -> float:
+def error_in(model: SmallModel) -> float:
     """Return the largest error of the loss over the axes, in the model's dtype."""
     batch = batch_of(0)
     right = right_step(model, batch)
-    errors = [compare(step_on(alone(axis), model, batch), right)[0] for axis in AXES]
+    errors = [compare(step_on(alone(axis), model, batch, "none"), right)[0] for axis in AXES]
     return torch.tensor(errors).max().item()  # which a NaN passes, as it does not pass `max`
 
 
-def curve_on(mesh: Mesh, whole: "LlamaModel") -> torch.Tensor:
+def curve_on(mesh: Mesh, whole: SmallModel, mistake: str) -> torch.Tensor:
     """Train on a mesh; return the loss of each step."""
-    stage = put_on_mesh(whole, mesh)
+    stage = put_on_mesh(whole, mesh, mistake)
     optimizer = AdamW(stage.parameters(), lr=3e-3)
     losses = []
     for number in range(STEPS):
         optimizer.zero_grad()
-        losses.append(train_step(stage, mesh, batch_of(number)))
+        losses.append(train_step(stage, mesh, batch_of(number), mistake))
         optimizer.step()
     return torch.tensor(losses)
 
 
-def curve_in_one_process(whole: "LlamaModel", first: int) -> torch.Tensor:
+def curve_in_one_process(whole: SmallModel, first: int) -> torch.Tensor:
     model = copy.deepcopy(whole)
     optimizer = AdamW(model.parameters(), lr=3e-3)
     losses = []
@@ -433,14 +436,12 @@ def curve_in_one_process(whole: "LlamaModel", first: int) -> torch.Tensor:
     return torch.tensor(losses)
 
 
-def check_curves(whole: "LlamaModel") -> None:
+def check_curves(whole: SmallModel) -> None:
     """Claim what loss curves tell of two mistakes."""
     right = curve_in_one_process(whole, 0)
     noise = (curve_in_one_process(whole, STEPS) - right).abs().mean()
-    with planted("factor"):
-        doubled = (curve_on(alone("dp"), whole) - right).abs().max()
-    with planted("tp"):
-        partial_sums = (curve_on(alone("tp"), whole) - right).abs().mean()
+    doubled = (curve_on(alone("dp"), whole, "factor") - right).abs().max()
+    partial_sums = (curve_on(alone("tp"), whole, "norms") - right).abs().mean()
     print0(f"{'':13}loss {right[0]:.2f} to {right[-1]:.2f}; other batches {noise:.2f} apart,")
     print0(f"{'':13}with the norms' mistake {partial_sums:.4f}")
     claim("gradients doubled: difference of losses", 0, doubled, atol=1e-4, question=2)
@@ -449,131 +450,36 @@ def check_curves(whole: "LlamaModel") -> None:
 
 
 # %% [markdown]
-# ## 6. The model and its plan, as in 13_gpt_by_library.py: nothing here is new
-
-
-# %%
-def rotate(x_bhTK: torch.Tensor) -> torch.Tensor:
-    """RoPE (Su et al., 2021): turn the features (i, i + K/2) of token t by t / 10000^(2i / K)."""
-    t_T = torch.arange(x_bhTK.shape[-2], dtype=torch.float64)
-    i_k = torch.arange(K // 2, dtype=torch.float64)
-    angle_Tk = torch.outer(t_T, 10_000 ** (-2 * i_k / K))
-    cos_Tk = angle_Tk.cos().to(x_bhTK)
-    sin_Tk = angle_Tk.sin().to(x_bhTK)
-    a_bhTk, b_bhTk = x_bhTK.chunk(2, dim=-1)
-    return torch.cat([a_bhTk * cos_Tk - b_bhTk * sin_Tk, a_bhTk * sin_Tk + b_bhTk * cos_Tk], -1)
-
-
-class GroupedAttention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q = nn.Linear(D, H * K, bias=False)
-        self.k = nn.Linear(D, G * K, bias=False)
-        self.v = nn.Linear(D, G * K, bias=False)
-        self.out = nn.Linear(H * K, D, bias=False)
-
-    def forward(self, x_bTD: torch.Tensor) -> torch.Tensor:
-        q_bhTK = rotate(self.q(x_bTD).unflatten(-1, (-1, K)).transpose(1, 2))  # -1: my heads
-        k_bgTK = rotate(self.k(x_bTD).unflatten(-1, (-1, K)).transpose(1, 2))
-        v_bgTK = self.v(x_bTD).unflatten(-1, (-1, K)).transpose(1, 2)
-        how = {"is_causal": True, "enable_gqa": True}
-        y_bhTK = F.scaled_dot_product_attention(q_bhTK, k_bgTK, v_bgTK, **how)
-        return self.out(y_bhTK.transpose(1, 2).flatten(2))
-
-
-class SwiGLU(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(D, E, bias=False)
-        self.up = nn.Linear(D, E, bias=False)
-        self.down = nn.Linear(E, D, bias=False)
-
-    def forward(self, x_bTD: torch.Tensor) -> torch.Tensor:
-        return self.down(F.silu(self.gate(x_bTD)) * self.up(x_bTD))
-
-
-class LlamaLayer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1 = nn.RMSNorm(D, eps=1e-5)
-        self.attention = GroupedAttention()
-        self.norm2 = nn.RMSNorm(D, eps=1e-5)
-        self.mlp = SwiGLU()
-
-    def forward(self, x_bTD: torch.Tensor) -> torch.Tensor:
-        x_bTD = x_bTD + self.attention(self.norm1(x_bTD))
-        return x_bTD + self.mlp(self.norm2(x_bTD))
-
-
-class LlamaModel(nn.Module):
-    """Tokens (b, T) -> logits (b, T, V); a stage without one of its ends takes or gives (b, T, D).
-
-    The blocks have names, not places: a stage's are called as they are in the whole model.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(V, D)
-        self.blocks = nn.ModuleDict({str(i): LlamaLayer() for i in range(LAYERS)})
-        self.norm = nn.RMSNorm(D, eps=1e-5)
-        self.head = nn.Linear(D, V, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.embedding is not None:
-            x = self.embedding(x)
-        for block in self.blocks.values():
-            x = block(x)
-        return x if self.head is None else self.head(self.norm(x))
-
-
-BLOCK = {
-    "norm1": SequenceParallel(),
-    "attention": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
-    "attention.q": ColwiseParallel(),
-    "attention.k": ColwiseParallel(),
-    "attention.v": ColwiseParallel(),
-    "attention.out": RowwiseParallel(output_layouts=Shard(1)),
-    "norm2": SequenceParallel(),
-    "mlp": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
-    "mlp.gate": ColwiseParallel(),
-    "mlp.up": ColwiseParallel(),
-    "mlp.down": RowwiseParallel(output_layouts=Shard(1)),
-}
-ENDS = {
-    "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-    "norm": SequenceParallel(),
-    "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-}
-
-# %% [markdown]
 # ## What you should have seen
 #
-# 1. About 1e-7, the last digit of a float32. In bfloat16 half a percent is right as well, so
-#    compare in float32 or float64 as long as you look for a mistake.
-# 2. Less than 1e-4: AdamW divides each gradient by its own size, and a factor cancels. SGD would
-#    bring it to light, and so would a clip that is reached now and then, perhaps weeks later. The
-#    gradients of one step show it, on every axis.
+# 1. About 1e-7 or less, the last digit of a float32. In bfloat16 the right program is off by more
+#    than 1e-4, here by 0.2%. There a mistake of that size cannot be told from rounding. So compare
+#    in float32 or float64 as long as you look for one.
+# 2. Less than 1e-4: AdamW divides each gradient by its own size, and a factor cancels. With SGD it
+#    is a learning rate twice as large. A clip that is reached now and then brings it to light,
+#    perhaps weeks later. The gradients of one step show it, on every axis.
 # 3. In three, and the axis is the right one. The fourth is right on each axis alone: along dp a
 #    rank's number is its share, and elsewhere there is one share. With dp x tp the ranks of a tp
 #    group read different sequences.
-# 4. Two, `norm1` and `norm2`: their names are the finding.
-# 5. Not at all, beyond rounding: the forward pass is right. In training the losses differ from the
-#    right ones by less than a tenth of what other batches change. So no curve of another run shows
-#    it, and a second run of the same program has the same mistake.
+# 4. Four, the norms of the blocks. The gradient that a norm hands on is right, so all others are.
+#    Their names are the finding.
+# 5. Not at all, beyond rounding: the forward pass is right. In eight steps of training the losses
+#    differ from the right ones by less than a tenth of what other batches change. There the curve
+#    of another run does not show it, and a second run of the same program has the same mistake. (In
+#    longer runs the copies of a norm drift further apart. That is not measured here.)
 #
-# **Try.** The line says "nothing is wrong: pp". The loss in float32 fails, and so does
-# every claim that counts axes, since pp is found wrong each time. The loss in bfloat16 passes: it
-# is off by a twentieth of a percent, and rounding alone is ten times as much.
+# **Try.** Without a planted mistake the program is wrong along pp. The loss in float32 fails, and
+# so does every claim that counts single axes, except the factor's: its three include pp anyway.
 #
 # **What no oracle sees.** Random numbers: one process draws other dropout masks than four ranks do.
 # Compare with dropout 0, and count masks apart (22_tensor_parallel_random_state.py). And data: that
 # all ranks read different samples is seen by a count (data-loading/14_exactly_once.py).
 #
-# **On GPUs** the same holds over NCCL. TF32 and fused kernels are more ways to round: switch them
-# off, or compare in float64. Some kernels add in an order that changes from run to run. Run the
-# right program twice, and ask for nothing closer than its own difference. torchtitan's
-# docs/converging.md compares curves after this, not instead of it. For a thousand ranks take a
-# small model with all the axes of the large one.
+# **On GPUs** the same should hold over NCCL; that was not run. TF32 and fused kernels are more ways
+# to round: switch them off, or compare in float64. Some kernels add in an order that changes from
+# run to run. Run the right program twice, and ask for nothing closer than its own difference.
+# torchtitan's docs/converging.md compares curves after this, not instead of it. For a thousand
+# ranks take a small model with all the axes of the large one.
 #
 # **When.** Before the first long run, and after each change of the mesh or of a library's version.
 
@@ -591,7 +497,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # no in-place operation here
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     torch.manual_seed(RANK)  # left to themselves, ranks draw different weights
-    whole = LlamaModel().to(DEVICE)
+    whole = SmallModel().to(DEVICE)
     for parameter in whole.parameters():
         dist.broadcast(parameter.data, src=0)  # the seed checkpoint
     check_dtypes(whole)

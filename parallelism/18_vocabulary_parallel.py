@@ -1,18 +1,18 @@
-"""Vocabulary parallelism: an embedding, a head and a loss that no rank holds whole
-================================================================================
+"""Vocabulary parallelism: the loss over logits that no rank holds whole
+=====================================================================
 
 **Question.** A language model ends in logits, one per token and word of the vocabulary, and they
 are its largest tensor. Tensor parallelism splits the head's matrix over ranks. How do the ranks
 compute the loss without any of them ever holding the logits of all words?
 
-**Predict**, and write it down before you run. N tokens, V words, n ranks, each of which holds V/n
-rows of the embedding and of the head.
+**Predict**, and write it down before you run. N tokens, V words, n ranks, each of which computes
+the logits of its own V/n words.
 
 1. A rank that gathers the logits receives V numbers for each token. How many numbers for each token
    do the ranks have to add up, or compare, if they compute the loss together?
-2. A rank that gathers keeps N V numbers until the backward pass, one per logit. How many does it
-   keep if the ranks compute the loss together?
-3. How many all-reduces does the embedding need, forward and backward together?
+2. A rank that gathers keeps V numbers for each token until the backward pass, one per logit. How
+   many does it keep if 4 ranks compute the loss of 100 words together?
+3. How many all-reduces does this loss need in its backward pass?
 4. The vocabulary is padded with rows that stand for no word, so that n divides it. If all logits
    are 0, the loss over 97 words is log 97 = 4.575. What is it on four ranks, if the loss does not
    know which rows are padding?
@@ -25,10 +25,11 @@ rows of the embedding and of the head.
 Not run on several GPUs.
 
 **Try.** In `VocabularyParallelLoss.forward` leave out the all-reduce with MAX, so that every rank
-subtracts its own maximum: what fails, and is it the loss or the gradient? In
-`VocabularyParallelEmbedding` leave out the product with `mine`: what fails now?
+subtracts its own maximum: what fails, the loss, the gradients or both? Put it back, and leave out
+`.where(mine_N, 0)`: what fails now?
 
-**Before.** parallelism/06_tensor_parallel.py: f and g, columns and rows.
+**Before.** parallelism/06_tensor_parallel.py: column-parallel layers, and why the gradient of their
+input is a sum over ranks.
 
 **Next.** parallelism/07_pipeline_schedules.py: cut the stack of layers instead.
 """
@@ -50,7 +51,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
@@ -62,196 +62,136 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # `blocked` and `finish` stand in the last cell, the same in every lesson; you need not read them.
 RANK = int(os.environ.get("RANK", "0"))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
-Group = dist.ProcessGroup | None  # the ranks that share a layer; None: all ranks
 
-# Shapes: N tokens of all sequences, D model width, V words, v rows of this rank.
+# Shapes: N tokens of all sequences, D model width, V words with padding, v = V / n of this rank.
 N, D = 48, 16
 WORDS = 97  # n divides it for no number of ranks but 1 and 97
 V = math.ceil(WORDS / WORLD_SIZE) * WORLD_SIZE  # with padding
 
 # %% [markdown]
-# ## 1. The largest tensor of a language model
+# ## 1. The idea: three numbers per token
 #
-# Llama 3 8B has V = 128,256 words. For 8,192 tokens the logits have a billion elements: 2.1 GB in
-# bfloat16, and 4.2 GB once more in float32 for the softmax and its gradient. A layer of the same
-# model keeps 1.1 GB for its backward pass. Under tensor parallelism the head is a
+# Llama 3 8B has V = 128,256 words. For 8,192 tokens its logits have a billion elements: 2.1 GB in
+# bfloat16. A loss is computed in float32, and `F.cross_entropy` then holds that copy of the logits,
+# their log-softmax and their gradient: 4.2 GB each. Under tensor parallelism the head is a
 # **column-parallel** layer, so each rank computes the logits of its own V/n words. The obvious next
 # step is the mistake: gather them, and call `F.cross_entropy`.
 #
 # The loss of one token needs little of its logits z: the one of the right word y, and the sum over
-# all words of their exponentials, less a maximum so that none overflows:
+# all words of their exponentials. The largest z is subtracted first, so that none overflows:
 #
-#     loss  =  log( sum over all words w of exp(z_w - max) )  -  (z_y - max)
+#     loss  =  - log softmax(z)_y  =  log( sum over all words w of exp(z_w - max) )  -  (z_y - max)
 #
-#     rank 0     z of words 0 to 24      its largest z    sum of exp(z - max)    0
-#     rank 1     z of words 25 to 49     its largest z    sum of exp(z - max)    z_y - max, its word
-#     rank 2     z of words 50 to 74     its largest z    sum of exp(z - max)    0
-#     rank 3     z of words 75 to 99     its largest z    sum of exp(z - max)    0
-#                                        max of all       add                    add
+# Each of four ranks has 25 words. Here the right word is one of rank 1's:
 #
-# So three numbers per token cross the wire, whatever V is. Backward the loss sends nothing: the
-# gradient of z_w is exp(z_w - max) / sum, less 1 for w = y, times the gradient of the loss. Every
-# rank has all it needs for its own words.
+#                            1. max             2. right           3. sum
+#     rank 0, words 0-24     its largest z      0                  its sum of exp(z - max)
+#     rank 1, words 25-49    its largest z      z_y - max          its sum of exp(z - max)
+#     rank 2, words 50-74    its largest z      0                  its sum of exp(z - max)
+#     rank 3, words 75-99    its largest z      0                  its sum of exp(z - max)
+#                            -------------      -------------      -----------------------
+#     all-reduce             the largest        added up           added up
+#
+# Three numbers per token cross the wire, whatever V is.
+#
+# **Backward** nothing crosses it. The gradient of the loss in z_w is the word's probability, less 1
+# for the right word:
+#
+#     d loss / d z_w  =  exp(z_w - max) / sum  -  (1 if w = y else 0)
+#
+# The sum has come forward, so every rank has all it needs for its own words. It keeps their
+# probabilities, N V / n numbers, and two more for each token.
 
 
 # %%
 class VocabularyParallelLoss(torch.autograd.Function):
-    """Cross-entropy of each token, (N,), from this rank's logits (N, v) and the words (N,)."""
+    """Cross-entropy of each token, (N,), from this rank's logits (N, v) and the right words (N,).
+
+    `words` is how many there are; logits from there on are padding.
+    """
 
     @staticmethod
     def forward(
-        ctx: object, logits_Nv: torch.Tensor, word_N: torch.Tensor, first: int
+        ctx: object, logits_Nv: torch.Tensor, word_N: torch.Tensor, words: int
     ) -> torch.Tensor:
-        most_N = logits_Nv.max(dim=1).values
-        dist.all_reduce(most_N, op=dist.ReduceOp.MAX)
-        shifted_Nv = logits_Nv - most_N[:, None]
-        local_N, mine_N = local_rows(word_N, first, logits_Nv.shape[1])
-        right_N = shifted_Nv.gather(1, local_N[:, None])[:, 0].where(mine_N, 0)
+        v = logits_Nv.shape[1]
+        z_Nv = at_least_float32(logits_Nv)  # a copy, which exp and the gradient overwrite below
+        z_Nv[:, max(words - RANK * v, 0) :] = -math.inf  # padding: section 2
+
+        # 1. max: the largest z of each token
+        max_N = z_Nv.max(dim=1).values
+        dist.all_reduce(max_N, op=dist.ReduceOp.MAX)
+        z_Nv -= max_N[:, None]
+
+        # 2. right: z_y - max on the rank that has word y, 0 on all others
+        row_N, mine_N = local_rows(word_N, v)
+        right_N = z_Nv.gather(1, row_N[:, None])[:, 0].where(mine_N, 0)
         dist.all_reduce(right_N)
-        probability_Nv = shifted_Nv.exp_()
-        total_N = probability_Nv.sum(dim=1)
-        dist.all_reduce(total_N)
-        probability_Nv /= total_N[:, None]
-        ctx.save_for_backward(probability_Nv, local_N, mine_N)
-        return total_N.log() - right_N
+
+        # 3. sum: of the exponentials, which take the place of z
+        exp_Nv = z_Nv.exp_()
+        sum_N = exp_Nv.sum(dim=1)
+        dist.all_reduce(sum_N)
+
+        probability_Nv = exp_Nv.div_(sum_N[:, None])
+        ctx.save_for_backward(probability_Nv, row_N, mine_N)
+        return sum_N.log() - right_N
 
     @staticmethod
     def backward(ctx: object, grad_N: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        grad_Nv, local_N, mine_N = ctx.saved_tensors
-        token_N = torch.arange(len(local_N), device=local_N.device)
-        grad_Nv[token_N, local_N] -= mine_N.to(grad_Nv.dtype)
-        return grad_Nv.mul_(grad_N[:, None]), None, None
+        grad_Nv, row_N, mine_N = ctx.saved_tensors  # the gradient takes the probabilities' place
+        token_N = torch.arange(len(row_N), device=row_N.device)
+        grad_Nv[token_N, row_N] -= mine_N.to(grad_Nv.dtype)  # 1 for the right word, if it is here
+        grad_Nv *= grad_N[:, None]  # what follows the loss: a mean, weights of tokens
+        return grad_Nv, None, None
 
 
-def local_rows(word_N: torch.Tensor, first: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each word's row on this rank, 0 for words of other ranks, and which words are ours."""
-    local_N = word_N - first
-    mine_N = (local_N >= 0) & (local_N < rows)
-    return local_N * mine_N, mine_N
+def local_rows(word_N: torch.Tensor, v: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each word's row on this rank, and which words are ours; the others' row is 0."""
+    row_N = word_N - RANK * v
+    mine_N = (row_N >= 0) & (row_N < v)
+    return row_N.where(mine_N, 0), mine_N
+
+
+def at_least_float32(x: torch.Tensor) -> torch.Tensor:
+    """Return a copy: bfloat16, with 8 significant bits, is too coarse for sums over V words."""
+    return x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
 
 
 # %% [markdown]
-# The loss keeps the probabilities, N V / n numbers, and two more for each token: its row, and
-# whether it is ours. Backward the gradient takes the place of the probabilities, in the same
-# memory.
+# ## 2. Padding
+#
+# n rarely divides the number of words, so the head's matrix is **padded** with rows that stand for
+# no word (Megatron pads to a multiple of 128 n, for the sake of fast products as well). The head
+# computes logits for them, and a softmax that counts them gives them probability. So the loss sets
+# them to minus infinity: their exponential is 0, and so is their gradient.
 
 # %% [markdown]
-# ## 2. The embedding: rows of one rank, zeros of the others
+# ## 3. The other end: the embedding
 #
 # The embedding is a table of the same V rows, split in the same way. A rank looks up the words that
-# it has, takes zeros for all others, and the sum over ranks is the whole look-up: g, an all-reduce
-# of N D elements. Backward every rank has the gradient of the sum and keeps what belongs to its own
-# rows. In front of the head stands f, as before any column-parallel layer: the head's input feeds
-# all ranks, so its gradient is a sum over ranks. (f and g are those of the lesson before, to the
-# letter. Skip them.)
+# it has and takes zeros for all others, and the sum over ranks is the whole look-up. Backward each
+# rank keeps what belongs to its own rows. So one all-reduce does for both passes.
 
 
 # %%
-class CopyToRanks(torch.autograd.Function):
-    """f in Shoeybi et al. (2019), section 3: identity forward, all-reduce backward."""
-
-    @staticmethod
-    def forward(ctx: object, x: torch.Tensor, group: Group = None) -> torch.Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return all_reduce(grad, ctx.group), None  # None: a group has no gradient
-
-
-class ReduceFromRanks(torch.autograd.Function):
-    """g in Shoeybi et al. (2019), section 3: all-reduce forward, identity backward."""
-
-    @staticmethod
-    def forward(ctx: object, x: torch.Tensor, group: Group = None) -> torch.Tensor:
-        return all_reduce(x, group)
-
-    @staticmethod
-    def backward(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
-
-
-def all_reduce(x: torch.Tensor, group: Group = None) -> torch.Tensor:
-    """Return the sum over the group. `x` stays as it is: a gradient we are handed is not ours."""
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
-
-
-class VocabularyParallelEmbedding(nn.Module):
-    """This rank's rows of an embedding: words (N,) -> (N, D), the same on every rank."""
-
-    def __init__(self, weight_vD: torch.Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight_vD)
-        self.first = RANK * len(weight_vD)
-
-    def forward(self, word_N: torch.Tensor) -> torch.Tensor:
-        local_N, mine_N = local_rows(word_N, self.first, len(self.weight))
-        x_ND = F.embedding(local_N, self.weight) * mine_N[:, None]
-        return ReduceFromRanks.apply(x_ND)
-
-
-# %% [markdown]
-# ## 3. Padding
-#
-# n rarely divides the number of words, so tables are **padded** with rows that stand for no word
-# (Megatron pads to a multiple of 128 n, for the sake of fast products as well). Nobody looks these
-# rows up. But the head computes logits for them, and a softmax that counts them gives them
-# probability. So the loss sets them to minus infinity: their exponential is 0, and so is their
-# gradient.
-
-
-# %%
-class Model(nn.Module):
-    """The ends of a language model with one layer between: words (N,) -> loss of each token (N,).
-
-    `tied`: the head's matrix is the embedding's, so each rank's rows serve both.
-    """
-
-    def __init__(self, table_VD: torch.Tensor, middle: nn.Module, tied: bool) -> None:
-        super().__init__()
-        mine_vD = table_VD.chunk(WORLD_SIZE)[RANK]
-        self.embedding = VocabularyParallelEmbedding(mine_vD.clone())
-        self.middle = middle
-        self.head = self.embedding.weight if tied else nn.Parameter(mine_vD.flip(1).clone())
-
-    def logits(self, word_N: torch.Tensor) -> torch.Tensor:
-        """Return this rank's logits (N, v)."""
-        x_ND = self.middle(self.embedding(word_N))
-        logits_Nv = CopyToRanks.apply(x_ND) @ self.head.T
-        word_v = torch.arange(len(self.head), device=x_ND.device) + self.embedding.first
-        return logits_Nv.masked_fill(word_v >= WORDS, -math.inf)
-
-    def forward(self, word_N: torch.Tensor, next_N: torch.Tensor) -> torch.Tensor:
-        return VocabularyParallelLoss.apply(self.logits(word_N), next_N, self.embedding.first)
+def embedding(word_N: torch.Tensor, table_vD: torch.Tensor) -> torch.Tensor:
+    """Look up words (N,) in a table of which this rank has v rows: (N, D), the same on all."""
+    row_N, mine_N = local_rows(word_N, len(table_vD))
+    x_ND = F.embedding(row_N, table_vD) * mine_N[:, None]
+    dist.all_reduce(x_ND.detach())  # autograd does not see it, so backward is the identity
+    return x_ND
 
 
 # %% [markdown]
 # ## 4. How it is measured
 #
-# The oracle is the same model in one process, in float64: whole tables without padding,
-# `F.embedding`, `F.cross_entropy`. All-reduces are noted beneath torch's dispatcher, by how many
-# elements each has. What the loss keeps is seen by the hooks that autograd calls for each tensor
-# that it saves.
+# The oracle is one process in float64: whole tables without padding, `F.cross_entropy`,
+# `F.embedding`. All-reduces are noted beneath torch's dispatcher, by how many elements each has.
+# What the loss keeps is seen by the hooks that autograd calls for each tensor that it saves.
 
 # %%
 TOLERANCE = 10 * V * 2**-53  # some ten sums of at most V terms, in another order
-
-
-class Oracle(nn.Module):
-    """The same in one process."""
-
-    def __init__(self, table_VD: torch.Tensor, middle: nn.Module, tied: bool) -> None:
-        super().__init__()
-        self.embedding = nn.Parameter(table_VD[:WORDS].clone())
-        self.middle = middle
-        self.head = self.embedding if tied else nn.Parameter(table_VD[:WORDS].flip(1).clone())
-
-    def forward(self, word_N: torch.Tensor, next_N: torch.Tensor) -> torch.Tensor:
-        x_ND = self.middle(F.embedding(word_N, self.embedding))
-        return F.cross_entropy(x_ND @ self.head.T, next_N, reduction="none")
 
 
 class AllReduces(TorchDispatchMode):
@@ -267,74 +207,99 @@ class AllReduces(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def draw(device: torch.device) -> tuple[torch.Tensor, nn.Module, torch.Tensor, torch.Tensor]:
-    """Return a table, a layer, words, and the words after them; the same on every rank."""
-    torch.manual_seed(0)
-    factory = {"device": device, "dtype": torch.float64}
-    table_VD = torch.randn(V, D, **factory)
-    middle = nn.Linear(D, D, **factory)
-    word_N = torch.randint(WORDS, [N + 1], device=device)
-    word_N[:2] = torch.tensor([0, WORDS - 1])  # the first and the last word are among them
-    return table_VD, middle, word_N[:-1], word_N[1:]
-
-
 def relative_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the largest difference, relative to the largest element; inf if one is no number."""
     error = (ours - expected).abs().max() / expected.abs().max()
     return error.nan_to_num(nan=torch.inf).item()
 
 
-def rows_of(whole_WD: torch.Tensor) -> torch.Tensor:
-    """This rank's rows of a table without padding, and zeros for its padding."""
-    padded_VD = F.pad(whole_WD, (0, 0, 0, V - WORDS))
-    return padded_VD.chunk(WORLD_SIZE)[RANK]
+def drawn(*shape: int, device: torch.device) -> torch.Tensor:
+    """Random numbers, the same on every rank."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
 
 
-def check_model(device: torch.device, tied: bool) -> None:
-    """Claim loss and gradients against one process."""
-    table_VD, middle, word_N, next_N = draw(device)
-    ours = Model(table_VD, middle, tied)
-    loss_N = ours(word_N, next_N)
-    weight_N = torch.linspace(0, 1, N, device=device, dtype=torch.float64)  # tokens count unequally
-    (weight_N * loss_N).mean().backward()
-    found = {"middle": middle.weight.grad.clone(), "embedding": ours.embedding.weight.grad}
-    found["head"] = ours.head.grad
-    middle.zero_grad()
-    oracle = Oracle(table_VD, middle, tied)
-    expected_N = oracle(word_N, next_N)
-    (weight_N * expected_N).mean().backward()
-    due = {"middle": middle.weight.grad, "embedding": rows_of(oracle.embedding.grad)}
-    due["head"] = rows_of(oracle.head.grad)
-    name = "tied" if tied else "untied"
-    error = relative_error(loss_N.detach(), expected_N.detach())
-    claim(f"{name}: error of the loss", 0, error, atol=TOLERANCE)
-    error = max(relative_error(found[which], due[which]) for which in found)
-    claim(f"{name}: error of the gradients", 0, error, atol=TOLERANCE)
+def drawn_words(device: torch.device) -> torch.Tensor:
+    """N words, the same on every rank; the first and the last word are among them."""
+    words = torch.randint(WORDS, [N - 2], generator=torch.Generator().manual_seed(0)).tolist()
+    return torch.tensor([0, WORDS - 1, *words], device=device)
+
+
+def my_rows(whole: torch.Tensor) -> torch.Tensor:
+    """A copy of this rank's rows of a table, which autograd follows."""
+    return whole.chunk(WORLD_SIZE)[RANK].clone().requires_grad_()
+
+
+def all_rows(mine_vD: torch.Tensor) -> torch.Tensor:
+    """The rows of all ranks without padding."""
+    parts = [torch.empty_like(mine_vD) for _ in range(WORLD_SIZE)]
+    dist.all_gather(parts, mine_vD)
+    return torch.cat(parts)[:WORDS]
 
 
 # %% [markdown]
-# What crosses the wire, and what is kept:
+# A head and its loss, whose tokens count unequally, and then the embedding:
+
+
+# %%
+def check_loss(device: torch.device) -> None:
+    """Claim loss and gradients against one process."""
+    table_VD = drawn(V, D, device=device)
+    word_N = drawn_words(device)
+    weight_N = torch.linspace(0, 1, N, device=device, dtype=torch.float64)
+
+    x_ND = drawn(N, D, device=device).requires_grad_()
+    head_vD = my_rows(table_VD)
+    loss_N = VocabularyParallelLoss.apply(x_ND @ head_vD.T, word_N, WORDS)
+    (weight_N * loss_N).sum().backward()
+    dist.all_reduce(x_ND.grad)  # as before any column-parallel layer
+
+    whole_x_ND = x_ND.detach().clone().requires_grad_()
+    whole_head = table_VD[:WORDS].clone().requires_grad_()
+    due_N = F.cross_entropy(whole_x_ND @ whole_head.T, word_N, reduction="none")
+    (weight_N * due_N).sum().backward()
+
+    claim("error of the loss", 0, relative_error(loss_N.detach(), due_N.detach()), atol=TOLERANCE)
+    error = relative_error(all_rows(head_vD.grad), whole_head.grad)
+    claim("error of the head's gradient", 0, error, atol=TOLERANCE)
+    error = relative_error(x_ND.grad, whole_x_ND.grad)
+    claim("error of its input's gradient", 0, error, atol=TOLERANCE)
+
+
+def check_embedding(device: torch.device) -> None:
+    """Claim the look-up and its gradient against one process, and one all-reduce for both."""
+    table_VD = drawn(V, D, device=device)
+    word_N = drawn_words(device)
+    grad_ND = drawn(N, D, device=device)
+    mine_vD = my_rows(table_VD)
+    with AllReduces() as seen:
+        x_ND = embedding(word_N, mine_vD)
+        x_ND.backward(grad_ND)
+    whole = table_VD[:WORDS].clone().requires_grad_()
+    due_ND = F.embedding(word_N, whole)
+    due_ND.backward(grad_ND)
+    claim("embedding: error", 0, relative_error(x_ND.detach(), due_ND.detach()))
+    error = relative_error(all_rows(mine_vD.grad), whole.grad)
+    claim("embedding: error of the gradient", 0, error, atol=TOLERANCE)
+    claim("embedding: all-reduces, both ways", 1, len(seen.elements))
+
+
+# %% [markdown]
+# What the loss sends and keeps:
 
 
 # %%
 def check_costs(device: torch.device) -> None:
-    table_VD, middle, word_N, next_N = draw(device)
-    ours = Model(table_VD, middle, tied=False)
-    with AllReduces() as seen:
-        ours.embedding(word_N).sum().backward()
-    claim("embedding: all-reduces, both ways", 1, len(seen.elements), question=3)
-    claim("embedding: elements all-reduced / N D", 1, sum(seen.elements) / (N * D))
-
+    logits_Nv = drawn(N, V, device=device).chunk(WORLD_SIZE, dim=1)[RANK].clone().requires_grad_()
     kept = []
-    logits_Nv = ours.logits(word_N).detach().requires_grad_()
     with AllReduces() as seen, saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        loss_N = VocabularyParallelLoss.apply(logits_Nv, next_N, ours.embedding.first)
+        loss_N = VocabularyParallelLoss.apply(logits_Nv, drawn_words(device), WORDS)
     claim("loss: numbers compared or added, per token", 3, sum(seen.elements) / N, question=1)
     numbers = sum(x.numel() for x in kept)
     claim("loss: numbers kept, per token", V / WORLD_SIZE + 2, numbers / N, question=2)
     with AllReduces() as seen:
         loss_N.sum().backward()
-    claim("loss: all-reduces backward", 0, len(seen.elements))
+    claim("loss: all-reduces backward", 0, len(seen.elements), question=3)
 
 
 # %% [markdown]
@@ -344,18 +309,13 @@ def check_costs(device: torch.device) -> None:
 
 # %%
 def check_padding(device: torch.device) -> None:
-    zeros_NV = torch.zeros(N, V, device=device, dtype=torch.float64)
-    mine_Nv = zeros_NV.chunk(WORLD_SIZE, dim=1)[RANK]
-    first = RANK * mine_Nv.shape[1]
-    next_N = torch.arange(N, device=device) % WORDS
-    loss_N = VocabularyParallelLoss.apply(mine_Nv.clone(), next_N, first)
+    zeros_Nv = torch.zeros(N, V // WORLD_SIZE, device=device, dtype=torch.float64)
+    word_N = drawn_words(device)
+    loss_N = VocabularyParallelLoss.apply(zeros_Nv, word_N, V)
     claim("padding counted: the loss of zeros", math.log(V), loss_N.mean(), atol=1e-12, question=4)
-    word_v = torch.arange(first, first + mine_Nv.shape[1], device=device)
-    masked_Nv = mine_Nv.masked_fill(word_v >= WORDS, -math.inf)
-    loss_N = VocabularyParallelLoss.apply(masked_Nv, next_N, first)
-    text = "padding masked: the loss of zeros"
-    claim(text, math.log(WORDS), loss_N.mean(), atol=1e-12)
-    loss_N = VocabularyParallelLoss.apply(masked_Nv + 1000 * (RANK == 0), next_N, first)
+    loss_N = VocabularyParallelLoss.apply(zeros_Nv, word_N, WORDS)
+    claim("padding masked: the loss of zeros", math.log(WORDS), loss_N.mean(), atol=1e-12)
+    loss_N = VocabularyParallelLoss.apply(zeros_Nv + 1000 * (RANK == 0), word_N, WORDS)
     claim("a thousand on rank 0: losses not finite", 0, (~loss_N.isfinite()).sum())
 
 
@@ -369,18 +329,16 @@ def check_padding(device: torch.device) -> None:
 # %%
 def check_torch(device: torch.device) -> None:
     """Claim that PyTorch's gives the same loss and gradient, with as many all-reduces."""
-    torch.manual_seed(1)
-    whole_NV = torch.randn(N, V, device=device, dtype=torch.float64)
-    next_N = torch.randint(V, [N], device=device)
-    mine_Nv = whole_NV.chunk(WORLD_SIZE, dim=1)[RANK].clone().requires_grad_()
-    ours = VocabularyParallelLoss.apply(mine_Nv, next_N, RANK * mine_Nv.shape[1]).mean()
+    word_N = drawn_words(device)
+    mine_Nv = drawn(N, V, device=device).chunk(WORLD_SIZE, dim=1)[RANK].clone().requires_grad_()
+    ours = VocabularyParallelLoss.apply(mine_Nv, word_N, V).mean()
     ours.backward()
     mesh = dist.init_device_mesh(device.type, (WORLD_SIZE,))
     theirs_Nv = mine_Nv.detach().clone().requires_grad_()
     with loss_parallel(), CommDebugMode() as counter:
-        loss = F.cross_entropy(DTensor.from_local(theirs_Nv, mesh, [Shard(1)]), next_N)
+        loss = F.cross_entropy(DTensor.from_local(theirs_Nv, mesh, [Shard(1)]), word_N)
         loss.backward()
-    error = (ours.detach() - loss.detach().to_local()).abs().item()
+    error = relative_error(ours.detach(), loss.detach().to_local())
     claim("loss_parallel: difference of the loss", 0, error, atol=TOLERANCE)
     error = relative_error(mine_Nv.grad, theirs_Nv.grad)
     claim("loss_parallel: difference of the gradient", 0, error, atol=TOLERANCE)
@@ -393,8 +351,8 @@ def check_torch(device: torch.device) -> None:
 #
 # As many logits as Llama 3 8B has for 8,192 tokens, in float32: what the allocator holds at its
 # peak for the loss and its gradient, on top of a rank's own logits. Split it is as much again,
-# since probabilities and gradient take turns in one tensor. Gathered it is several times the logits
-# of all words, and only printed.
+# since exponentials, probabilities and gradient take turns in one tensor. Gathered it is several
+# times the logits of all words, and only printed.
 
 
 # %%
@@ -413,18 +371,18 @@ def measure_on_gpus(device: torch.device) -> None:
     if device.type == "cpu" or WORLD_SIZE == 1:
         blocked("peak of the loss / its logits, in bytes", needs="2 GPUs")
         return
-    words = 128_256 // WORLD_SIZE
-    logits_Nv = torch.randn(8192, words, device=device)
-    next_N = torch.randint(128_256 // WORLD_SIZE * WORLD_SIZE, [8192], device=device)
+    v = 128_256 // WORLD_SIZE
+    logits_Nv = torch.randn(8192, v, device=device)
+    word_N = torch.randint(v * WORLD_SIZE, [8192], device=device)
 
     def split(mine_Nv: torch.Tensor) -> torch.Tensor:
-        return VocabularyParallelLoss.apply(mine_Nv, next_N, RANK * words).mean()
+        return VocabularyParallelLoss.apply(mine_Nv, word_N, v * WORLD_SIZE).mean()
 
     def gathered(mine_Nv: torch.Tensor) -> torch.Tensor:
         parts = [torch.empty_like(mine_Nv) for _ in range(WORLD_SIZE)]
         dist.all_gather(parts, mine_Nv.detach())
         parts[RANK] = mine_Nv
-        return F.cross_entropy(torch.cat(parts, dim=1), next_N)
+        return F.cross_entropy(torch.cat(parts, dim=1), word_N)
 
     whole = peak_of(gathered, logits_Nv)
     peak = peak_of(split, logits_Nv)
@@ -435,22 +393,23 @@ def measure_on_gpus(device: torch.device) -> None:
 # %% [markdown]
 # ## What you should have seen
 #
-# 1. Three: a maximum, the sum of exponentials, and the logit of the right word. Gathered it would
+# 1. Three: a maximum, the logit of the right word, and the sum of exponentials. Gathered it would
 #    be V of them, 100 here and 128,256 for Llama 3. (The two sums may share one message. Messages
 #    so small cost latency, not bandwidth.)
-# 2. N V / n, the probabilities of its own words, and two numbers per token. The gradient takes the
-#    probabilities' place.
-# 3. One, of N D elements, forward. With sequence parallelism it is a reduce-scatter, for the next
-#    layer wants only a rank's share of the tokens. (At the other end the head's f adds up N D
-#    numbers backward, as before any column-parallel layer.)
+# 2. V / n + 2, here 27: the probabilities of its own words, the row of the right word, and whether
+#    it is ours. The gradient takes the probabilities' place.
+# 3. None: the sum that its probabilities need has come forward. The layers around it do need one
+#    each: the head's input feeds all ranks, so its gradient is added up backward, and the look-up
+#    of the embedding is added up forward. Both have N D elements.
 # 4. log 100 = 4.605. Three rows of padding take 3% of the probability. Training pushes their logits
 #    down soon, so nobody notices; but the loss is not comparable to that of another number of
 #    ranks, which pads another number of rows.
 #
 # **Try.** With a maximum of its own on every rank, the exponentials that are added up are relative
 # to different numbers: loss and gradients are wrong, and only two numbers per token cross the wire.
-# Nothing overflows, so the row of a thousand passes. Without `mine`, each rank adds its row 0 for
-# every word that it does not have: all that follows is wrong, loss and gradients.
+# On four ranks nothing overflows, so the row of a thousand passes. Without `.where(mine_N, 0)` each
+# rank adds its row 0 for every word that it does not have. The loss is wrong and its gradient is
+# right, since the right logit serves the loss alone: training would go well, and report nonsense.
 #
 # **On GPUs.** With 8 ranks the logits of 8,192 tokens shrink from 4.2 GB to 0.5 GB in float32. The
 # other way to the same end is to take a chunk of tokens at a time, and to compute its gradients at
@@ -464,8 +423,8 @@ def measure_on_gpus(device: torch.device) -> None:
 #
 # **In other systems.** Megatron-LM has `VocabParallelEmbedding` and `vocab_parallel_cross_entropy`,
 # whose three all-reduces are the ones here; torchtitan splits the head by `ColwiseParallel` and
-# uses `loss_parallel`. The embedding tied to the head is then one shard per rank for both; in a
-# pipeline the first and the last stage hold it and have to add up its gradients.
+# uses `loss_parallel`. If head and embedding are one matrix (**tied**), each rank's rows serve
+# both; in a pipeline the first and the last stage hold them and have to add up their gradients.
 
 
 # %%
@@ -473,10 +432,10 @@ def main() -> None:
     command_line()
     launch()
     device = setup()
-    check_model(device, tied=False)
-    check_model(device, tied=True)
     check_costs(device)
+    check_loss(device)
     check_padding(device)
+    check_embedding(device)
     if WORLD_SIZE == 1:
         blocked("loss_parallel", needs="2 ranks")
     else:

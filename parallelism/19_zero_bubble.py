@@ -6,28 +6,26 @@ another rank waits, and the gradients of its weights, for which nobody waits unt
 steps. How much of 1F1B's bubble can the second half fill, and what does that cost?
 
 **Predict**, and write it down before you run. There are four ranks with one stage each, and eight
-micro-batches. A stage is four linear layers. A forward pass and each half of a backward pass take
-one slot, a message takes none. Under 1F1B every rank idles nine slots, rank 0 holds the activations
-of four micro-batches, and the last rank those of one.
+micro-batches. A forward pass and each half of a backward pass take one slot, a message takes none.
+Under 1F1B every rank idles nine slots, and the last rank holds the activations of one micro-batch.
 
-1. A stage's backward pass is eight matrix products. How many belong to the second half?
-2. How many does `torch.autograd.grad(y, weights, ...)` compute, on the kept graph of the stage?
-3. The second half is put off as long as another rank waits for a first half. How many slots does a
-   rank idle then?
-4. How many micro-batches does the last rank hold then?
-5. How many tensors does it keep for them, at the most? (A layer's input is one tensor, and so is
-   the gradient of its output.)
+1. A rank sends the first half's result at once, and then does the second half. How many slots does
+   a rank idle now?
+2. A rank puts its second halves off as long as another rank waits for a first half: rank r, for
+   which r ranks wait, by r micro-batches. How many slots does a rank idle now?
+3. How many micro-batches does the last rank hold then?
 
 **Run.**
 
     torchrun --standalone --nproc-per-node=4 19_zero_bubble.py   # NCCL on 4 GPUs, else gloo
     python 19_zero_bubble.py                                     # the same, started for you
-    python 19_zero_bubble.py --figure grids.svg                  # and draw what was run
+    python 19_zero_bubble.py --figure grids.svg                  # and draw the schedules
 
 Not run on several GPUs.
 
-**Try.** In `zb_h1` let every rank have a `delay` of 0: which claims fail? Put it back, and let a
-forward pass take two slots, `"F": 2` in `SLOTS`: how many slots does a rank idle now?
+**Try.** In `zb_h1` give every rank the delay of the last one, `p - 1`: what does it gain, and which
+claims fail? Put it back, and let a forward pass take two slots, `"F": 2` in `SLOTS`: how many slots
+does a rank idle now?
 
 **Before.** parallelism/08_interleaved_schedules.py: the other way to a smaller bubble.
 
@@ -41,7 +39,6 @@ import json
 import logging
 import math
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -49,7 +46,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from fractions import Fraction
 from functools import partial
 
 import torch
@@ -57,7 +53,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble
-from torch.utils.flop_counter import FlopCounterMode
 
 # A *rank* is one of WORLD_SIZE processes that run this same file, and here it is also one *stage*
 # of the pipeline. `claim(text, predicted, measured)` prints one row of the ledger and must be
@@ -78,7 +73,8 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 #
 # I and W are one matrix product each, as long as the forward pass. I goes from the last layer to
 # the first, each needing the one behind it. W can be done at any time, in any order, if x and g of
-# each layer are kept. So a stage has three kinds of action for a micro-batch: F, I and W.
+# each layer are kept. So a stage has three kinds of action for a micro-batch: F, I and W. (The
+# paper on zero-bubble schedules calls I "B". Here B is a whole backward pass, as in 1F1B.)
 
 
 # %%
@@ -89,6 +85,7 @@ class Stage:
         self.weights = weights
         self.grads = [torch.zeros_like(w) for w in weights]
         self.kept: dict[int, list[torch.Tensor]] = {}  # of each micro-batch, from its F to its W
+        self.most_held = 0  # micro-batches
 
     def forward(self, k: int, x: torch.Tensor) -> torch.Tensor:
         """F: return the output; keep every layer's x, and the output."""
@@ -96,6 +93,7 @@ class Stage:
         for w in self.weights:
             xs.append(torch.tanh(xs[-1] @ w.T))
         self.kept[k] = xs
+        self.most_held = max(self.most_held, len(self.kept))
         return xs[-1]
 
     def backward_input(self, k: int, grad: torch.Tensor) -> torch.Tensor:
@@ -117,39 +115,54 @@ class Stage:
 
 
 # %% [markdown]
-# There is no autograd here, to show what is computed when. The obvious way with autograd is two
-# calls on one graph, `grad(y, x)` and then `grad(y, weights)`. The first is I. But the second
-# starts at y again and walks through I's products once more, to get at each layer's g. What makes W
-# a half is that g is kept. That takes memory: from I to W two tensors per layer, instead of one.
+# There is no autograd here, to show what is computed when. With autograd one might call `grad(y,
+# x)` and later `grad(y, weights)` on one graph. But the second call starts at y again: to get at
+# each layer's g it repeats I's products, and W is no half. (PyTorch's own zero-bubble schedules
+# keep each g.) Rank 0 needs no grad x of its first layer, and computes it all the same, so that
+# every rank's I takes as long.
 
 # %% [markdown]
-# ## 2. ZB-H1: W fills what were holes
+# ## 2. ZB-H1: first split, then delay
 #
-# Take 1F1B, cut each B into I and W, and send I's result at once (ZB-H1, Qi et al., 2023):
+# Here is 1F1B, with a B of two slots, on three ranks with four micro-batches. It idles six slots:
 #
-#     1F1B   slot  0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15 16 17    holds
-#     rank 0      F0 F1 F2  .  .  .  . B0 B0 F3 B1 B1  . B2 B2  . B3 B3      3
-#     rank 1       . F0 F1  .  . B0 B0 F2 B1 B1 F3 B2 B2  . B3 B3  .  .      2
-#     rank 2       .  . F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3  .  .  .  .      1
+#     1F1B       slot  0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15 16 17    holds
+#     rank 0          F0 F1 F2  .  .  .  . B0 B0 F3 B1 B1  . B2 B2  . B3 B3      3
+#     rank 1           . F0 F1  .  . B0 B0 F2 B1 B1 F3 B2 B2  . B3 B3  .  .      2
+#     rank 2           .  . F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3  .  .  .  .      1
 #
-#     ZB-H1  slot  0  1  2  3  4  5  6  7  8  9 10 11 12 13    holds
-#     rank 0      F0 F1 F2  .  . I0 W0 F3 I1 W1 I2 W2 I3 W3      3
-#     rank 1       . F0 F1  . I0 F2 I1 W0 F3 I2 W1 I3 W2 W3      3
-#     rank 2       .  . F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3      3
+# **Split.** Cut each B into I and W, and send I's result at once. The first gradient is on rank 0
+# in slot 5 instead of 7, since it came through two halves. A rank idles four slots:
 #
-# The first gradient is on rank 0 in slot 5 instead of 7, since it came through two halves. At the
-# end, ranks 1 and 2 do W where they idled. Of six dots per rank two are left.
+#     W at once  slot  0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15    holds
+#     rank 0          F0 F1 F2  .  . I0 W0 F3 I1 W1  . I2 W2  . I3 W3      3
+#     rank 1           . F0 F1  . I0 W0 F2 I1 W1 F3 I2 W2  . I3 W3  .      2
+#     rank 2           .  . F0 I0 W0 F1 I1 W1 F2 I2 W2 F3 I3 W3  .  .      1
 #
-# F and I come in 1F1B's order: rank r runs ahead by p-1-r forwards. New is the **delay**: rank r
-# does a W when r more I are done. Two ranks wait for rank 2's I, so it puts W off; none waits for
-# rank 0's, so it does W at once. A micro-batch is held from its F to its W: p-1-r that ran ahead,
-# the one at work, and r whose W is to come. That is p on every rank, as on 1F1B's rank 0. In bytes
-# the last rank keeps more than rank 0 did, for its p micro-batches keep g, too.
+# **Delay.** Rank 2 never waits between its slots 2 and 13, and yet it makes others wait. Two ranks
+# need its I1, and first it does W0, which nobody needs. So let it do each W two micro-batches
+# later:
+#
+#     rank 2     slot  2  3  4  5  6  7  8  9 10 11 12 13
+#     W at once       F0 I0 W0 F1 I1 W1 F2 I2 W2 F3 I3 W3    I3 in slot 12
+#     two later       F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3    I3 in slot 10
+#
+# It is the same work in the same slots, but I3 is done two slots earlier. It reaches rank 0 that
+# much earlier, and while it travels, rank 2 does the W that it has put off. Rank 1, for which one
+# rank waits, does its W one micro-batch later, and rank 0 at once: rank r has a **delay** of r. F
+# and I keep 1F1B's order. This is ZB-H1 (Qi et al., 2023), and it idles two slots:
+#
+#     ZB-H1      slot  0  1  2  3  4  5  6  7  8  9 10 11 12 13    holds
+#     rank 0          F0 F1 F2  .  . I0 W0 F3 I1 W1 I2 W2 I3 W3      3
+#     rank 1           . F0 F1  . I0 F2 I1 W0 F3 I2 W1 I3 W2 W3      3
+#     rank 2           .  . F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3      3
+#
+# The price is memory. A micro-batch is held from its F to its W. On rank r those are the p-1-r that
+# ran ahead, the one at work, and the r whose W is to come: p on every rank, as on 1F1B's rank 0. In
+# bytes it is more, since from I to W a micro-batch keeps g of each layer, too.
 
 # %%
 Action = tuple[str, int]  # ("F", "I" or "W", number of the micro-batch); 1F1B has "B" for both
-SLOTS = {"F": 1, "I": 1, "W": 1}
-SLOTS["B"] = SLOTS["I"] + SLOTS["W"]
 
 
 def split_1f1b(m: int, num_warmup: int, delay: int) -> list[Action]:
@@ -169,37 +182,58 @@ def zb_h1(rank: int, p: int, m: int) -> list[Action]:
     return split_1f1b(m, num_warmup=p - 1 - rank, delay=rank)
 
 
+def w_at_once(rank: int, p: int, m: int) -> list[Action]:
+    return split_1f1b(m, num_warmup=p - 1 - rank, delay=0)
+
+
+def unsplit_1f1b(rank: int, p: int, m: int) -> list[Action]:
+    order = w_at_once(rank, p, m)
+    return [("B" if kind == "I" else kind, k) for kind, k in order if kind != "W"]
+
+
 # %% [markdown]
-# Where have four of six dots gone? Read the lower grid from its last row. Rank 2 waits for F0, and
-# then works without a break. It does its last I, I3, in slot 10; thanks to the delay three W are
-# left to do after it. Meanwhile I3's result goes on to rank 0, in slots 11 and 12, and rank 0 ends
-# with one W in slot 13. So a step takes
+# ## 3. Where four of six dots have gone
+#
+# Let F, I and W be the lengths of the passes, W no longer than F or I. Read the last grid from its
+# last row. Rank 2 waits for F0, and then works without a break. It does its last I in slot 10, with
+# p = 3 W left to do. Meanwhile I3's result goes on to rank 0, which ends with one W. So a step
+# takes
 #
 #     F0 to the last rank      (p-1) F                       slots 0 and 1
 #     its work, up to I3       m (F + I + W)  -  p W         slots 2 to 10
 #     I3 on to rank 0          (p-1) I                       slots 11 and 12
 #     rank 0's last W          W                             slot 13
 #
-#     in all                   m (F + I + W)  +  (p-1) (F + I - W)
+# The sum is a rank's work, m (F + I + W), and what it idles. For the other schedules it is counted
+# in the same way; with no delay the last rank has one W left after I3, and under 1F1B a whole B
+# travels:
 #
-# The first part is a rank's work, and the second is what it idles: two slots here. Under 1F1B the
-# last rank has no W left to do after I3, and B travels to rank 0 as a whole: (p-1) (F + I + W), or
-# six. With slots of equal length a third of the bubble remains. (All this if W is no longer than F
-# or I, and if m is large enough: 2p-1 always is, and here 4.)
+#     1F1B idles         (p-1) (F + I + W)      six slots
+#     W at once          (p-1) (F + I)          four
+#     ZB-H1              (p-1) (F + I - W)      two
+#
+# With slots of equal length a third of the bubble remains. (For ZB-H1, m must be large enough: 2p-1
+# always is, and here 4. A W longer than F or I saves no more than the shorter of these two.)
 
 # %% [markdown]
-# ## 3. A rank follows its list
+# ## 4. A rank follows its list
 #
-# The loop is that of 1F1B, with one case more. Activations go to the next rank and gradients to the
-# one before, each in a process group of its own: NCCL runs in order what one rank has started in a
-# group, so a send that nobody receives yet would hold up what comes after it.
+# The loop is that of 1F1B, with one case more. Activations go down to the next rank and gradients
+# up to the one before, each in a process group of its own: NCCL may run all that a rank has started
+# in a group in that order, as in torch 2.15. Then a send that nobody receives yet would hold up
+# what comes after it.
+
 
 # %%
-groups: dict[str, dist.ProcessGroup] = {}  # "down" and "up"; "clocks" for section 4
-
-
-def run_step(stage: Stage, order: list[Action], inputs: Sequence, loss_gradient: Callable) -> None:
-    """Follow a list; `inputs`: rank 0's micro-batches, elsewhere tensors like what arrives."""
+def run_step(
+    stage: Stage,
+    order: list[Action],
+    inputs: Sequence[torch.Tensor],
+    loss_gradient: Callable,
+    down: dist.ProcessGroup,
+    up: dist.ProcessGroup,
+) -> None:
+    """Follow a list. inputs: rank 0's micro-batches, elsewhere tensors like what arrives."""
     outputs = {}  # of the last stage
     sends = []
     for kind, k in order:
@@ -207,74 +241,61 @@ def run_step(stage: Stage, order: list[Action], inputs: Sequence, loss_gradient:
             x = inputs[k]
             if RANK > 0:
                 x = torch.empty_like(x)
-                dist.recv(x, RANK - 1, groups["down"])
+                dist.recv(x, RANK - 1, down)
             y = stage.forward(k, x)
             if RANK < WORLD_SIZE - 1:
-                sends.append(dist.isend(y, RANK + 1, groups["down"]))
+                sends.append(dist.isend(y, RANK + 1, down))
             else:
                 outputs[k] = y
-        if kind in ("I", "B"):
+        elif kind == "W":
+            stage.backward_weights(k)
+        else:  # "I", or 1F1B's "B", which does W before it sends
             if RANK < WORLD_SIZE - 1:
                 grad = torch.empty_like(inputs[k])
-                dist.recv(grad, RANK + 1, groups["up"])
+                dist.recv(grad, RANK + 1, up)
             else:
                 grad = loss_gradient(outputs.pop(k), k)
             grad = stage.backward_input(k, grad)
-        if kind in ("W", "B"):
-            stage.backward_weights(k)
-        if kind in ("I", "B") and RANK > 0:
-            sends.append(dist.isend(grad, RANK - 1, groups["up"]))
-    for send in sends:
-        send.wait()
+            if kind == "B":
+                stage.backward_weights(k)
+            if RANK > 0:
+                sends.append(dist.isend(grad, RANK - 1, up))
+    for work in sends:
+        work.wait()
 
 
 # %% [markdown]
-# ## 4. How it is measured
+# ## 5. How it is measured
 #
-# **The oracle** is one process that runs the whole batch through the whole model with autograd, in
-# float64. **Products** are counted by PyTorch's `FlopCounterMode`. What is **kept** is noted after
-# each I, when it is most. **Slots**: each rank follows its list once more, and really sends and
-# receives, but a message is only the sender's logical clock, the slot in which its action has
-# ended. The lengths of slots are assumed, so these rows are "simulated".
+# **Gradients and micro-batches held** are those of the loop above. The oracle is one process that
+# runs the whole batch through the whole model with autograd, in float64.
+#
+# **Slots** follow from the lists, and `play` finds them. An action starts when its rank has done
+# what stands before it on the list, and what it needs is done: F needs the F of the rank before, I
+# and B need that of the next rank, W its own I. How long a pass takes is assumed, so these rows are
+# "simulated".
 
 # %%
-ROWS, WIDTH = 4, 16  # of one micro-batch
-LAYERS = 4  # of a stage
-MICRO_BATCHES = WORLD_SIZE * max(2, math.ceil(8 / WORLD_SIZE))  # 8 on 1, 2 and 4 ranks
-TOLERANCE = 2 * (LAYERS * WORLD_SIZE + 1) * WIDTH * 2**-53  # sums of WIDTH terms, there and back
+SLOTS = {"F": 1, "I": 1, "W": 1}
+SLOTS["B"] = SLOTS["I"] + SLOTS["W"]
 
 
-class NotedStage(Stage):
-    """A stage that notes the most that it keeps, in micro-batches and in tensors: after an I."""
-
-    most_held = 0
-    most_tensors = 0
-
-    def backward_input(self, k: int, grad: torch.Tensor) -> torch.Tensor:
-        grad = super().backward_input(k, grad)
-        self.most_held = max(self.most_held, len(self.kept))
-        self.most_tensors = max(self.most_tensors, sum(map(len, self.kept.values())))
-        return grad
-
-
-def slots_of(order: list[Action]) -> dict[Action, int]:
-    """Follow a list; return the slot in which each action starts."""
-    now = 0
-    starts = {}
-    sends = []
-    for kind, k in order:
-        source = {"F": RANK - 1, "I": RANK + 1, "B": RANK + 1, "W": -1}[kind]
-        target = {"F": RANK + 1, "I": RANK - 1, "B": RANK - 1, "W": -1}[kind]
-        if source in range(WORLD_SIZE):
-            clock = torch.tensor([0])
-            dist.recv(clock, source, groups["clocks"])
-            now = max(now, clock.item())
-        starts[kind, k] = now
-        now += SLOTS[kind]
-        if target in range(WORLD_SIZE):
-            sends.append(dist.isend(torch.tensor([now]), target, groups["clocks"]))
-    for send in sends:
-        send.wait()
+def play(orders: list[list[Action]]) -> list[dict[Action, int]]:
+    """Follow the lists of all ranks; return the slot in which each of their actions starts."""
+    starts = [{} for _ in orders]
+    ends = {}  # {(rank, kind, k): the slot after it}, of what is done
+    now = [0] * len(orders)  # each rank's clock
+    for _ in range(sum(map(len, orders))):  # each round brings a rank further
+        for rank, order in enumerate(orders):
+            needs = {"F": (rank - 1, "F"), "W": (rank, "I")}
+            needs |= {"I": (rank + 1, "I"), "B": (rank + 1, "B")}
+            for kind, k in order[len(starts[rank]) :]:
+                needed = (*needs[kind], k)
+                if needed[0] in range(len(orders)) and needed not in ends:
+                    break  # the rank waits
+                starts[rank][kind, k] = max(now[rank], ends.get(needed, 0))
+                now[rank] = starts[rank][kind, k] + SLOTS[kind]
+                ends[rank, kind, k] = now[rank]
     return starts
 
 
@@ -287,96 +308,52 @@ def idle(starts: list[dict[Action, int]]) -> int:
 
 
 # %% [markdown]
-# First the halves, on one stage; autograd's second call runs on the same layers as a module.
-
-
-# %%
-class Layers(nn.Module):
-    """A stage's layers under autograd: for the oracle, and for PyTorch's schedule."""
-
-    def __init__(self, weights: torch.Tensor) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(weights.unbind())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for w in self.weights:
-            x = torch.tanh(x @ w.T)
-        return x
-
-
-def products(work: Callable, *given: object) -> float:
-    """How many products of a layer's weight with a micro-batch `work` computes."""
-    with FlopCounterMode(display=False) as counter:
-        work(*given)
-    return counter.get_total_flops() / (2 * ROWS * WIDTH * WIDTH)
-
-
-def check_halves() -> None:
-    weights = torch.ones(LAYERS, WIDTH, WIDTH)
-    x = torch.ones(ROWS, WIDTH)
-    stage = Stage(weights.unbind())
-    y = stage.forward(0, x)
-    claim("I: products", LAYERS, products(stage.backward_input, 0, y))
-    claim("W: products", LAYERS, products(stage.backward_weights, 0), question=1)
-    layers = Layers(weights)
-    y = layers(x)
-    second = products(torch.autograd.grad, y, list(layers.weights), torch.ones_like(y))
-    claim("autograd.grad(y, weights): products", 2 * LAYERS - 1, second, question=2)
-
-
-# %% [markdown]
-# Then the schedules, and 1F1B for comparison, which does I and W as one.
-
+# Three schedules are played, and the first and the last also run.
 
 # %%
-def unsplit_1f1b(rank: int, p: int, m: int) -> list[Action]:
-    order = split_1f1b(m, num_warmup=p - 1 - rank, delay=0)
-    return [("B" if kind == "I" else kind, k) for kind, k in order if kind != "W"]
+ROWS, WIDTH = 4, 16  # of one micro-batch
+LAYERS = 4  # of a stage
+MICRO_BATCHES = WORLD_SIZE * max(2, math.ceil(8 / WORLD_SIZE))  # 8 on 1, 2 and 4 ranks
+TOLERANCE = 2 * (LAYERS * WORLD_SIZE + 1) * WIDTH * 2**-53  # sums of WIDTH terms, there and back
 
 
-def gather_objects(value: object) -> list:
-    """Return every rank's `value`, in order, on every rank."""
-    values = [None] * WORLD_SIZE
-    dist.all_gather_object(values, value)
-    return values
-
-
-def check_schedules(device: torch.device) -> dict[str, list[dict]]:
-    """Run both schedules; claim what they idle and hold; return every rank's slots."""
+def check_schedules(
+    device: torch.device, down: dist.ProcessGroup, up: dist.ProcessGroup
+) -> dict[str, list[dict]]:
+    """Play and run the schedules; claim what they idle and hold; return every rank's slots."""
     p = WORLD_SIZE
     m = MICRO_BATCHES
     torch.manual_seed(0)  # model and batch are the same on every rank
     factory = {"device": device, "dtype": torch.float64}
     weights = torch.randn(p, LAYERS, WIDTH, WIDTH, **factory) / WIDTH**0.5
+    weights.requires_grad_()
     x = torch.randn(m * ROWS, WIDTH, **factory)
     target = torch.randn_like(x)
-    whole = Layers(weights.flatten(0, 1))
-    F.mse_loss(whole(x), target).backward()
-    expected = torch.stack([w.grad for w in whole.weights]).view_as(weights)[RANK]
+    y = x
+    for w in weights.flatten(0, 1):
+        y = torch.tanh(y @ w.T)
+    F.mse_loss(y, target).backward()
+    expected = weights.grad[RANK]
 
     def loss_gradient(y: torch.Tensor, k: int) -> torch.Tensor:
         return 2 * (y - target.chunk(m)[k]) / target.numel()  # of the mean over the whole batch
 
-    runs = {}
-    stages = {}
+    held = {}
     for name, order_of in (("1F1B", unsplit_1f1b), ("ZB-H1", zb_h1)):
-        stages[name] = NotedStage(weights[RANK].unbind())
-        run_step(stages[name], order_of(RANK, p, m), x.chunk(m), loss_gradient)
-        error = (torch.stack(stages[name].grads) - expected).abs().max() / expected.abs().max()
+        stage = Stage(weights.detach()[RANK].unbind())
+        run_step(stage, order_of(RANK, p, m), x.chunk(m), loss_gradient, down, up)
+        error = (torch.stack(stage.grads) - expected).abs().max() / expected.abs().max()
         claim(f"{name}: error of the gradients", 0, error, atol=TOLERANCE)
-        runs[name] = gather_objects(slots_of(order_of(RANK, p, m)))
+        held[name] = stage.most_held
+    runs = {}
+    for name, order_of in (("1F1B", unsplit_1f1b), ("W at once", w_at_once), ("ZB-H1", zb_h1)):
+        runs[name] = play([order_of(rank, p, m) for rank in range(p)])
     claim("1F1B: slots idle", 3 * (p - 1), idle(runs["1F1B"]), kind="simulated")
-    claim("ZB-H1: slots idle", p - 1, idle(runs["ZB-H1"]), question=3, kind="simulated")
-    back = runs["ZB-H1"][0]["I", 0]
-    claim("ZB-H1: slot of rank 0's first I", 2 * p - 1, back, kind="simulated")
-    one = stages["1F1B"]
-    split = stages["ZB-H1"]
-    claim("1F1B: micro-batches held, last rank", 1, one.most_held, rank=p - 1)
-    claim("ZB-H1: micro-batches held, last rank", p, split.most_held, question=4, rank=p - 1)
-    due = (p - 1) * (LAYERS + 1) + 2 * LAYERS
-    claim("1F1B: tensors kept, rank 0", due, one.most_tensors, rank=0)
-    due = p * 2 * LAYERS
-    claim("ZB-H1: tensors kept, last rank", due, split.most_tensors, question=5, rank=p - 1)
+    at_once = idle(runs["W at once"])
+    claim("W at once: slots idle", 2 * (p - 1), at_once, question=1, kind="simulated")
+    claim("ZB-H1: slots idle", p - 1, idle(runs["ZB-H1"]), question=2, kind="simulated")
+    claim("1F1B: micro-batches held, last rank", 1, held["1F1B"], rank=p - 1)
+    claim("ZB-H1: micro-batches held, every rank", p, held["ZB-H1"], question=3)
     return runs
 
 
@@ -392,17 +369,20 @@ def check_torchs(device: torch.device) -> None:
         return
     stage = PipelineStage(nn.Linear(1, 1, device=device), RANK, WORLD_SIZE, device)
     schedule = ScheduleInterleavedZeroBubble([stage], MICRO_BATCHES, loss_fn=F.mse_loss)
-    named = " ".join(str(action) for action in schedule.pipeline_order[RANK] if action)
-    theirs = [(kind, int(k)) for kind, k in re.findall(r"\d+([FBIW])(\d+)", named)]  # as in 2I0
+    theirs = []
+    for one in schedule.pipeline_order[RANK]:
+        if one is not None:
+            theirs.append((one.computation_type.value, one.microbatch_index))
     pairs = zip(theirs, zb_h1(RANK, WORLD_SIZE, MICRO_BATCHES), strict=True)
     claim(text, 0, sum(a != b for a, b in pairs))
 
 
 # %% [markdown]
-# ## 5. On GPUs: what a rank idles, by CUDA events
+# ## 6. On GPUs: what a rank idles, by CUDA events
 #
-# The same pipeline, with layers 8,192 wide in bfloat16. A rank's own work takes as long as when it
-# computes alone; what a step takes longer, it idles. (`--figure` draws the grids of the slots.)
+# The same pipeline, with layers 8,192 wide in bfloat16. What a step takes longer than a rank's own
+# work alone, it idles. F, I and W are timed, too, since W is not exactly as long as they are: that
+# is what section 3 predicts from.
 
 
 # %%
@@ -421,7 +401,7 @@ def median_ms(work: Callable, repeats: int = 20) -> float:
     return sorted(times[3:])[repeats // 2]
 
 
-def check_gpus(device: torch.device) -> None:
+def check_gpus(device: torch.device, down: dist.ProcessGroup, up: dist.ProcessGroup) -> None:
     if device.type == "cpu" or WORLD_SIZE == 1 or not torch.cuda.is_bf16_supported(False):
         blocked("share that real stages idle, 1F1B and ZB-H1", needs="2 GPUs with bfloat16")
         return
@@ -431,19 +411,25 @@ def check_gpus(device: torch.device) -> None:
     stage = Stage(torch.randn(LAYERS, 8192, 8192, **factory).mul_(0.01).unbind())
     inputs = torch.randn(m * 2048, 8192, **factory).chunk(m)
 
-    def alone() -> None:
+    def alone(kinds: str = "FIW") -> None:
         for k, x in enumerate(inputs):
-            stage.backward_input(k, stage.forward(k, x))
-            stage.backward_weights(k)
+            y = stage.forward(k, x)
+            if "I" in kinds:
+                stage.backward_input(k, y)
+            if "W" in kinds:
+                stage.backward_weights(k)
 
     def step(order_of: Callable) -> None:
-        run_step(stage, order_of(RANK, p, m), inputs, lambda y, k: y)
+        run_step(stage, order_of(RANK, p, m), inputs, lambda y, k: y, down, up)
 
-    # 1/5 and 1/13 on two GPUs, and further apart on more
-    for name, order_of, due in (
-        ("1F1B", unsplit_1f1b, Fraction(p - 1, m + p - 1)),
-        ("ZB-H1", zb_h1, Fraction(p - 1, 3 * m + p - 1)),
-    ):
+    f = median_ms(partial(alone, "F"), repeats=6)
+    i = median_ms(partial(alone, "FI"), repeats=6) - f
+    w = median_ms(alone, repeats=6) - f - i
+    # With F = I = W, 1/5 and 1/13 on two GPUs, and further apart on more
+    lost = {"1F1B": f + i + w, "ZB-H1": f + i - min(f, i, w)}  # by a hop
+    for name, order_of in (("1F1B", unsplit_1f1b), ("ZB-H1", zb_h1)):
+        bubble = (p - 1) * lost[name] / m  # f, i and w are of m micro-batches
+        due = bubble / (f + i + w + bubble)
         found = []
         for _ in range(3):  # in turn; the median counts
             own = median_ms(alone, repeats=6)
@@ -474,23 +460,23 @@ def draw(path: str, runs: dict[str, list[dict]]) -> None:
 #
 # With 4 ranks and 8 micro-batches:
 #
-# 1. Four: one per layer, half of the backward pass.
-# 2. Seven: the four of W, and three of I's once more, as all layers but the first hand a gradient
-#    on. Such a W would take nearly as long as a whole backward pass.
-# 3. Three instead of nine. With 24 slots of work that is 11% of the time instead of 27%.
-# 4. Four, like every rank. Under 1F1B the last rank held one.
-# 5. 32: x and g of four layers, for each of the four. Under 1F1B no rank keeps more than 23: on
-#    rank 0 three micro-batches wait with the four inputs and the output, and a fourth is between I
-#    and W. So equal numbers of micro-batches are not equal numbers of bytes.
+# 1. Six instead of nine: gradients travel back through three halves instead of three whole backward
+#    passes.
+# 2. Three. Each I comes earlier, and while the last one travels back, ranks 1 to 3 do the W that
+#    they have put off. With 24 slots of work that is 11% of the time instead of 27%.
+# 3. Four, like every rank. Under 1F1B the last rank held one.
 #
-# **Try.** Without delay each W stands in the way of an I for which another rank waits. Four claims
-# fail: a rank idles six slots, the last one holds one micro-batch and eight tensors, and PyTorch's
-# list is another. With F of two slots a rank idles (p-1) (2 + 1 - 1) = 6, and 12 under 1F1B. The
-# three claims about slots fail, and no other.
+# **Try.** Delaying W on every rank by p-1 gains nothing. No rank waits for rank 0, and now it has
+# four W to do after its last I instead of one: a rank idles six slots again. And rank 0 holds seven
+# micro-batches. Three claims fail: ZB-H1's slots, what it holds, and the comparison with PyTorch's
+# list. With F of two slots a rank idles (p-1) (2 + 1 - 1) = 6, with W at once 9, and under 1F1B 12.
+# The three claims about slots fail, and no other.
 #
 # **Why not zero?** F0 is done on the last rank after p slots, and I0 takes p-1 more through the
-# ranks behind rank 0, which until then has nothing but forwards to do. To fill these slots too it
-# must run ahead by 2p-1 micro-batches and hold them all (ZB-H2, with twice the delay).
+# others to rank 0, which until then has nothing but forwards to do. To fill these slots too it must
+# run ahead by 2p-1 micro-batches and hold them all (ZB-H2, with twice the delay). Then the ranks
+# end one after the other, as they began, and the next step must follow at once: no rank may wait
+# for all others before it, for the norm of all gradients or a check for infinities.
 #
 # **When to use it.** Where micro-batches are few, and the last ranks have memory to spare. Not
 # where m is large compared with p: with m = 64 and p = 4 1F1B idles 4.5%, ZB-H1 1.5%. If
@@ -504,17 +490,15 @@ def draw(path: str, runs: dict[str, list[dict]]) -> None:
 
 # %%
 def main() -> None:
-    figure = {"metavar": "PATH", "help": "draw the grid of both schedules: .svg or .png"}
+    figure = {"metavar": "PATH", "help": "draw the grid of the schedules: .svg or .png"}
     options = command_line({"--figure": figure})
     launch()
     device = setup()
-    groups["down"] = dist.new_group()
-    groups["up"] = dist.new_group()
-    groups["clocks"] = dist.new_group(backend="gloo")
-    check_halves()
-    runs = check_schedules(device)
+    down = dist.new_group()
+    up = dist.new_group()
+    runs = check_schedules(device, down, up)
     check_torchs(device)
-    check_gpus(device)
+    check_gpus(device, down, up)
     if options.figure and RANK == 0:
         draw(options.figure, runs)
     finish()

@@ -2,7 +2,7 @@
 =======================================================================
 
 **Question.** A training job is written for 1,024 GPUs. How do you find out on one machine, before
-any GPU is rented, whether a rank holds and sends what the plan says?
+any GPU is rented, whether a rank makes the calls and holds the shards that the plan says?
 
 **Predict**, and write it down before you run. The world has 1,024 ranks, in nodes of 8.
 
@@ -15,8 +15,8 @@ any GPU is rented, whether a rank holds and sends what the plan says?
    no error shows. How many all-gathers does a dry run count now?
 4. The axes of the mesh are named in the wrong order, tp outermost. On how many nodes do the 8 ranks
    of a tp group lie?
-5. Rank 0 alone averages a loss over all ranks, to log it. A real run hangs there. How many calls
-   does a dry run of rank 517 count more than for the right program?
+5. Rank 0 alone averages a loss over all ranks, to log it. A real run hangs. How many calls does a
+   dry run of rank 517 count more than for the right program?
 
 **Run.**
 
@@ -25,13 +25,13 @@ any GPU is rented, whether a rank holds and sends what the plan says?
 
 Not run on several GPUs. The dry runs need none: they are on the CPU everywhere.
 
-**Try.** In `put_on_mesh` write `reshard_after_forward=True`: which rows fail? In `dry_runs` make
-the first mesh with tp outermost, `make_mesh("cpu", tp=TP, fsdp=FSDP)`: which rows fail now?
+**Try.** In `put_on_mesh` write `reshard_after_forward=True`: which rows fail? Name the axes of the
+mesh in the wrong order, `MESH = {"tp": TP, "fsdp": FSDP}`: which rows fail now?
 
 **Before.** parallelism/13_gpt_by_library.py: `parallelize_module`, then `fully_shard`.
 parallelism/16_planning_memory.py and parallelism/17_planning_time.py: the plan.
 
-**Next.** parallelism/27_dry_run_of_experts_and_context.py: the same on five axes, by hand.
+**Next.** parallelism/27_dry_run_of_experts_and_context.py: the same for two axes that interact.
 """
 
 import argparse
@@ -81,9 +81,8 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 #         x = torch.ones(1)
 #         dist.all_reduce(x)       # returns at once
 #
-# No byte leaves the process. Where other ranks' numbers are wanted there are none: an all-reduce
-# leaves its tensor as it is, an all-gather fills every place with the rank's own part, a
-# reduce-scatter returns the rank's own chunk. So the *values* are wrong. The calls are right: each
+# No byte leaves the process, and where other ranks' numbers are wanted there are none: this
+# all-reduce leaves its tensor as it is. So the *values* are wrong. The calls are right: each
 # collective that rank 517 would join, its group and its bytes. **Count them.**
 #
 # Memory is pretended, too. **Fake tensors** have shape and dtype and no bytes, so a model may have
@@ -106,7 +105,41 @@ def pretended(rank: int, world_size: int) -> Iterator[contextlib.AbstractContext
 
 
 # %% [markdown]
-# ## 2. The program
+# ## 2. Count the calls
+#
+# FSDP and DTensor call collectives that one does not see in the program. All of them pass torch's
+# dispatcher, and there `Watch` notes them: the operation, the bytes of the larger one of input and
+# output (of an all-gather, the whole), and the ranks of the group. (`ranks_of` finds the ranks;
+# it stands in section 6.)
+
+
+# %%
+class Collective(NamedTuple):
+    operation: str
+    nbytes: int
+    ranks: tuple[int, ...]
+
+
+class Watch(TorchDispatchMode):
+    """Notes each collective of this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Collective] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # its local tensors come by here in a moment
+        name = function._schema.name.replace("_", "")  # of an all-gather: c10d::allgatherbase
+        for operation in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"):
+            if "c10d" in name and operation.replace("_", "") in name:
+                sizes = [x.nbytes for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+                self.calls.append(Collective(operation, max(sizes), ranks_of(function, args)))
+        return function(*args, **(kwargs or {}))
+
+
+# %% [markdown]
+# ## 3. The program
 #
 # It knows nothing of dry runs. A layer is an MLP of two matrices. Tensor parallelism cuts the first
 # by columns and the second by rows (06_tensor_parallel.py). FSDP shards what a rank has of them.
@@ -151,120 +184,138 @@ def train_step(model: nn.Module, T: int, D: int, share: float = 1 / MICRO_BATCHE
 
 
 # %% [markdown]
-# ## 3. The plan
+# ## 4. One dry run
 #
 # In a mesh of fsdp 128 x tp 8 the ranks along tp are neighbors, a node. Rank 517 is in two groups:
 #
 #     tp     512 513 514 515 516 517 518 519   other parts of each matrix
 #     fsdp   5 13 21 29 ... 517 ... 1021       other shards of the same part
 #
-# A layer has 8 D^2 parameters, of which a rank of tp needs an eighth. For each layer and
-# micro-batch it joins
+# **The plan.** A layer has 8 D^2 parameters, of which a rank of tp needs an eighth. For each layer
+# and micro-batch it joins
 #
 #     along fsdp   an all-gather of these D^2 parameters, before the layer's forward pass
 #                  a reduce-scatter of their gradients, after its backward pass
 #     along tp     an all-reduce of (T, D), what `down` gives, and one backward, before `up`
 #
 # and it holds 1/1,024 of all parameters. All numbers take 4 bytes.
+#
+# **The count.** `count` builds the model, puts it on the mesh, and does a step under `Watch`.
 
 # %%
 FSDP, TP = 128, 8
 LAYERS, D, T = 2, 16384, 2048  # 4.3 billion parameters
-
-# %% [markdown]
-# ## 4. One right program and four mistakes
-#
-# Does a dry run find anything? We plant four mistakes, one at a time. None of them raises an error.
-#
-# - Layers are freed after the forward pass: `reshard_after_forward` is left as it is by default.
-# - The mesh has tp outermost. On one node of 8 ranks no test can see that.
-# - The losses of the micro-batches are added instead of averaged.
-# - Rank 0 logs, and all-reduces for it while the others do not.
-
-
-# %%
-def logged_step(model: nn.Module, T: int, D: int) -> None:
-    train_step(model, T, D)
-    if dist.get_rank() == 0:
-        dist.all_reduce(torch.zeros(1))  # a loss; the other ranks do not come
-
-
-def dry_runs() -> tuple[dict[str, "Found"], float]:
-    """Return what each program calls, and what becomes of a one that is all-reduced."""
-    runs = {}
-    with pretended(PLAYED, 1024) as weightless:
-        one = torch.ones(1)
-        dist.all_reduce(one)
-        mesh = make_mesh("cpu", fsdp=FSDP, tp=TP)
-        runs["right"] = count(mesh, weightless)
-        runs["freed"] = count(mesh, weightless, put=partial(put_on_mesh, reshard=True))
-        runs["tp outermost"] = count(make_mesh("cpu", tp=TP, fsdp=FSDP), weightless)
-        runs["added"] = count(mesh, weightless, step=partial(train_step, share=1.0))
-        runs["rank 0 logs"] = count(mesh, weightless, step=logged_step)
-    with pretended(0, 1024) as weightless:
-        runs["as rank 0"] = count(make_mesh("cpu", fsdp=FSDP, tp=TP), weightless, step=logged_step)
-    with pretended(RANK, WORLD_SIZE):
-        runs["rehearsal"] = count(make_mesh("cpu", **OURS), sizes=SMALL)
-    return runs, one.item()
+AS_IT_IS = contextlib.nullcontext()  # tensors that have bytes
 
 
 class Found(NamedTuple):
-    calls: list["Collective"]
+    calls: list[Collective]
     held: int  # bytes of parameters
 
 
 def count(
     mesh: DeviceMesh,
-    weightless: contextlib.AbstractContextManager | None = None,
+    weightless: contextlib.AbstractContextManager = AS_IT_IS,
     sizes: tuple[int, int, int] = (LAYERS, D, T),
     put: Callable = put_on_mesh,
     step: Callable = train_step,
 ) -> Found:
     """Do a step in whatever world this is, and note its calls."""
     layers, D, T = sizes
-    with weightless or contextlib.nullcontext(), torch.device(mesh.device_type):
+    with weightless, torch.device(mesh.device_type):
         model = nn.Sequential(*[DenseLayer(D) for _ in range(layers)])
     put(model, mesh)  # reads the mesh's ranks, which are no fake tensor
-    with weightless or contextlib.nullcontext(), Watch() as watch:
+    with weightless, Watch() as watch:
         step(model, T, D)
     return Found(watch.calls, sum(shard.to_local().nbytes for shard in model.parameters()))
 
 
+MESH = {"fsdp": FSDP, "tp": TP}
+
+
+def dry_run(rank: int, axes: dict[str, int] = MESH, **program: Callable) -> Found:
+    """Be one rank of 1,024, and count."""
+    with pretended(rank, 1024) as weightless:
+        return count(make_mesh("cpu", **axes), weightless, **program)
+
+
 # %% [markdown]
-# ## 5. How it is measured
+# Each call of `dry_run(517)` is one line. The first micro-batch has eight, and the lesson prints
+# them; two more micro-batches make the same ones:
 #
-# Beneath torch's dispatcher one sees all that FSDP and DTensor hand to a process group. `Watch`
-# notes the group's ranks, and the bytes of the larger one of input and output: of an all-gather,
-# the whole. Calls are sorted by ranks, since a mesh in the wrong order has the right names. Each of
-# our ranks plays another rank of the 1,024; rank 0 plays 517. A process has one world at a time, so
-# the dry runs come before the ranks meet.
+#     all_gather      1.074 GB   5 13 21 ... 1021     layer 0 forward: its parameters,
+#     all_reduce      0.134 GB   512 513 514 ... 519      what `down` gives
+#     all_gather      1.074 GB   5 13 21 ... 1021     layer 1 forward
+#     all_reduce      0.134 GB   512 513 514 ... 519
+#     all_reduce      0.134 GB   512 513 514 ... 519  layer 1 backward: the gradient before `up`,
+#     reduce_scatter  1.074 GB   5 13 21 ... 1021         those of its parameters
+#     all_reduce      0.134 GB   512 513 514 ... 519  layer 0 backward
+#     reduce_scatter  1.074 GB   5 13 21 ... 1021
+#
+# That is the plan, line by line.
 
 
 # %%
-class Collective(NamedTuple):
-    operation: str
-    nbytes: int
-    ranks: tuple[int, ...]
+def show(found: Found) -> None:
+    """Print the calls of the first micro-batch."""
+    for call in found.calls[: len(found.calls) // MICRO_BATCHES]:
+        first = " ".join(str(rank) for rank in call.ranks[:3])
+        print0(f"    {call.operation:15} {call.nbytes / 1e9:.3f} GB   {first} ... {call.ranks[-1]}")
 
 
-class Watch(TorchDispatchMode):
-    """Notes each collective of this process."""
+# %% [markdown]
+# ## 5. Four mistakes
+#
+# Does a dry run find anything? We plant four mistakes, one at a time. None of them raises an error.
+#
+# - Layers are freed after the forward pass: `reshard_after_forward` is left as it is by default.
+# - The mesh has tp outermost.
+# - The losses of the micro-batches are added instead of averaged.
+# - Rank 0 logs, and all-reduces for it while the others do not. A real run hangs: with gloo in that
+#   call, with NCCL where rank 0 next waits for its GPU.
+#
+# A process has one world at a time, so all dry runs come before our ranks meet. Each of our ranks
+# plays another rank of the 1,024; rank 0 plays 517.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[Collective] = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if DTensor in types:
-            return NotImplemented  # its local tensors come by here in a moment
-        name = function._schema.name.replace("_", "")  # of an all-gather: c10d::allgatherbase
-        for operation in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"):
-            if "c10d" in name and operation.replace("_", "") in name:
-                sizes = [x.nbytes for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
-                self.calls.append(Collective(operation, max(sizes), ranks_of(function, args)))
-        return function(*args, **(kwargs or {}))
+# %%
+PLAYED = (517 + RANK * 1024 // WORLD_SIZE) % 1024
+SMALL = (2, 64, 16)  # layers, D, T of the model that our ranks run for real
+OURS = {"fsdp": WORLD_SIZE // 2, "tp": 2} if WORLD_SIZE % 4 == 0 else {"fsdp": WORLD_SIZE, "tp": 1}
 
 
+def logged_step(model: nn.Module, T: int, D: int) -> None:
+    train_step(model, T, D)
+    if dist.get_rank() == 0:
+        loss = torch.zeros(1, device=next(model.parameters()).device)
+        dist.all_reduce(loss)  # the other ranks do not come
+
+
+def dry_runs() -> tuple[dict[str, Found], float]:
+    """Return what each program calls, and what becomes of a one that is all-reduced."""
+    with pretended(PLAYED, 1024):
+        one = torch.ones(1)
+        dist.all_reduce(one)
+    runs = {
+        "right": dry_run(PLAYED),
+        "freed": dry_run(PLAYED, put=partial(put_on_mesh, reshard=True)),
+        "tp outermost": dry_run(PLAYED, {"tp": TP, "fsdp": FSDP}),
+        "added": dry_run(PLAYED, step=partial(train_step, share=1.0)),
+        "rank 0 logs": dry_run(PLAYED, step=logged_step),
+        "as rank 0": dry_run(0, step=logged_step),
+    }
+    with pretended(RANK, WORLD_SIZE):
+        runs["rehearsal"] = count(make_mesh("cpu", **OURS), sizes=SMALL)
+    return runs, one.item()
+
+
+# %% [markdown]
+# ## 6. How it is measured
+#
+# Calls are sorted by ranks, since a mesh in the wrong order has the right names. Rows of the 1,024
+# ranks are marked simulated: the program is real, and its world is not.
+
+
+# %%
 def ranks_of(function: Callable, args: tuple) -> tuple[int, ...]:
     """Return the ranks of the group that a collective was handed."""
     given = {a.name: value for a, value in zip(function._schema.arguments, args, strict=False)}
@@ -275,7 +326,7 @@ def ranks_of(function: Callable, args: tuple) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
 
 
-PLAYED = (517 + RANK * 1024 // WORLD_SIZE) % 1024
+DRY = {"kind": "simulated"}
 
 
 def check_right(found: Found) -> None:
@@ -283,14 +334,14 @@ def check_right(found: Found) -> None:
     scatters, scattered = along(found, "fsdp", "reduce_scatter")
     sums, summed = along(found, "tp", "all_reduce")
     times = MICRO_BATCHES * LAYERS
-    claim("fsdp: all-gathers", times, gathers, question=2)
-    claim("fsdp: GB in all-gathers", times * 4 * D**2 / 1e9, gathered)
-    claim("fsdp: reduce-scatters", times, scatters)
-    claim("fsdp: GB in reduce-scatters", times * 4 * D**2 / 1e9, scattered)
-    claim("tp: all-reduces", 2 * times, sums)
-    claim("tp: GB in all-reduces", 2 * times * 4 * T * D / 1e9, summed)
-    claim("calls along any other group", 0, len(found.calls) - gathers - scatters - sums)
-    claim("MB of parameters held", 4 * LAYERS * 8 * D**2 / 1024 / 1e6, found.held / 1e6)
+    claim("fsdp: all-gathers", times, gathers, question=2, **DRY)
+    claim("fsdp: GB in all-gathers", times * 4 * D**2 / 1e9, gathered, **DRY)
+    claim("fsdp: reduce-scatters", times, scatters, **DRY)
+    claim("fsdp: GB in reduce-scatters", times * 4 * D**2 / 1e9, scattered, **DRY)
+    claim("tp: all-reduces", 2 * times, sums, **DRY)
+    claim("tp: GB in all-reduces", 2 * times * 4 * T * D / 1e9, summed, **DRY)
+    claim("calls along any other group", 0, len(found.calls) - gathers - scatters - sums, **DRY)
+    claim("MB of parameters held", 4 * LAYERS * 8 * D**2 / 1024 / 1e6, found.held / 1e6, **DRY)
 
 
 def along(found: Found, axis: str, operation: str) -> tuple[int, float]:
@@ -305,16 +356,18 @@ def along(found: Found, axis: str, operation: str) -> tuple[int, float]:
 def check_mistakes(runs: dict[str, Found]) -> None:
     """Claim in what each wrong program's calls differ from those of the right one."""
     gathers = sum(call.operation == "all_gather" for call in runs["freed"].calls)
-    claim("freed: all-gathers", 2 * MICRO_BATCHES * LAYERS, gathers, question=3)
+    claim("freed: all-gathers", 2 * MICRO_BATCHES * LAYERS, gathers, question=3, **DRY)
     right = runs["right"]
-    claim("tp outermost: calls that differ but for ranks", 0, unlike(right, runs["tp outermost"]))
+    swapped = unlike(right, runs["tp outermost"])
+    claim("tp outermost: calls that differ but for ranks", 0, swapped, **DRY)
     groups = [call.ranks for call in runs["tp outermost"].calls if len(call.ranks) == TP]
     nodes = {rank // 8 for rank in sum(groups, ())}  # all calls are along one group
-    claim("tp outermost: nodes of a tp group", 8, len(nodes), question=4)
-    claim("added losses: calls that differ", 0, unlike(right, runs["added"]))
+    claim("tp outermost: nodes of a tp group", 8, len(nodes), question=4, **DRY)
+    claim("added losses: calls that differ", 0, unlike(right, runs["added"]), **DRY)
     logs = unlike(right, runs["rank 0 logs"])
-    claim("rank 0 logs: calls that differ, rank 517", 0, logs, question=5)
-    claim("rank 0 logs: calls that differ, rank 0", 1, unlike(right, runs["as rank 0"]))
+    claim("rank 0 logs: calls that differ, rank 517", 0, logs, question=5, **DRY)
+    logs = unlike(right, runs["as rank 0"])
+    claim("rank 0 logs: calls that differ, rank 0", 1, logs, **DRY)
 
 
 def unlike(right: Found, found: Found) -> int:
@@ -328,11 +381,8 @@ def unlike(right: Found, found: Found) -> int:
 # Can a dry run be believed? Each rank rehearses its own part of a small mesh that our ranks fill,
 # then does that step for real. The two lists of calls must be the same, call by call.
 
+
 # %%
-SMALL = (2, 64, 16)  # layers, D, T
-OURS = {"fsdp": WORLD_SIZE // 2, "tp": 2} if WORLD_SIZE % 4 == 0 else {"fsdp": WORLD_SIZE, "tp": 1}
-
-
 def check_real_ranks(runs: dict[str, Found], device: torch.device) -> None:
     if WORLD_SIZE == 1:
         blocked("real ranks: calls unlike the dry run's", needs="2 ranks")
@@ -355,20 +405,22 @@ def check_real_ranks(runs: dict[str, Found], device: torch.device) -> None:
 # 3. 12: each layer is gathered again for its backward pass. In a real run this costs time and saves
 #    memory, and changes no number, so nobody looks for it.
 # 4. Eight: each rank of the group is on another node, and every all-reduce of activations crosses
-#    the network. Number and bytes of calls are right. Only the ranks tell, and only if there are
-#    several nodes.
+#    the network. Number and bytes of calls are right; only the ranks tell. A test on one node costs
+#    the same either way, so its time does not tell.
 # 5. None: rank 517 does what it should. Played as rank 0 the same program has one call more. So
 #    play a rank of each kind (the first, the last, one per stage of a pipeline), and compare.
 #
 # **Try.** With `reshard_after_forward=True` the all-gathers, their GB and those of the real ranks
-# fail. With tp outermost all calls are along groups that the plan has not. Seven rows fail: six of
+# fail. With tp outermost the plan names none of the groups that are called. Seven rows fail: six of
 # the two axes, and *any other group*. The parameters held are as many.
 #
 # **What a dry run cannot tell.** Time; values, since added losses make the same calls; whether the
 # ranks agree, unless you play those that differ. Nor is the peak of memory counted here. What it
 # **costs** is in the line above the rows: seconds, and little memory for 17 GB of parameters.
 #
-# **On GPUs** the dry runs stay on the CPU, and the real ranks use NCCL.
+# **On GPUs** the dry runs stay on the CPU. The real ranks use NCCL, so the last row compares CUDA's
+# calls with the CPU's, one by one. It was not run there: until you have seen it pass on two GPUs of
+# yours, a dry run counts what FSDP and DTensor do on a CPU.
 #
 # **When.** Before a job is queued, and on every change of the program; torchtitan has a mode for it
 # (`COMM_MODE=fake_backend`). Not to see that a program is right, which takes a few real ranks
@@ -384,11 +436,14 @@ def main() -> None:
     with contextlib.suppress(ImportError):  # what is private to torch may move
         runs, one = dry_runs()
     seconds = time.perf_counter() - start
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB; bytes on macOS
+    peak *= 1 if sys.platform == "darwin" else 1024
     device = setup()
     if runs:
-        print0(f"  {len(runs)} dry runs: {seconds:.1f} s, a process of {peak:.1f} GB at most")
-        claim("a one, all-reduced by rank 517 of 1,024", 1, one, question=1)
+        print0(f"  {len(runs)} dry runs: {seconds:.1f} s, a process of {peak / 1e9:.1f} GB at most")
+        print0(f"  rank {PLAYED}, the first of {MICRO_BATCHES} micro-batches:")
+        show(runs["right"])
+        claim("a one, all-reduced by rank 517 of 1,024", 1, one, question=1, **DRY)
         check_right(runs["right"])
         check_mistakes(runs)
     else:

@@ -55,7 +55,7 @@ FOLDER = "data-loading"
 WRITERS = {
     f"{FOLDER}/01_ffcv_distributed_optimization.py": lambda own: own.write_photos(FILE, FILE, None),
     LESSON: lambda own: own.write_beton(FILE),
-    f"{FOLDER}/12_own_ffcv_operation.py": lambda own: own.write_pictures(FILE),
+    f"{FOLDER}/12_own_ffcv_operation.py": lambda own: own.write_numbers(FILE),
 }
 FILE = Path("a.beton")
 

@@ -140,15 +140,16 @@ def test_as_many_bytes_cross_the_cable_of_two_nodes(tmp_path: Path) -> None:
     argv += [str(ROOT / LESSON), "--mbit", "400"]
     ran = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     rows = json.loads(ledger.read_text())["ledger"]
-    assert [row["verdict"] for row in rows] == ["PASS"] * 10, ran.stdout
-    assert rows[7]["claim"] == "cable: files in all, by the kernel's count"
-    assert rows[7]["measured"] > rows[7]["predicted"] == 243.5
+    assert [row["verdict"] for row in rows] == ["PASS"] * 11, ran.stdout
+    assert rows[8]["claim"] == "cable: files in all, by the kernel's count"
+    assert rows[8]["measured"] > rows[8]["predicted"] == 243.5
     assert gone()
 
 
 NOTHING = "random, nothing kept: files"
 PER_RANK = "random, a copy per rank, epoch 0: files"
 PER_NODE = "random, a copy per node, epoch 0: files"
+FIRST = "random, a copy per node, first tenth: files"
 AGAIN = "random, a copy per node, epoch 1: files"
 WRONG = "samples that came with other contents"
 HALF = "own half, a copy per node, epoch 0: files"
@@ -159,12 +160,12 @@ LINES = {
     "no page is marked, as in Try": (
         '                os.pwrite(self.copy, b"1", mark)\n',
         "",
-        {PER_RANK, PER_NODE, AGAIN, HALF, HALF_AGAIN},
+        {PER_RANK, FIRST, PER_NODE, AGAIN, HALF, HALF_AGAIN},
     ),
     "every epoch has the same order, as in Try": ("    sampler.set_epoch(epoch)\n", "", {NEW}),
     "something is kept": (
-        "files_crossed(RemoteFile(server), whole_file(0))",
-        'files_crossed(NodeCopy(server, folder / f"kept_{RANK}"), whole_file(0))',
+        "files_crossed(RemoteFile(server), mine)",
+        'files_crossed(NodeCopy(server, folder / f"kept_{RANK}"), mine)',
         {NOTHING},
     ),
     "the ranks' copies are one": ('folder / f"rank_{RANK}"', 'folder / "rank"', {PER_RANK}),
@@ -173,11 +174,11 @@ LINES = {
             ('folder / "whole"', 'folder / f"whole_{RANK}"'),
             ('folder / "half"', 'folder / f"half_{RANK}"'),
         ],
-        {PER_NODE, HALF},
+        {FIRST, PER_NODE, HALF},
     ),
-    "the halves overlap": ("[NODE * N // 2 + index", "[NODE * N // 2 - 1 + index", {HALF}),
+    "the halves overlap": ("[N // 2 + index", "[N // 2 - 1 + index", {HALF}),
     "the halves change from epoch to epoch": (
-        "[NODE * N // 2 + index for",
+        "[N // 2 + index for",
         "[N // 2 * (1 - epoch) + index for",
         {HALF_AGAIN, HALF_NEW},
     ),
@@ -187,10 +188,11 @@ LINES = {
         {WRONG},
     ),
     "in epoch 1 the random order needs a page that did not come": (
-        "crossed = files_crossed(file, whole_file(0))",
-        "crossed = files_crossed(file, [i for i in whole_file(0) if i >= PER_PAGE])",
-        {PER_NODE, AGAIN},
+        "first = files_crossed(file, mine[:tenth])",
+        "mine = [i for i in mine if i >= PER_PAGE]\n    first = files_crossed(file, mine[:tenth])",
+        {FIRST, PER_NODE, AGAIN},
     ),
+    "the first tenth is one sample": ("mine[:tenth]", "mine[:1]", {FIRST}),
 }
 ALONE = ["no page is marked, as in Try"]
 BREAKS = Breaks(LINES, alone=ALONE)

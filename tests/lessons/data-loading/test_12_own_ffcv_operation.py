@@ -1,12 +1,13 @@
-"""Crops against crops cut out by hand, what numba freezes, claims against broken lines."""
+"""What numba freezes, what an epoch of batches says, claims against broken lines."""
 
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
-from course.playing import Lazily, load, play
-from course.ranks import run
+from course.playing import Lazily, play
 from tests.lessons.every import Breaks, OnGpus, Without, test_lesson  # noqa: F401
 
 # FFCV's pipelines in plain Python: the same values, without seconds of compiling on every rank.
@@ -31,60 +32,29 @@ def test_without_numba_all_is_blocked_and_that_is_no_success() -> None:
     assert [row["verdict"] for row in played.ledger] == ["BLOCKED"] * 2, played.output
 
 
-def loops(workers: int, changes: list) -> list[tuple[int, np.ndarray]]:
-    """By the lesson's loop, as FFCV compiles it for so many workers: crops of samples 8 to 15."""
-    own = load(LESSON, *changes)
-    own.Compiler.set_num_threads(workers)
-    cut_out = own.compiled_cut_out()
-    found = []
-    for epoch in (0, 2):
-        images = np.stack([own.PICTURE] * 8)
-        crops = np.empty((8, 32, 32, 3), np.uint8)
-        cut_out(images, crops, np.arange(8, 16).astype(np.uint64), epoch)  # FFCV's type
-        found.append((epoch, crops))
-    return found
+@pytest.mark.parametrize("compiled", [True, False])
+def test_the_whole_batch_is_written(compiled: bool) -> None:
+    import numba
+
+    write = numba.njit(lesson.write_epoch) if compiled else lesson.write_epoch
+    batch = np.arange(8).reshape(8, 1)
+    for epoch in (0, 300, 2**40):
+        assert write(batch, epoch) is batch or compiled
+        assert (batch == epoch).all()
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize(("workers", "changes"), [(1, []), (2, []), (1, [NO_JIT])])
-def test_the_loop_and_the_oracle_cut_out_what_one_cuts_out_by_hand(
-    workers: int, changes: list
-) -> None:
-    """Compiled for one thread and for two, and not compiled."""
-    (found,) = run(loops, 1, workers, changes, deadline=120)
-    for epoch, crops in found:
-        for sample, crop in enumerate(crops, 8):
-            assert crop.tobytes() == lesson.crop_by_numpy(epoch, sample)
-            y, x = place_of(crop)
-            by_hand = [
-                [lesson.PICTURE[y + row, x + column] for column in range(32)] for row in range(32)
-            ]
-            assert (crop == by_hand).all()
+def test_the_epoch_is_that_of_all_batches() -> None:
+    operation = SimpleNamespace(epoch=0)
 
+    def seen_in(*batches: list[int]) -> float:
+        loader = [(torch.tensor(batch).view(-1, 1),) for batch in batches]
+        return lesson.run_epoch(loader, operation, 5)
 
-def place_of(crop: np.ndarray) -> tuple[int, int]:
-    """Where in the picture the crop's first pixels stand."""
-    found = [
-        (y, x)
-        for y in range(129)
-        for x in range(209)
-        if (lesson.PICTURE[y, x : x + 4] == crop[0, :4]).all()
-    ]
-    assert len(found) == 1
-    return found[0]
-
-
-def test_crops_depend_on_epoch_and_sample() -> None:
-    crops = {lesson.crop_by_numpy(epoch, sample) for epoch in range(3) for sample in range(64)}
-    assert len(crops) > 185  # of 192
-
-
-def test_the_epoch_is_that_of_all_crops() -> None:
-    for epoch in range(3):
-        crops = {sample: lesson.crop_by_numpy(epoch, sample) for sample in range(64)}
-        assert lesson.epoch_of(crops) == epoch
-    crops[63] = lesson.crop_by_numpy(1, 63)
-    assert np.isnan(lesson.epoch_of(crops))
+    assert seen_in([2, 2], [2, 2]) == 2
+    assert operation.epoch == 5
+    assert np.isnan(seen_in([2, 2], [2, 1]))
+    assert np.isnan(seen_in([2, 2], [1, 1]))
+    assert np.isnan(seen_in())
 
 
 def test_numba_copies_an_array_of_a_million_bytes_and_no_larger_one() -> None:
@@ -111,11 +81,13 @@ def closure_of(array: np.ndarray):
 GLOBAL = "epoch seen in a global"
 SMALL = "epoch seen in an array of 64 bytes"
 ARGUMENT = "epoch seen in an argument"
-FROZEN_1 = "FrozenCrop, set to 1: crops are of epoch"
-FROZEN_2 = "FrozenCrop, set to 2: crops are of epoch"
-ASKING_1 = "AskingCrop, set to 1: crops are of epoch"
-ASKING_2 = "AskingCrop, set to 2: crops are of epoch"
-RECOMPILED = "recompiled, set to 2: crops are of epoch"
+ENCLOSING = "epoch seen in an enclosing function"
+ANEW = "epoch seen in a function that is made anew"
+FROZEN_1 = "FrozenEpoch, set to 1: epoch in the batches"
+FROZEN_2 = "FrozenEpoch, set to 2: epoch in the batches"
+ASKING_1 = "AskingEpoch, set to 1: epoch in the batches"
+ASKING_2 = "AskingEpoch, set to 2: epoch in the batches"
+RECOMPILED = "recompiled, set to 2: epoch in the batches"
 
 OF_NUMBA = {
     "it is called before the epoch is 1, as in Try": (
@@ -134,16 +106,22 @@ OF_NUMBA = {
         {SMALL},
     ),
     "the argument is a constant": ("by_argument(EPOCH)]", "by_argument(1)]", {ARGUMENT}),
+    "the function is always made anew": ("by_enclosing(), made", "made_anew(), made", {ENCLOSING}),
+    "the function is never made anew": ("made_anew(), by_", "by_enclosing(), by_", {ANEW}),
+    "njit is told that there are no arguments, and compiles at once": (
+        "numba.njit(read_global)",
+        'numba.njit("int64()")(read_global)',
+        {GLOBAL},
+    ),
 }
 
-READ = "        cut_out = compiled_cut_out()\n\n        def ask_and_crop("
-HANDED = "cut_out(images_BHWC, crops_BSSC, samples_B, self.epoch)"
+ASKED = "            return write(batch_B1, self.epoch)\n"
+INNER = "        def operation(batch_B1: np.ndarray, _: None) -> np.ndarray:\n"
+EARLY = "        epoch = self.epoch\n" + INNER
 LINES = {
-    "AskingCrop reads the epoch too early, as in Try": (
-        [
-            (READ, "        epoch = self.epoch\n" + READ),
-            (HANDED, HANDED.replace("self.epoch", "epoch")),
-        ],
+    "AskingEpoch reads the epoch too early, as in Try": (
+        INNER + ASKED,
+        EARLY + ASKED.replace("self.epoch", "epoch"),
         {ASKING_1, ASKING_2},
     ),
     "every loader compiles for each epoch": (
@@ -158,13 +136,13 @@ LINES = {
         {RECOMPILED, ASKING_1, ASKING_2},
     ),
     "the compiled operation is an epoch ahead": (
-        "        epoch = self.epoch\n\n        def crop(",
-        "        epoch = self.epoch + 1\n\n        def crop(",
+        "        epoch = self.epoch  # the function",
+        "        epoch = self.epoch + 1  # the function",
         {FROZEN_1, FROZEN_2, RECOMPILED},
     ),
-    "the loop takes the place in the batch for the sample": (
-        "np.int64(samples_B[i])",
-        "i",
+    "a batch's last sample is not written": (
+        "    for i in range(len(batch_B1)):\n",
+        "    for i in range(len(batch_B1) - 1):\n",
         {FROZEN_1, FROZEN_2, RECOMPILED, ASKING_1, ASKING_2},
     ),
 }
@@ -173,22 +151,3 @@ BREAKS = [
     Breaks(LINES, changes=[NO_JIT, NO_NUMBA_ROWS], alone=ALONE, deadline=120),
     Breaks(OF_NUMBA, changes=[GONE]),
 ]
-
-
-LATE = (255, 256, 300, 65_535, 65_536, 1_000_000)
-
-
-def crops_of_late_samples() -> list[bytes]:
-    """By the loop, not compiled: of a file with more samples than the lesson's 64."""
-    own = load(LESSON, NO_JIT)
-    own.Compiler.set_num_threads(1)
-    images = np.stack([own.PICTURE] * len(LATE))
-    crops = np.empty((len(LATE), 32, 32, 3), np.uint8)
-    own.compiled_cut_out()(images, crops, np.array(LATE, np.uint64), 1)
-    return [crop.tobytes() for crop in crops]
-
-
-def test_a_sample_s_number_may_have_more_than_8_or_16_bits() -> None:
-    (found,) = run(crops_of_late_samples, 1, deadline=120)
-    assert found == [lesson.crop_by_numpy(1, sample) for sample in LATE]
-    assert lesson.crop_by_numpy(1, 300) != lesson.crop_by_numpy(1, 300 % 256)

@@ -3,7 +3,6 @@
 import copy
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from itertools import chain
 from unittest.mock import MagicMock, patch
 
@@ -21,12 +20,11 @@ from tests.lessons.every import Breaks, OnGpus, test_lesson  # noqa: F401
 LESSON = "parallelism/01_data_parallelism_ddp.py"
 HAND, DDP = "by hand: ", "DDP: "
 BETWEEN, ERROR = "weights, difference between ranks", "weights, error against one process"
-MICRO, MICRO_ALL = "4 micro-batches, no_sync: ", "4 micro-batches, without no_sync: "
 QUICK = (("EPOCHS = 10 ", "EPOCHS = 2 "), ('new digits", 0.95,', 'new digits", 0.0,'))
 
 LINES = {
     "by hand: does not broadcast": (
-        ("    broadcast_weights(by_hand)\n", ""),
+        ("    broadcast_weights(model)\n    optimizer", "    optimizer"),
         {HAND + BETWEEN, HAND + ERROR},
     ),
     "by hand: does not divide": (
@@ -38,31 +36,15 @@ LINES = {
             "        dist.all_reduce(parameter.grad)\n",
             "        dist.all_reduce(parameter.grad)\n" * 2,
         ),
-        {HAND + ERROR, HAND + "all-reduces per step", HAND + "bytes per step"},
+        {HAND + ERROR, HAND + "all-reduces per step"},
     ),
     "by hand: averages the parameters": (
         ("dist.all_reduce(parameter.grad)", "dist.all_reduce(parameter.data)"),
         {HAND + BETWEEN, HAND + ERROR},
     ),
-    "micro-batches are not divided": (
-        ("(loss / pieces).backward()", "loss.backward()"),
-        {MICRO + "error", MICRO_ALL + "error"},
-    ),
-    "all micro-batches communicate": (
-        ("use_no_sync and i < pieces - 1", "False"),
-        {MICRO + "bytes"},
-    ),
-    "no_sync where it was not asked for": (
-        ("use_no_sync and i < pieces - 1", "i < pieces - 1"),
-        {MICRO_ALL + "bytes"},
-    ),
     "DDP is left out": (
         ("train(wrap(ddp), share_of", "train(ddp, share_of"),
         {DDP + BETWEEN, DDP + ERROR},
-    ),
-    "no micro-batch communicates": (
-        ("use_no_sync and i < pieces - 1", "use_no_sync"),
-        {MICRO + "bytes", MICRO + "error"},
     ),
     "no set_epoch": (
         ("        sampler.set_epoch(epoch)\n", ""),
@@ -79,6 +61,13 @@ LINES = {
     "DDP counted over two steps": (
         ("        train(ddp, [mine])\n", "        train(ddp, [mine] * 2)\n"),
         {DDP + "all-reduces per step", DDP + "bytes per step"},
+    ),
+    "DDP has small buckets": (  # a first step would not show it
+        (
+            "DistributedDataParallel(model, ids)",
+            "DistributedDataParallel(model, ids, bucket_cap_mb=0.1)",
+        ),
+        {DDP + "all-reduces per step"},
     ),
 }
 TOO_SHORT = {
@@ -113,17 +102,10 @@ def sgd(model: nn.Module, batches: list[tuple]) -> None:
                 weight -= 0.1 * velocity.mul_(0.9).add_(gradient)
 
 
-class NoNetwork(nn.Linear):
-    """Looks like DDP, and sends nothing."""
-
-    def no_sync(self) -> nullcontext:
-        return nullcontext()
-
-
-def small_job() -> tuple[NoNetwork, NoNetwork, list[tuple]]:
+def small_job() -> tuple[nn.Linear, nn.Linear, list[tuple]]:
     """Two equal models, and three batches for them."""
     torch.manual_seed(0)
-    model = NoNetwork(5, 3).double()
+    model = nn.Linear(5, 3).double()
     batches = [(torch.randn(8, 5).double(), torch.arange(8) % 3) for _ in range(3)]
     return model, copy.deepcopy(model), batches
 
@@ -138,15 +120,6 @@ def test_training_is_sgd_with_momentum_on_each_batch_alone() -> None:
     load(LESSON).train(model, batches)
     sgd(alone, batches)
     assert alike(model, alone)
-
-
-@pytest.mark.parametrize("use_no_sync", [True, False])
-def test_micro_batches_make_the_gradients_of_the_whole_batch(use_no_sync: bool) -> None:
-    model, alone, batches = small_job()
-    load(LESSON).accumulate(model, batches[0], 4, use_no_sync)
-    cross_entropy(alone(batches[0][0]), batches[0][1]).backward()
-    for ours, expected in zip(model.parameters(), alone.parameters(), strict=True):
-        assert torch.allclose(ours.grad, expected.grad, rtol=0, atol=1e-12)
 
 
 def test_every_fifth_digit_is_kept_for_the_test() -> None:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.autograd.graph import saved_tensors_hooks
 
 from course.playing import load
 from course.ranks import run
@@ -29,9 +30,9 @@ def test_softmax_in_pieces_is_softmax_in_any_order(order: list[int], c: int, sca
     for number in order:
         running.add(k.chunk(5, dim=2)[number], v.chunk(5, dim=2)[number], diagonal=False)
     due = F.scaled_dot_product_attention(q, k, v)
-    torch.testing.assert_close(running.sum_BHcK / running.total_BHc1, due, rtol=0, atol=1e-9)
+    torch.testing.assert_close(running.sum_HcK / running.total_Hc1, due, rtol=0, atol=1e-9)
     lse = (q @ k.transpose(-1, -2) / 2).logsumexp(dim=-1, keepdim=True)
-    torch.testing.assert_close(running.most_BHc1 + running.total_BHc1.log(), lse)
+    torch.testing.assert_close(running.most_Hc1 + running.total_Hc1.log(), lse)
 
 
 @pytest.mark.parametrize("name", ["consecutive", "zig_zag"])
@@ -68,7 +69,7 @@ def ring_error(tokens: int, batch: int, heads: int, features: int, name: str) ->
     due = F.scaled_dot_product_attention(*whole, is_causal=True)
     due.backward(grad)
     mine = [lesson.share(x.detach(), layout).requires_grad_() for x in whole]
-    ours = lesson.RingAttention.apply(*mine, layout)
+    ours = lesson.ring_attention(*mine, layout)
     ours.backward(lesson.share(grad, layout))
     real = lesson.share(torch.ones_like(grad), layout)
     pairs = [(ours * real, lesson.share(due, layout))]
@@ -114,7 +115,7 @@ def on_the_sockets() -> tuple[float, float]:
         dist.barrier()
 
     count()
-    ours = lesson.RingAttention.apply(*mine, lesson.zig_zag)
+    ours = lesson.ring_attention(*mine, lesson.zig_zag)
     count()
     ours.backward(grad)
     count()
@@ -129,49 +130,60 @@ def test_the_sockets_carry_what_the_formulas_say(n: int) -> None:
             assert backward == pytest.approx(4 * n - 2, rel=0.01)
 
 
+def kept() -> float:
+    """Elements that the graph of a forward pass keeps on this rank, in units of its keys."""
+    lesson = load(LESSON)
+    q, k, v = (torch.randn(2, 3, 5, 8, requires_grad=True) for _ in range(3))
+    found = []
+    with saved_tensors_hooks(lambda x: found.append(x) or x, lambda x: x):
+        lesson.ring_attention(q, k, v, lesson.zig_zag)
+    return sum(x.untyped_storage().nbytes() // x.itemsize for x in found) / k.numel()
+
+
+def test_a_rank_keeps_its_own_and_no_visitor() -> None:
+    """Its queries, keys, values and outputs, of 8 features each, and one number per query."""
+    assert run(kept, 3) == [4 + 1 / 8] * 3
+
+
 NAMES = ("consecutive", "zig-zag")
 ZIG_ZAG = {f"zig-zag: error of the {what}" for what in ("output", "gradients")}
 GRADIENTS = {f"{name}: error of the gradients" for name in NAMES}
 LARGE = "scores of thousands: error of the output"
 ERRORS = GRADIENTS | {f"{name}: error of the output" for name in NAMES}
-SENT, SENT_BACK = (f"elements sent {way} / my keys" for way in ("forward", "backward"))
-KEPT = "other ranks whose keys and values are kept"
-BLOCKS = "traveling blocks held at a time"
-PIECES = "zig-zag: pieces of a rank"
+SENT, SENT_BACK = (f"bytes sent {way} / my keys and values" for way in ("forward", "backward"))
+BLOCKS = "other ranks' blocks in memory at a time"
 UNEQUAL = "consecutive: pieces, last rank / first"
 GAIN = "busiest rank's pieces: consecutive / zig-zag"
 
-HOP = "        hop = Hop(kv_22BHcK) if step < WORLD_SIZE - 1 else None\n        for i, j, diagonal"
-ADD = "            running[i].add(*kv_22BHcK[j], diagonal)\n"
-SAVED = "out_2BHcK, lse_2BHc1)\n        ctx.layout"
-RESCALED = "self.sum_BHcK = self.sum_BHcK * rescale_BHc1 + weight"
-MOST = "torch.maximum(self.most_BHc1, s_BHcc.amax(dim=-1, keepdim=True))"
+HOP = "        works = start_hop(block, arriving)\n"
+ADD = "            running[i].add(k_HcK, v_HcK, diagonal)\n"
+RESCALED = "self.sum_HcK = self.sum_HcK * rescale_Hc1 + weight"
+MOST = "torch.maximum(self.most_Hc1, s_Hcc.amax(dim=-1, keepdim=True))"
 FOUND = "    found = []\n    for i, mine"
-SEND_ON = "        grad_hop = Hop(grad_kv_22BHcK)\n"
-LEFT = "        self.leaving = None  # it has left: its memory may be used again\n"
+SEND_ON = "        works = start_hop(leaving, arriving)\n"
 LINES = {
     "totals are not rescaled (Try)": (
-        ("self.total_BHc1 * rescale_BHc1 +", "self.total_BHc1 +"),
+        ("self.total_Hc1 * rescale_Hc1 +", "self.total_Hc1 +"),
         ERRORS | {LARGE},
     ),
     "gradients of keys and values do not come home (Try)": (
-        ("*home_22BHcK.unbind(dim=1)", "*grad_kv_22BHcK.unbind(dim=1)"),
+        ("return grad_q_2HcK, arriving", "return grad_q_2HcK, leaving"),
         GRADIENTS,
     ),
     "sums of values are not rescaled": (
-        (RESCALED, "self.sum_BHcK = self.sum_BHcK + weight"),
+        (RESCALED, "self.sum_HcK = self.sum_HcK + weight"),
         ERRORS | {LARGE},
     ),
     "the last step of the ring is rescaled wrongly": (
         (
             ADD,
-            "            wrong = float(step == WORLD_SIZE - 1)\n"
-            f"            running[i].most_BHc1 = running[i].most_BHc1 + wrong\n{ADD}",
+            "            wrong = float(visitor == (RANK + 1) % WORLD_SIZE)\n"
+            f"            running[i].most_Hc1 = running[i].most_Hc1 + wrong\n{ADD}",
         ),
         ERRORS | {LARGE},
     ),
     "the largest score is that of the last piece alone": (
-        (MOST, "s_BHcc.amax(dim=-1, keepdim=True)"),
+        (MOST, "s_Hcc.amax(dim=-1, keepdim=True)"),
         {LARGE},
     ),
     "the mask compares places on the rank, not in the sequence": (
@@ -180,54 +192,51 @@ LINES = {
     ),
     "tokens are in zig-zag, the mask is not": (
         (FOUND, f"    layout = consecutive\n{FOUND}"),
-        ZIG_ZAG | {LARGE, PIECES, GAIN},
+        ZIG_ZAG | {LARGE, GAIN},
     ),
     "zig-zag deals out the second half in the same direction": (
         ("return rank, 2 * WORLD_SIZE - 1 - rank", "return rank, WORLD_SIZE + rank"),
-        {PIECES, GAIN},
+        {GAIN},
     ),
     "consecutive tokens are not": (
         ("return 2 * rank, 2 * rank + 1", "return rank, WORLD_SIZE + rank"),
         {UNEQUAL, GAIN},
     ),
     "the padding is in front": (
-        ("F.pad(x_BHTK, (0, 0, 0, missing))", "F.pad(x_BHTK, (0, 0, missing, 0))"),
+        ("F.pad(x_HTK, (0, 0, 0, missing))", "F.pad(x_HTK, (0, 0, missing, 0))"),
         ERRORS | {LARGE},
     ),
     "what earlier ranks have added is dropped": (
-        ("grad_kv_22BHcK += grad_hop.arrived()", "grad_hop.arrived()"),
+        ("        grad_kv += arriving  # what the ranks before have added\n", ""),
         GRADIENTS,
     ),
-    "delta is left out": ((" - delta_BHc1)", ")"), GRADIENTS),
+    "delta is left out": ((" - delta_Hc1)", ")"), GRADIENTS),
     "queries get the gradient of one piece": (
-        ("grad_q_2BHcK[i] += grad_q_BHcK", "grad_q_2BHcK[i] = grad_q_BHcK"),
+        ("grad_q_2HcK[i] += grad_q_HcK", "grad_q_2HcK[i] = grad_q_HcK"),
         GRADIENTS,
     ),
-    "keys and values are sent twice": (
-        (
-            HOP,
-            f"        if step < WORLD_SIZE - 1:\n            Hop(kv_22BHcK).arrived()\n{HOP}",
-        ),
-        {SENT},
+    "blocks are sent twice": (
+        (HOP, f"        wait_for(start_hop(block, arriving))\n{HOP}"),
+        {SENT, SENT_BACK},
     ),
     "gradients are sent twice": (
-        (SEND_ON, f"        Hop(grad_kv_22BHcK).arrived()\n{SEND_ON}"),
+        (SEND_ON, f"        wait_for(start_hop(leaving, arriving))\n{SEND_ON}"),
         {SENT_BACK},
     ),
-    "the visitors are kept": (
+}
+MEMORY = {
+    "each visitor has a buffer of its own": (
         [
-            (SAVED, SAVED.replace("lse_2BHc1", "lse_2BHc1, k_2BHcK.clone(), v_2BHcK.clone()")),
-            ("ring_backward(ctx.saved_tensors,", "ring_backward(ctx.saved_tensors[:5],"),
+            (
+                "buffers = [torch.empty_like(block), torch.empty_like(block)]",
+                "buffers = [torch.empty_like(block) for _ in range(WORLD_SIZE)]",
+            ),
+            ("buffers[step % 2]", "buffers[step]"),
         ],
-        {KEPT},
-    ),
-    "what has left is not let go": ((LEFT, ""), {BLOCKS}),
-    "visitors stay until the end of the pass": (
-        (ADD, f"            running[i].__dict__.setdefault('all', []).append(kv_22BHcK)\n{ADD}"),
         {BLOCKS},
     ),
 }
-BREAKS = Breaks(LINES, ranks=3, alone=["what has left is not let go"])
+BREAKS = [Breaks(LINES, ranks=3), Breaks(MEMORY, ranks=4)]
 
 ON_GPUS = OnGpus(changes=[("131_072 // (2 * WORLD_SIZE)", "1_024 // (2 * WORLD_SIZE)")])
 
@@ -241,7 +250,7 @@ def check_gradients_of_large_scores(name: str) -> None:
     whole = [x.requires_grad_() for x in (3000 * q, k, v)]
     F.scaled_dot_product_attention(*whole, is_causal=True).backward(grad)
     mine = [lesson.share(x.detach(), layout).requires_grad_() for x in whole]
-    lesson.RingAttention.apply(*mine, layout).backward(lesson.share(grad, layout))
+    lesson.ring_attention(*mine, layout).backward(lesson.share(grad, layout))
     for ours, due in zip(mine, whole, strict=True):
         assert due.grad.isfinite().all()
         expected = lesson.share(due.grad, layout)

@@ -18,61 +18,67 @@ SAMPLER = "sampler's mistake: axes found wrong"
 FACTOR = "factor: axes found wrong"
 TWO = "dp x tp found wrong, no mistake"
 TOGETHER = "dp x tp found wrong, sampler's mistake"
-NAMES = "wrong gradients, of a block's 9"
+NAMES = "wrong gradients, of the model's 14"
 THEN = "error of the loss then"
 DOUBLED = "gradients doubled: difference of losses"
 
 NO_CURVES = ("        check_curves(whole)\n", "")
 LINES = {
     "later stages repeat layers, as in Try": (
-        "return range(s * LAYERS // p, (s + 1) * LAYERS // p)",
-        "return range((s + 1) * LAYERS // p)",
+        "mine = range(s * LAYERS // p, (s + 1) * LAYERS // p)",
+        "mine = range((s + 1) * LAYERS // p)",
         {LOSS, NOTHING, THREE, SAMPLER},
     ),
     "micro-batches' losses are added": (
-        "for loss in losses) / m / dp",
-        "for loss in losses) / dp",
-        {LOSS, COARSE, NOTHING, THREE, SAMPLER, TWO, THEN},
+        "for loss in losses) / m\n",
+        "for loss in losses)\n",
+        {LOSS, NOTHING, THREE, SAMPLER, TWO, THEN},
     ),
     "a rank's tokens always count alike": (
-        "    return (whole_BT != NONE).sum()\n",
-        "    return (mine_bT != NONE).sum() * dp\n",
+        "    tokens = (batch.next_BT != NONE).sum()\n",
+        "    tokens = (next_bT != NONE).sum() * dp\n",
         {LOSS, NOTHING, THREE, SAMPLER, TWO},
     ),
-    "no stage is seeded alike": ('"pp": {"cut": seeded_alike}', '"pp": {}', {THREE}),
+    "bfloat16 is none": ("copy.deepcopy(whole).bfloat16()", "whole", {COARSE}),
+    "no stage is seeded alike": ('if mistake == "seed":', 'if mistake == "":', {THREE}),
+    "no rank's tokens count alone": ('if mistake == "tokens":', 'if mistake == "":', {THREE}),
     "no norm is forgotten": (
-        'if "norm" not in name}',
-        "if name}",
+        'if mistake == "norms":',
+        'if mistake == "":',
         {THREE, NAMES},
     ),
     "the norms' mistake is one of the loss as well": (
-        "for loss in losses) / m / dp / tp",
-        "for loss in losses) / m / dp / tp * (1 if 'norm1' in BLOCK else 2)",
+        "return total.item() / dp",
+        "return total.item() / dp * (2 if mistake == 'norms' else 1)",
         {THREE, THEN},
     ),
     "tp is outermost for the sampler, and there is no dp": (
-        'return RANK % mesh["dp"].size()',
-        "return 0",
+        "share = RANK % dp",
+        "share = 0",
         {SAMPLER},
     ),
     "the sampler reads as it should": (
-        '"sampler": {"share_of": by_number}',
-        '"sampler": {}',
+        'if mistake == "sampler":',
+        'if mistake == "":',
         {TOGETHER},
     ),
-    "the factor is averaged away": ("scale_grads=False", "scale_grads=True", {FACTOR}),
+    "the factor is averaged away": (
+        'average = mistake != "factor"',
+        "average = True",
+        {FACTOR},
+    ),
 }
 CURVES = {
     "the doubled run has another learning rate": (
         "AdamW(stage.parameters(), lr=3e-3)",
-        "AdamW(stage.parameters(), lr=1e-3 if isinstance(Schedule1F1B, partial) else 3e-3)",
+        "AdamW(stage.parameters(), lr=1e-3 if mistake == 'factor' else 3e-3)",
         {DOUBLED},
     ),
 }
 LEARNED = {
     "the norms' run has another learning rate": (
         "AdamW(stage.parameters(), lr=3e-3)",
-        "AdamW(stage.parameters(), lr=3e-3 if 'norm1' in BLOCK else 3e-2)",
+        "AdamW(stage.parameters(), lr=3e-2 if mistake == 'norms' else 3e-3)",
         {"norms' mistake / other batches, losses"},
     ),
 }

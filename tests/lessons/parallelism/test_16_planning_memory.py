@@ -3,8 +3,11 @@
 import functools
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from course import plan
+from course.lessons import ROOT
 from course.planning import HEADROOM, room
 from course.playing import load
 from tests.lessons.every import Breaks, test_lesson  # noqa: F401
@@ -125,74 +128,88 @@ def test_the_rows_of_simumax_are_a_part_of_the_table() -> None:
         assert any(axes <= {*case.partition(",")[0].split("_")} for case in cases), layout
 
 
-P70 = "parameters of Llama 3 70B, in millions"
-GPT, SCORES = "bytes kept per token / h", "scores stored: their share of all"
-AGAIN = "recomputed: bytes kept per token / h"
-FIRST, LAST = (f"{stage} stage holds / whole model keeps" for stage in ("first", "last"))
+def test_the_table_in_the_text_is_what_the_code_computes() -> None:
+    text = (ROOT / LESSON).read_text()
+    for name, layout in lesson().LAYOUTS.items():
+        sizes = lesson().most_loaded(lesson().LLAMA_70B, layout, 8192, 128 // layout.dp)
+        gib = [size / plan.GiB for size in sizes.values()]
+        cells = [f"{size:.1f}" for size in (*gib, sum(gib))]
+        (row,) = [line for line in text.splitlines() if line.startswith(f"#     {name}  ")]
+        assert row.removeprefix(f"#     {name}").removesuffix("  no").split() == cells
+        assert row.endswith("  no") == (sum(sizes.values()) > lesson().ROOM)
+
+
+def test_swiglu_in_one_kernel_has_the_gradients_of_its_operations() -> None:
+    inputs = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
+    found = torch.autograd.grad(lesson().OneKernel.apply(*inputs).sum(), inputs)
+    expected = torch.autograd.grad((F.silu(inputs[0]) * inputs[1]).sum(), inputs)
+    torch.testing.assert_close(found, expected)
+
+
+LAYER, KEPT_ROW = "70B: parameters of a layer", "a layer: bytes kept per token / h"
+SEPARATE, AGAIN = "SwiGLU in separate operations", "recomputed"
+FSDP, UNDIVIDED = "FSDP: bytes per parameter", "FSDP: activations of a rank / undivided"
 ALONE, RECOMPUTED = "70B, FSDP over 64 H100: GiB per GPU", "the same, all layers recomputed: GiB"
-FSDP_BY_HAND, BY_HAND = "the same, by hand: GiB", "TP 8, PP 4, DP 2, by hand: GiB"
-HANDS = {FSDP_BY_HAND, BY_HAND}
-STAGES = "each stage: held / the sum's activations"
-SMALL, LARGE = (f"GPT {size}: GiB of activations" for size in ("22B", "1T"))
+LONGER = "first stage's activations, 8 stages / 4"
 B200 = "8 B200: largest miss"
 KEPT = 'parts["activations"] = tokens * kept * layers * in_flight'
 LINES = {
     # the sum
-    "an MLP of two matrices": ("mlp = 3 * h", "mlp = 2 * h", {P70, B200, *HANDS}),
+    "an MLP of two matrices": ("mlp = 3 * h", "mlp = 2 * h", {LAYER, B200}),
     "norms keep their input alone": (
         "return 12 * model.hidden",
         "return 8 * model.hidden",
-        {SMALL, LARGE, B200, STAGES, *HANDS},
+        {KEPT_ROW, SEPARATE, UNDIVIDED, B200},
     ),
     "one micro-batch in flight": (
         "in_flight = min(pp - stage, micro_batches)",
         "in_flight = 1",
-        {LARGE, B200, STAGES, BY_HAND},
+        {LONGER, B200},
     ),
-    "ZeRO shards activations": (KEPT, f"{KEPT} / layout.dp", {ALONE, B200, *HANDS}),
-    "states are whole before ZeRO-3": ("if zero >= 1:", "if zero >= 3:", {B200, BY_HAND}),
-    "gradients are sharded by ZeRO-1": ("if zero >= 2:", "if zero >= 1:", {B200, BY_HAND}),
+    "ZeRO shards activations": (KEPT, f"{KEPT} / layout.dp", {ALONE, LONGER, UNDIVIDED, B200}),
+    "states are whole before ZeRO-3": ("if zero >= 1:", "if zero >= 3:", {B200}),
+    "gradients are sharded by ZeRO-1": ("if zero >= 2:", "if zero >= 1:", {B200}),
     "weights are never sharded": (
         "if zero >= 3:\n        weights",
         "if zero >= 4:\n        weights",
-        {RECOMPUTED, FSDP_BY_HAND},
+        {RECOMPUTED},
     ),
-    "no logits": (
-        "= 6 * tokens * model.vocab if",
-        "= 0 * tokens * model.vocab if",
-        {B200, FSDP_BY_HAND},
-    ),
+    "no logits": ("= 6 * tokens * model.vocab if", "= 0 * tokens * model.vocab if", {B200}),
     "no gradients of the layer at work": (
         "= 2 * layer_parameters(model) / tp",
         "= 0 * layer_parameters(model) / tp",
-        {B200, *HANDS},
+        {B200},
     ),
     "recomputation keeps all": (
         "kept = 2 * model.hidden if",
         "kept = saved_per_token(model) if",
-        {RECOMPUTED, FSDP_BY_HAND},
+        {RECOMPUTED},
     ),
     # what is counted
-    "keys and values as wide as queries": (
-        "linear(h, h), linear(h, model.kv)",
-        "linear(h, h), linear(h, h)",
-        {P70},
+    "keys as wide as queries": (
+        "self.k = linear(h, model.kv)\n        self.v = linear(h, model.kv)",
+        "self.k = linear(h, h)\n        self.v = linear(h, h)",
+        {LAYER, KEPT_ROW, SEPARATE, UNDIVIDED},
     ),
-    "masks of two bytes": (
-        "torch.native_dropout(x, 0.1, True)[0]",
-        "F.dropout(x, 0.1)",
-        {GPT, SCORES, STAGES},
-    ),
-    "no dropout of scores": (
-        "dropout(scores_HTT.softmax(-1))",
-        "scores_HTT.softmax(-1)",
-        {SCORES},
+    "SwiGLU is never fused": (
+        "OneKernel.apply(gate_TF, up_TF) if self.fused",
+        "OneKernel.apply(gate_TF, up_TF) if False",
+        {KEPT_ROW, UNDIVIDED},
     ),
     "nothing is recomputed": (
-        "forward_counted(block, recompute=True)",
-        "forward_counted(block)",
+        "forward_counted(layer, recompute=True)",
+        "forward_counted(layer)",
         {AGAIN},
     ),
-    "GPipe": ("ahead=WORLD_SIZE - 1 - RANK", "ahead=2 * WORLD_SIZE", {FIRST, LAST, STAGES}),
+    "no step, no moments": (
+        'for tensor in (weight, weight.grad, moments["exp_avg"], moments["exp_avg_sq"]):',
+        "for tensor in (weight, weight.grad):",
+        {FSDP},
+    ),
+    "the weights are gathered for good": (
+        "held += tensor.to_local().nbytes",
+        "held += tensor.full_tensor().nbytes",
+        {FSDP},
+    ),
 }
 BREAKS = Breaks(LINES)

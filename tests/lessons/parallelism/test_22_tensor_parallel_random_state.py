@@ -1,6 +1,4 @@
-"""What ranks draw alike and apart, recomputation against none; broken lines."""
-
-from contextlib import nullcontext
+"""What ranks draw alike and apart, at first and in training; broken lines."""
 
 import pytest
 import torch
@@ -47,39 +45,30 @@ def test_ranks_compute_what_one_process_does(n: int) -> None:
         assert set(found) == {OUTPUT, GRADIENTS}
 
 
-@pytest.mark.parametrize("error", [None, KeyError])
-def test_afterwards_a_generator_goes_on_where_it_was(error: type[Exception] | None) -> None:
-    generator = torch.Generator().manual_seed(5)
-    state = generator.get_state()
-    mask = torch.rand(9, generator=generator)
-    due = torch.rand(9, generator=torch.Generator().set_state(generator.get_state()))
-    with pytest.raises(error) if error else nullcontext(), lesson.back_at(state, generator):
-        assert torch.equal(torch.rand(9, generator=generator), mask)
-        if error:
-            raise error
-    assert torch.equal(torch.rand(9, generator=generator), due)
-
-
-def gradients(recompute: bool) -> list[torch.Tensor]:
-    """Of two layers with dropout, one of them recomputed or not; then what is drawn next."""
+def dropped_in_training() -> list[torch.Tensor]:
+    """What the dropout of copied activations leaves, in the order of the trainings' steps."""
     changed = load(LESSON)
-    split = changed.seed_generators(7, CPU)
-    part = changed.Part(split)
-    x_TD, grad_TD = changed.batch(CPU)
-    x_TD.requires_grad_()
+    real = changed.dropout
+    left = []
 
-    def layer(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        return part(x)
+    def noted(x: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+        y = real(x, generator)
+        if generator is None:
+            left.append(y.detach() != 0)
+        return y
 
-    y_TD = changed.recomputed(layer, x_TD, split) if recompute else part(x_TD)
-    part(y_TD).backward(grad_TD)
-    grads = [p.grad for p in part.parameters()]
-    return [*grads, x_TD.grad, torch.rand(3), torch.rand(3, generator=split)]
+    changed.dropout = noted
+    changed.claim = changed.print0 = lambda *given, **named: None
+    changed.check_initial_values(CPU)
+    return left
 
 
-def test_recomputed_layers_have_the_same_gradients_and_states() -> None:
-    for plain, again in zip(run(gradients, 2, False), run(gradients, 2, True), strict=True):
-        assert all(map(torch.equal, plain, again))
+def test_masks_of_copied_activations_are_alike_in_every_training() -> None:
+    """However the weights are drawn: no row tells it of copies that are drawn apart."""
+    first, *others = run(dropped_in_training, 3)
+    assert len(first) == 30
+    for left in others:
+        assert all(map(torch.equal, left, first))
 
 
 def end_of_main() -> tuple[str, bool]:
@@ -99,18 +88,13 @@ def test_five_ranks_are_refused_before_any_collective() -> None:
 
 OUTPUT, GRADIENTS = (f"two generators: error of the {what}" for what in ("output", "gradients"))
 DISTINCT = "two generators: distinct hidden features"
-ADAPTERS = "two generators: places where adapters differ"
+ADAPTERS = "two generators: places alike in two adapters"
 DISTINCT_ALIKE = "split drawn alike: distinct hidden features"
 DISTANCE = "copied drawn apart: distance after / before"
 MASKS_APART = "split, drawn apart: places alike in two masks"
 OUTPUTS_ALIKE = "copied, drawn alike: places alike in outputs"
-AGAIN_COPIED, AGAIN_SPLIT, AGAIN_KEPT = (
-    f"recomputed, {what}: places alike in two masks" for what in ("copied", "split", "state kept")
-)
 DTENSOR = "DTensor, all seeded alike: places alike"
 
-SPLIT_AGAIN = "lambda x: checkpoint(dropout, x, split, use_reentrant=False)"
-COPIED_AGAIN = "lambda x: checkpoint(dropout, x, use_reentrant=False)"
 LINES = {
     "the second generator is seeded alike (Try)": (
         ("manual_seed(seed + 2718 + RANK)", "manual_seed(seed + 2718)"),
@@ -153,27 +137,16 @@ LINES = {
         ("    torch.manual_seed(RANK)  # the mistake", "    torch.manual_seed(0)  # the mistake"),
         {DISTANCE},
     ),
-    "torch's own generator is not put back": (
-        (COPIED_AGAIN, COPIED_AGAIN.replace("=False)", "=False, preserve_rng_state=False)")),
-        {AGAIN_COPIED},
-    ),
-    "the split mask is drawn from torch's own generator": (
-        (SPLIT_AGAIN, SPLIT_AGAIN.replace("x, split,", "x,")),
-        {AGAIN_SPLIT},
-    ),
-    "the second generator is not put back": (
-        ("back_at(split.get_state(), split))", "contextlib.nullcontext())"),
-        {AGAIN_KEPT},
-    ),
     "DTensor's ranks have seeds of their own": (
         ("    torch.manual_seed(0)\n    with", "    torch.manual_seed(RANK)\n    with"),
         {DTENSOR},
     ),
 }
 BREAKS = Breaks(LINES, ranks=4, alone=("the second generator is seeded alike (Try)",))
-RECOMPUTED = "    check_recomputation(device)\n"  # C++ saves a mask, and no place of it
-PHILOX = "    check_dtensor(device)\n"
-ON_GPUS = OnGpus(changes=[(f"{RECOMPUTED}{PHILOX}    finish()", "    finish()")])
+PHILOX = "        check_dtensor(device)\n"
+ON_GPUS = OnGpus(
+    changes=[(f"        check_masks(device)\n{PHILOX}", "        check_masks(device)\n")]
+)
 
 
 @pytest.mark.parametrize("own", [False, True])

@@ -45,9 +45,7 @@ class InParts:
 
     def step(self) -> None:
         for zero in self.zeros:
-            zero.step(wait=False)
-        for zero in self.zeros:
-            zero.wait()
+            zero.step()
 
     def zero_grad(self) -> None:
         for zero in self.zeros:
@@ -327,7 +325,7 @@ def in_bfloat16() -> float:
     low = torch.bfloat16
     model = layers(6, 9, 5).to(low)
     alone = copy.deepcopy(model).float()
-    zero = zero1(model.parameters(), master_dtype=torch.float32, **ADAM)
+    zero = zero1(model.parameters(), **ADAM)
     optimizer = torch.optim.Adam(alone.parameters(), **ADAM)
     x_RBD = inputs(3, n, 4, 6).to(low)
     for step_RBD in x_RBD:
@@ -358,7 +356,7 @@ def test_low_precision_is_one_process_to_the_bit() -> None:
 
 def large_gradients() -> float:
     model = nn.Linear(1, 1, bias=False, dtype=torch.float16)
-    zero = zero1(model.parameters(), torch.optim.SGD, master_dtype=torch.float32, lr=1.0)
+    zero = zero1(model.parameters(), torch.optim.SGD, lr=1.0)
     before = model.weight.item()
     model(torch.full((1, 1), 40_000.0).half()).backward()
     zero.step()
@@ -381,7 +379,7 @@ def resumed() -> float:
 
     def make() -> tuple:
         model = layers(6, 9, 5).bfloat16()
-        return model, zero1(model.parameters(), master_dtype=torch.float32, **ADAM)
+        return model, zero1(model.parameters(), **ADAM)
 
     model, zero = make()
     steps(model, zero, 0, 2)
