@@ -112,7 +112,7 @@ def test_by_own_counts_they_do_not(by: str) -> None:
         if by == "bias":
             assert apart > 0
         else:
-            assert (weight_ED - alone[4]).abs().mean() > 1e-3
+            assert (weight_ED - alone[4]).abs().mean() > 1e-4
 
 
 OWN = "own counts: imbalance"
@@ -199,7 +199,7 @@ TRAINED = {
     ),
 }
 BREAKS = [
-    Breaks(LINES, ranks=4, changes=UNTRAINED),
+    Breaks(LINES, ranks=4, changes=UNTRAINED, alone=["each rank counts its own tokens"]),
     Breaks(TRAINED, ranks=4, alone=list(TRAINED)),
 ]
 
