@@ -21,7 +21,8 @@ the most loaded GPU hold, and of what?
     torchrun --standalone --nproc-per-node=4 16_planning_memory.py    # NCCL on 4 GPUs, else gloo
     python 16_planning_memory.py                                      # the same, started for you
 
-Not run on several GPUs. Rows marked t are arithmetic, or hold the sum against what others have measured.
+Not run on several GPUs. Rows marked t are arithmetic, or hold the sum against what others have
+measured.
 
 **Try.** In `memory` let `in_flight` be 1: which claims fail? In the same function divide the
 activations by `dp`, as if ZeRO sharded them too: which fail now?
