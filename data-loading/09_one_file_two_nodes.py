@@ -68,8 +68,9 @@ from torch.utils.data import DistributedSampler
 RANK = int(os.environ.get("RANK", "0"))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
+# On one machine all ranks are node 1's. With two nodes, n ranks on each, the last n are node 1's.
 PER_NODE = int(os.environ.get("LOCAL_WORLD_SIZE", WORLD_SIZE))  # ranks of a node: n
-READER = RANK - (WORLD_SIZE - PER_NODE)  # which rank of node 1 this is; below 0 it is of node 0
+READER = RANK - (WORLD_SIZE - PER_NODE)  # 0 to n-1 on node 1, below 0 on node 0
 
 PAGES = 8
 PER_PAGE = 480  # samples
@@ -83,11 +84,14 @@ SEED = 0
 # ## 1. A page is used by many samples, and by many ranks
 #
 # A file system over the network (NFS, Lustre) or an object store (S3) does not know what a sample
-# is. It delivers ranges of bytes, usually much larger than one: here a **page**. A rank that keeps
-# nothing gets the same page again for the next sample in it. (fsspec comes close to that: by
-# default each jump in a file brings 5 MiB, in the place of what was there.) And the other ranks of
-# its node get it too, since an order that is random over the file gives every rank samples of every
-# page.
+# is. It delivers ranges of bytes. A rank could ask for each sample alone: half a file would cross
+# per epoch, in 1,920 requests of 128 bytes, each of which waits for the network once. So one asks
+# for much more at a time, here a **page**, and 8 requests would bring the whole file.
+#
+# But a rank that keeps nothing gets the same page again for the next sample in it. (fsspec comes
+# close to that: by default each jump in a file brings 5 MiB, in the place of what was there.) And
+# the other ranks of its node get it too, since an order that is random over the file gives every
+# rank samples of every page.
 
 
 # %%
@@ -131,7 +135,10 @@ class RemoteFile:
 #
 # Rank 1 looks a second time when it has the lock, so the page crosses once. Another page has
 # another lock, and is fetched at the same time. The mark comes last, so a rank that is killed
-# halfway leaves no page that only looks whole.
+# halfway leaves a page without a mark, which the next rank fetches again.
+#
+# If node 0 goes away in the middle of a page, `recv` may return less than a page, without an error.
+# We trust node 0. Code of your own must compare the length with PAGE before it writes the mark.
 
 
 # %%
@@ -166,7 +173,7 @@ class NodeCopy(RemoteFile):
 #     page 0    x   o     o x            o   o   o     o
 #     page 1      o   x o      x            o   o o o
 #     page 2     x     x     o    o      x     x x   x
-#     page 3       x o   x    o x           x x   x   x
+#     page 3       x o   x    o             x x   x   x
 #
 # On the left every page is needed by both nodes. On the right each page has one node that needs it.
 # Both are random, and use PyTorch's own `DistributedSampler`: on the left it deals the file to the
@@ -324,25 +331,24 @@ def check_samples() -> None:
 #
 # **When.** If node 1's disk holds the file: one copy per node, made before training or as here. If
 # it holds only a share: each node its own pages. If there is no disk, the page cache of the node
-# does the same as long as memory holds the pages, for all its ranks; and quasi-random order
-# (data-loading/03) needs few at a time.
+# does the same as long as memory holds the pages, for all its ranks.
 #
-# **What epoch 0 waits for** follows from the bytes. 8 GPUs of node 1 that take 20,000 images of
-# 110 kB per second use 2.2 GB/s, and a port of 10 Gbit/s brings 1.25. So a GB that they use takes
-# 0.45 s to train on and 0.80 s to fetch. In a random order nearly all of a node's pages are fetched
-# first (question 3), and hardly anything is trained meanwhile. So the two add up, nearly:
+# **What epoch 0 waits for** is arithmetic here, and no row times it. 8 GPUs of node 1 that take
+# 20,000 images of 110 kB per second use 2.2 GB/s, and a port of 10 Gbit/s brings 1.25. So a GB that
+# they use takes 0.45 s to train on and 0.80 s to fetch. In a random order nearly all of a node's
+# pages are fetched first (question 3), and hardly anything is trained meanwhile. So the two add up:
 #
 #     pages of its own              0.80 + 0.45 s per GB used        waits 64% of the epoch
 #     random over the file          1.60 + 0.45 s                    waits 78%
-#     own pages, quasi-random       0.80 s, training inside it       waits 43%
 #
-# With a copy per rank 16 times as much crosses as with pages of its own.
+# A copy of the whole file, made before training, waits as long as the second row: it fetches the
+# same bytes first. With a copy per rank, 8 on a node, 16 times as much crosses as in the first row.
 #
 # **Where it bites.** Eight ranks that each have a cache folder of their own, named after the rank,
-# are question 2. Two containers of one machine share a page cache, and show none of this traffic.
-# A lock on the whole file (`flock`) lets a node fetch only one page at a time. `lockf` locks out
-# processes, not threads, and a process that closes any descriptor of the file loses its locks. If a
-# node may lose power and keep the copy, `os.fsync` belongs between page and mark.
+# are question 2. A lock on the whole file (`flock`) lets a node fetch only one page at a time.
+# `lockf` locks out processes, not threads, and a process that closes any descriptor of the file
+# loses its locks. If a node may lose power and keep the copy, `os.fsync` belongs between page and
+# mark.
 #
 # **In other systems**, none of which was measured here: MosaicML's Streaming keeps shards in
 # `local`, one folder for the ranks of a node; WebDataset deals out shards by `nodesplitter` and
@@ -354,7 +360,8 @@ def check_samples() -> None:
 
 # %% [markdown]
 # Only with launch/two_nodes_here.sh: the kernel counts at node 1's end of the cable, headers of
-# packets included.
+# packets included, for which the row has a slack of 6%. Question 1 is nearly all of what crosses,
+# so the row checks that one; the sockets have counted the others.
 
 
 # %%

@@ -4,17 +4,21 @@
 **Question.** A loop that was compiled needs something that changes between epochs, such as the
 epoch itself for a random crop. How does the new value get there, by numba alone and inside FFCV?
 
+This lesson is optional. Its idea needs numba alone; half of its rows need FFCV.
+
 **Predict**, and write it down before you run. The epoch is set three times:
 
     code is made   epoch = 0   `numba.njit` is applied to a function, or FFCV's loader is made
     first run      epoch = 1
     second run     epoch = 2   which epoch does it see: 0, 1 or 2?
 
-1. A compiled function reads the epoch from a global variable.
-2. It reads it from a global NumPy array of 64 bytes, which is changed in place.
-3. It uses `epoch`, a local variable of the method that returned the function. The method ran when
-   the code was made. (This is how an operation of FFCV comes to be compiled.)
-4. The same, but the method runs anew before each run. (FFCV's `recompile=True`)
+1. A compiled function reads the epoch from a global variable. What does its second run see?
+2. It reads it from a global NumPy array of 64 bytes, which is changed in place. What does it see?
+3. A method copies the epoch into a local variable, and returns an inner function that uses this
+   variable. The method runs once, when the code is made; the inner function is compiled. (So it is
+   with an operation of FFCV.) What does the inner function see in its second run?
+4. The method runs anew before each run, and what it returns is compiled anew. (FFCV's
+   `recompile=True`) What does the second run see?
 
 **Run.**
 
@@ -32,7 +36,7 @@ fail now?
 **Before.** data-loading/02_beton_file.py: the file, and a loader's buffers.
 data-loading/16_random_states_of_numba.py: random numbers as a function of seed, epoch and sample.
 
-**Next.** data-loading/06_tokens.py: no pictures, but text. (This lesson is optional.)
+**Next.** data-loading/06_tokens.py: no pictures, but text.
 """
 
 import argparse
@@ -90,12 +94,19 @@ BATCH = 8  # samples in a batch: B of them, with one number each, are an array b
 # %% [markdown]
 # ## 1. Compiled code keeps what it saw
 #
+# Say you write an augmentation that crops pictures at places that depend on the epoch. If its
+# compiled code does not see the epoch change, every epoch has the same crops. No error tells; only
+# the test accuracy is worse than it should be.
+#
 # numba compiles a function when it is **called for the first time** (or when `njit` is applied, if
 # that is given the types of the arguments). What the function uses from outside, a global variable
 # or one of an enclosing function, is a **constant** of the machine code from then on. So are the
 # contents of an array of at most a million bytes. (Of a larger one, or one with gaps, the code
 # keeps the address. Do not rely on it.) What comes in as an argument is read in each call. This is
 # the idea of the lesson: **what changes must be an argument.**
+#
+# (A later call with arguments of other types compiles the function once more, for these, and keeps
+# what it sees then.)
 #
 # Here are four ways to tell a function the epoch:
 
@@ -177,9 +188,9 @@ class FrozenEpoch(Operation):
 
 # %% [markdown]
 # With `jit_mode=False` FFCV calls the function as it stands, in Python, once per batch. It may read
-# `self`, and hand what it finds to the loop, which stays machine code. This costs one more call in
-# Python per batch, and no more: FFCV 1.0.2 compiles the function of each operation by itself, and
-# calls one after the other from Python, whatever their mode.
+# `self`, and hand what it finds to the loop, which stays machine code. This adds one call in Python
+# per batch. Nothing else is lost: FFCV 1.0.2 compiles each operation by itself and calls one after
+# the other from Python, whatever their mode (`codegen_stage` in ffcv/pipeline/graph.py).
 
 
 # %%
@@ -239,8 +250,10 @@ def from_rank_0(value: object) -> object:
 
 
 # %% [markdown]
-# First numba alone: code is made for epoch 0, called in epoch 1, and called in epoch 2. Then the
-# operations, each through epochs 1 and 2.
+# First numba alone. Four readers are made in epoch 0, and called in epochs 1 and 2: of the global,
+# of the array, of an enclosing function, and of an argument. A fifth, `made_anew`, is made in each
+# epoch before it is called. What counts is what they see in epoch 2. Then the operations, each
+# through epochs 1 and 2.
 
 
 # %%
@@ -276,7 +289,7 @@ def check_operations(path: Path) -> None:
     claim("FrozenEpoch, set to 1: epoch in the batches", 0, first)
     claim("FrozenEpoch, set to 2: epoch in the batches", 0, second, question=3)
     seen = epochs_seen(path, FrozenEpoch(), recompile=True) if RANK == 0 else None
-    first, second = from_rank_0(seen)  # one rank is enough: to compile takes seconds
+    first, second = from_rank_0(seen)  # one rank is enough: to compile takes long
     claim("recompiled, set to 2: epoch in the batches", 2, second, question=4)
     first, second = epochs_seen(path, AskingEpoch())
     claim("AskingEpoch, set to 1: epoch in the batches", 1, first)
@@ -289,13 +302,12 @@ def check_operations(path: Path) -> None:
 # 1. Epoch 1. Not 0: `njit` alone compiles nothing. Not 2: the first call made a constant of it.
 # 2. Epoch 1: the array's contents were copied into the code by the first call.
 # 3. Epoch 0. The local variable was set when the method ran, long before numba compiled: in FFCV,
-#    when the loader was made. Setting the attribute changes nothing, and nothing says so. With
-#    random crops the loss falls, on the same crops in every epoch, and only the test accuracy is
-#    worse than it should be.
+#    when the loader was made. Setting the attribute changes nothing, and nothing says so.
 # 4. Epoch 2: the method is called anew, and what it returns is compiled anew. It is a remedy, at
-#    the price of compiling before every epoch, which takes FFCV several seconds. `AskingEpoch` sees
-#    epoch 2 as well, and compiles once: Python reads the attribute after the trainer has set it,
-#    and passes a number.
+#    the price of compiling before every epoch. (We time neither remedy.)
+#
+# **The better remedy** is `AskingEpoch`. It sees epoch 2 as well, and compiles once: Python reads
+# the attribute after the trainer has set it, and passes a number.
 #
 # **Try.** With the local variable both rows of AskingEpoch show 0 and fail, though its function is
 # Python: what counts is when the value is *read*. With epoch 0 first, the rows of questions 1 and 2
@@ -311,9 +323,11 @@ def check_operations(path: Path) -> None:
 # **Where it bites.** A trainer that forgets to set the epoch gets a frozen one from `AskingEpoch`
 # as well. With `njit(cache=True)` the code goes to disk with a global's value in it, and keeps that
 # over *runs*. An exception in an operation ends FFCV's thread, and your loop waits for its next
-# batch forever: try the function on arrays of your own first. And numba is not alone. `jax.jit`
-# keeps what it saw in a global, a CUDA graph replays kernels with the numbers they were captured
-# with; `torch.compile` guards what it saw, and compiles again when that has changed.
+# batch forever: try the function on arrays of your own first.
+#
+# **In other compilers.** `jax.jit` keeps what it saw in a global. A CUDA graph replays kernels with
+# the numbers they were captured with. `torch.compile` guards what it saw, and compiles again when
+# that has changed.
 #
 # **On GPUs** the batch is made on the cores all the same; where there is a GPU, FFCV pins the
 # memory that an operation asks for, so that `ToDevice` copies from it without waiting. Every rank

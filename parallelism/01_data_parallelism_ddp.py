@@ -10,18 +10,20 @@ other, so that training goes as if one process had seen all the samples?
    gradients. How far apart are their weights in the end: nothing, rounding errors, or more?
 2. How far are they then from the weights of one process that saw all the samples: nothing, rounding
    errors, or more?
-3. The model has 8 gradient tensors, 341 kB together. To average them one by one takes 8
-   all-reduces per step. How many does PyTorch's DistributedDataParallel make?
+3. The model has 8 gradient tensors, 341 kB together. To average them one by one takes 8 all-reduces
+   per step. PyTorch's DistributedDataParallel (DDP) puts gradients together before it sends them,
+   up to 25 MiB at a time. How many all-reduces does it make per step?
 
-**Run.**
+**Run.** Type one of these lines in this file's folder, or `course run parallelism/01` in any. The
+ranks use NCCL on 4 GPUs, else gloo.
 
-    torchrun --standalone --nproc-per-node=4 01_data_parallelism_ddp.py  # NCCL on 4 GPUs, or gloo
-    python 01_data_parallelism_ddp.py                                    # the same, started for you
+    torchrun --standalone --nproc-per-node=4 01_data_parallelism_ddp.py
+    python 01_data_parallelism_ddp.py
 
 Not run on several GPUs.
 
-**Try.** Delete the line that divides by WORLD_SIZE: do the ranks' weights drift apart now? Put it
-back, and delete the line `sampler.set_epoch(epoch)`: what fails?
+**Try.** Delete the line `parameter.grad /= WORLD_SIZE`: do the ranks' weights drift apart now? Put
+it back, and delete the line `sampler.set_epoch(epoch)`: what fails?
 
 **Before.** communication/01_nccl_collectives.py: what an all-reduce and a broadcast do.
 
@@ -60,7 +62,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 RANK = int(os.environ.get("RANK", "0"))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
-GLOBAL_BATCH = 96  # samples per step, all ranks together
+GLOBAL_BATCH = 96  # samples per step, all ranks together (95 on 5 ranks: 19 each)
 EPOCHS = 10  # passes over the data
 LEARNING_RATE = 0.1
 MOMENTUM = 0.9
@@ -112,7 +114,7 @@ def train_by_hand(model: nn.Module, batches: Iterable[Batch]) -> None:
     for image_BD, label_B in batches:
         optimizer.zero_grad()
         cross_entropy(model(image_BD), label_B).backward()
-        average_gradients(model)  # the one line that a step on one rank has not
+        average_gradients(model)  # the one line that training on a single rank does without
         optimizer.step()
 
 
@@ -127,7 +129,7 @@ def train_by_hand(model: nn.Module, batches: Iterable[Batch]) -> None:
 # `DistributedSampler` shuffles all indices with the seed `seed + epoch`, which the ranks share, and
 # gives rank r every n-th of them, from the r-th on. The mean asks for equally many samples on each
 # rank, so where n does not divide their number, it repeats a few. The sampler cannot know the
-# epoch: without `set_epoch` each one comes in the order of the first, and nothing complains.
+# epoch. Without `set_epoch` each epoch comes in the order of the first, and nothing complains.
 
 
 # %%
@@ -143,10 +145,11 @@ def share_of(rank: int, data: TensorDataset) -> Iterator[Batch]:
 # %% [markdown]
 # ## 3. DistributedDataParallel: the same, while backward still runs
 #
-# Averaging by hand is right and slow: each tensor pays the latency of an all-reduce, and none
-# starts before backward has ended. `DistributedDataParallel` (DDP) does both rules for you. It
-# broadcasts rank 0's weights when it wraps a module. Then it listens for gradients. Backward makes
-# those of the last layer first, so they can travel while it computes the others:
+# Averaging by hand is right, but each tensor pays the latency of an all-reduce, and none starts
+# before backward has ended. `DistributedDataParallel` (DDP) does both rules for you. It broadcasts
+# rank 0's weights when it wraps a module (and buffers, such as the statistics of batch norm, before
+# every forward pass). Then it listens for gradients. Backward makes those of the last layer first,
+# so they can travel while it computes the others:
 #
 #     by hand    | forward | backward: layer 4, 3, 2, 1 | all-reduce 4, 3, 2, 1 | step |
 #
@@ -154,8 +157,9 @@ def share_of(rank: int, data: TensorDataset) -> Iterator[Batch]:
 #                                 | all-reduce {4, 3} | {2} | {1} |
 #
 # Those in { } share an all-reduce: they are copied into a **bucket**, which is sent when it has
-# some 25 MiB (the first one 1 MiB), or when no gradient is left. When `backward()` returns, the
-# gradients are averaged, so the training loop is that of one process.
+# some 25 MiB (the first one 1 MiB), or when no gradient is left. (In the very first step all
+# gradients share one bucket: DDP learns there in which order they come.) When `backward()` returns,
+# the gradients are averaged, so the training loop is that of one process.
 # parallelism/04_buckets_and_overlap.py builds such a wrapper.
 
 
@@ -179,7 +183,7 @@ def train(model: nn.Module, batches: Iterable[Batch]) -> None:
 # %% [markdown]
 # ## 4. How it is measured
 #
-# The data are scikit-learn's 1,797 handwritten digits; every fifth is kept for the test. Every rank
+# The data are scikit-learn's 1,797 handwritten digits. Every fifth is kept for the test. Every rank
 # seeds its weights differently, so that only a broadcast can make them agree. The **oracle** is one
 # process: it starts from rank 0's weights, and its batch of a step is what all ranks draw. All
 # weights are float64, so rounding errors are some 1e-15 and a mistake is not.
@@ -249,8 +253,8 @@ def check_training(train_set: TensorDataset, test_set: TensorDataset, device: to
     alone = net(device, seed=0)
     batches = list(batches_of_all(train_set))
     train(alone, batches)
-    # An estimate: a step's gradient is a sum of GLOBAL_BATCH terms below 1 in another order, off by
-    # that many eps at most. SGD adds it to the weights times lr / (1 - momentum), which is 1.
+    # A generous estimate: a step's gradient sums GLOBAL_BATCH terms below 1 in another order,
+    # off by that many eps at most. SGD adds it to the weights times lr / (1 - momentum), or 1.
     atol = len(batches) * GLOBAL_BATCH * torch.finfo(torch.float64).eps
     for name, model in (("by hand", by_hand), ("DDP", ddp)):
         check_weights(name, model, alone, atol)
@@ -277,9 +281,9 @@ def accuracy_on(test_set: TensorDataset, model: nn.Module) -> float:
 
 
 # %% [markdown]
-# All-reduces are counted beneath torch's dispatcher, where those pass that DDP makes from C++, too.
-# What is counted is what a rank hands over. What a backend then sends is its own affair: a ring
-# sends 2(n-1)/n times as much (communication/03_ring_and_tree.py).
+# All-reduces are counted beneath torch's dispatcher, where those that DDP makes from C++ pass, too.
+# What is counted is what a rank hands over. What a backend then sends is up to it: a ring sends
+# 2(n-1)/n times as much (communication/03_ring_and_tree.py).
 
 
 # %%
@@ -304,7 +308,7 @@ def check_communication(train_set: TensorDataset, device: torch.device) -> None:
     claim("by hand: all-reduces per step", 8, len(seen.nbytes))
 
     ddp = wrap(net(device, seed=0))
-    train(ddp, [mine, mine])  # a fresh DDP has a single bucket in its first step, of any size
+    train(ddp, [mine, mine])  # past the first step, which has one bucket of any size
     with AllReduces() as seen:
         train(ddp, [mine])
     gradient_bytes = sum(parameter.nbytes for parameter in ddp.parameters())
@@ -315,12 +319,13 @@ def check_communication(train_set: TensorDataset, device: torch.device) -> None:
 # %% [markdown]
 # ## 5. On GPUs: what overlap saves
 #
-# Eight layers 8,192 wide have 0.5 billion parameters; in bfloat16 their gradients are 1.1 GB per
-# step. Three steps take turns: one without communication (`no_sync` tells DDP to leave it out), one
-# that averages by hand, and DDP's. What a step takes longer than the first is **exposed**. Each
-# layer is a bucket, so DDP exposes an eighth of the all-reduces at least, the last bucket's, and
-# copies into buckets and back. Over PCIe 4.0 it also exposes what takes longer than backward. Four
-# fifths of what is exposed by hand are allowed. CUDA events are the clock.
+# No question is about this section, and it needs two GPUs. Eight layers 8,192 wide have 0.5 billion
+# parameters. In bfloat16 their gradients are 1.1 GB per step. Three steps take turns: one without
+# communication (`no_sync` tells DDP to leave it out), one that averages by hand, and DDP's. What a
+# step takes longer than the first is **exposed**. Each layer is a bucket, so DDP exposes at least
+# the last bucket's all-reduce, an eighth of them, and copies into buckets and back. Over PCIe 4.0
+# it also exposes what takes longer than backward. So the row allows much: four fifths of what is
+# exposed by hand. CUDA events are the clock.
 
 
 # %%
@@ -373,11 +378,12 @@ def measure_on_gpus(device: torch.device) -> None:
 # %% [markdown]
 # ## What you should have seen
 #
-# 1. Nothing, not even the last bit: every rank adds the same numbers to the same weights.
-# 2. Rounding errors, some 1e-15 here, since n ranks add in another order than one process. So data
-#    parallelism *is* training with the larger batch: no better, no worse. It is the larger batch
-#    that may want a larger learning rate: for SGD in proportion, after a warm-up (Goyal et al.,
-#    2017).
+# 1. Nothing, not even the last bit. An all-reduce adds up each element once, in one order, and
+#    gives all ranks that sum. So every rank adds the same numbers to the same weights.
+# 2. Rounding errors, some 1e-15 here: one process adds up the same terms in another order than n
+#    ranks. So data parallelism *is* training with the larger batch: no better, no worse. It is the
+#    larger batch that may want a larger learning rate: for SGD in proportion, after a warm-up
+#    (Goyal et al., 2017).
 # 3. One: all 341,072 bytes share a bucket. A model of billions has many, and only the last one's
 #    all-reduce must come after backward.
 #
@@ -389,16 +395,18 @@ def measure_on_gpus(device: torch.device) -> None:
 # ranks that agree with each other prove little. Without `set_epoch` only the number of different
 # orders tells, for the one process follows the same order.
 #
-# **When to use it.** If the model, its gradients and its optimizer fit on one GPU (16 bytes per
-# parameter for Adam in mixed precision, which parallelism/02_fsdp_zero.py counts, and activations
-# besides), data parallelism is the first thing to try. It shards nothing, so more GPUs do not help
-# a model that does not fit. And every rank needs samples enough to keep its GPU busy: at a thousand
-# ranks a batch of 32 per rank is 32,000 samples, which many models no longer learn well from.
+# **When to use it.** If the model, its gradients, its optimizer and its activations fit on one GPU,
+# data parallelism is the first thing to try. (With Adam in mixed precision that is 16 bytes per
+# parameter, and more while it steps, as parallelism/02_fsdp_zero.py counts, and activations.) It
+# shards nothing, so more GPUs do not help a model that does not fit. And every rank needs samples
+# enough to keep its GPU busy: at a thousand ranks a batch of 32 per rank is 32,000 samples, which
+# many models no longer learn well from.
 #
 # **On GPUs.** Next to some 0.1 s of computation on 8 H100, the 1.1 GB of section 5 travel for 6 ms
-# over NVLink (2 x 7/8 x 1.1 GB at 330 GB/s). Over PCIe 4.0 they travel as long as a step computes
-# (0.1 s at 20 GB/s). A model with batch norm needs `SyncBatchNorm` where a rank's share is small,
-# since each rank normalizes with the statistics of its own samples.
+# over NVLink (2 x 7/8 x 1.1 GB, if an all-reduce gets 330 of the 450 GB/s that NVLink 4 has one
+# way). Over PCIe 4.0 they travel as long as a step computes (0.1 s at 20 GB/s). A model with batch
+# norm needs `SyncBatchNorm` where a rank's share is small, since each rank normalizes with the
+# statistics of its own samples.
 
 
 # %%

@@ -5,11 +5,11 @@
 train on a GPU of 80 GB, and what do n ranks gain if each keeps 1/n of the optimizer's state?
 
 **Predict**, and write it down before you run. The model is bfloat16. Adam updates a float32 copy of
-it, and casts the gradients to float32 only when it steps.
+it. The gradients are cast to float32 only just before it steps.
 
 1. How many bytes per parameter does a rank of data parallelism hold when backward has ended?
-2. How many while its optimizer steps?
-3. How many while it steps in ZeRO stage 1, on 4 ranks, each of which keeps 1/4 of all that the
+2. How many when its optimizer begins to step?
+3. How many at that moment in ZeRO stage 1, on 4 ranks, each of which keeps 1/4 of all that the
    optimizer needs?
 4. An all-reduce of the gradients counts as 2 elements per parameter, a reduce-scatter or an
    all-gather as 1. ZeRO-1 must also hand the updated weights to all ranks. How many elements per
@@ -70,21 +70,25 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 # **Mixed precision** computes in bfloat16 and updates in float32. Forward and backward use a weight
 # and a gradient of 2 bytes each. The optimizer adds a float32 copy of the weight, its **master** (4
 # bytes), and Adam's two moments (4 + 4). That is 16 bytes per parameter, or 112 GB for 7 billion,
-# before a single activation. While the optimizer steps, each master also needs its gradient in
-# float32: 4 more.
+# before a single activation. When the optimizer begins to step, each master also needs its gradient
+# in float32: 4 more.
 #
 # In data parallelism *every* rank holds all of this. The Zero Redundancy Optimizer, **ZeRO**
 # (Rajbhandari et al., 2020), leaves each of n ranks 1/n of more and more of it: stage 1 of what the
 # optimizer needs, stage 2 of the gradients too, and stage 3, **FSDP** in PyTorch, of the weights as
 # well. This is what one of 4 ranks holds when backward has ended, to scale, and in the last column
-# what it holds while its optimizer steps:
+# when its optimizer begins to step:
 #
-#            weights  gradients  masters and Adam           bytes per parameter    while it
-#              2P        2P             12P                 after backward         steps
+#            weights  gradients  masters and Adam           bytes per parameter    when its
+#              2P        2P             12P                 after backward         step begins
 #     none    [####]   [####]   [########################]  16                     20
 #     ZeRO-1  [####]   [####]   [######                  ]   4 + 12/4 = 7           8
 #     ZeRO-2  [####]   [#   ]   [######                  ]   2 + 14/4 = 5.5         6.5
 #     ZeRO-3  [#   ]   [#   ]   [######                  ]       16/4 = 4           5
+#
+# While it steps, Adam makes more tensors. PyTorch's on GPUs makes one, the root of the second
+# moment: 4 bytes more per element of the master, 24 bytes at the peak and 9 in ZeRO-1. It makes
+# none if it is told `fused=True`.
 
 # %% [markdown]
 # ## 2. The idea: the optimizer steps between the two halves of an all-reduce
@@ -110,7 +114,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 # Here are both. All N weights lie in one flat tensor, and all gradients in another. The master is
 # the float32 copy that the optimizer updates: of all weights in the first function, of this rank's
 # shard in the second. Gradients are divided by n *before* they are added up: in float16 their sum
-# may overflow where their mean does not (small ones vanish sooner, in exchange).
+# may overflow where their mean does not.
 
 
 # %%
@@ -153,18 +157,18 @@ def zero1_step(
 # %% [markdown]
 # ## 3. From a module's parameters to flat tensors
 #
-# Weights come in all shapes, and few can be divided by n. So lay them end to end and add a few
-# zeros: N elements then make n shards of K = N / n. The parameters become views of the flat tensor,
-# and the module notices nothing. Each `p.grad` is a view of the other one, and autograd adds to it
-# in place:
+# (You may skip this section: the two steps above are the idea.) Weights come in all shapes, and few
+# can be divided by n. So lay them end to end and add a few zeros: N elements then make n shards of
+# K = N / n. The parameters become views of the flat tensor, and the module notices nothing. Each
+# `p.grad` is a view of the other one, and autograd adds to it in place:
 #
 #     weights_N    [         weight 1        |   bias 1  |    weight 2   | bias 2|0]
 #     shards       [     rank 0    |     rank 1    |     rank 2    |     rank 3    ]
 #
 # A shard may begin and end in the middle of a parameter. SGD, Adam and AdamW do not care, for they
-# treat every element by itself. (Muon and Adafactor look at whole matrices; they need another
-# division of labor.) Clipping needs the norm of all gradients: one more all-reduce, of the shards'
-# sums of squares.
+# treat every element by itself. (Muon and Adafactor look at whole matrices and need another
+# division.) Clipping needs the norm of all gradients: one more all-reduce, of the shards' sums of
+# squares.
 
 
 # %%
@@ -246,9 +250,13 @@ def trained_of(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 #
 # **Bytes** are those of all storages behind weights, gradients, masters and moments, at two
 # moments: when backward has ended, and in a hook that PyTorch's optimizers call as they begin to
-# step. **Elements** are noted beneath torch's dispatcher: each collective's name, and the elements
-# of its largest tensor. An all-reduce counts twice, as question 4 says. What then travels is up to
-# the backend; over a ring each rank sends (n-1)/n of this count.
+# step. What Adam then makes for itself is not counted, nor anything else that the list in
+# `bytes_held` does not name. (Section 6 asks CUDA's allocator.)
+#
+# **Elements** are noted beneath torch's dispatcher: each collective's name, and the elements of its
+# largest tensor. An all-reduce counts twice, as question 4 says, so for data parallelism the row
+# only shows that there is one. What then travels is up to the backend. Over a ring each rank sends
+# (n-1)/n of this count.
 
 
 # %%
@@ -377,13 +385,13 @@ def check_weights(x_RBD: torch.Tensor) -> None:
 # %% [markdown]
 # ## 6. On GPUs: what the allocator says
 #
-# The bytes again, by CUDA's allocator, for half a billion parameters, at the same two moments. The
-# slack, 0.2 bytes or 107 MB, is for the workspaces of cuBLAS, which the allocator counts too.
+# The bytes again, by CUDA's allocator, for half a billion parameters, at the same two moments. It
+# counts everything. The slack, 0.2 bytes or 107 MB, is for the workspaces of cuBLAS.
 
 
 # %%
 def allocated(sharded: bool, device: torch.device) -> tuple[float, float]:
-    """Return the bytes per parameter when backward has ended, and as the optimizer steps."""
+    """Return the bytes per parameter after backward, and as the optimizer begins to step."""
     gc.collect()
     x_BD = torch.randn(64, 8192, device=device, dtype=torch.bfloat16)
     before = torch.cuda.memory_allocated()
@@ -421,10 +429,11 @@ def measure_on_gpus(device: torch.device) -> None:
 # 1. Sixteen: 2 + 2 + 12. So 7 billion parameters need 112 GB on every rank, however many ranks
 #    there are. Activations come on top. (DDP's buckets are a second copy of the gradients, 18 bytes
 #    in all, unless it is told `gradient_as_bucket_view=True`.)
-# 2. Twenty, or 140 GB: for as long as the optimizer steps, each master has a gradient in float32.
-# 3. Eight, 4 + 16/n: 56 GB of the 80; when backward has ended it is 7, or 49 GB. At a thousand
-#    ranks little more than 4 bytes remain, those of weight and gradient. The paper's "4x less
-#    memory" for stage 1, and "8x" for stage 2, are such limits for large n.
+# 2. Twenty, or 140 GB: from then on each master has a gradient in float32. The root that Adam makes
+#    then, on GPUs, comes on top: 24 at the peak, or 168 GB.
+# 3. Eight, 4 + 16/n: 56 GB of the 80, and with that root 9, or 63 GB. When backward has ended it is
+#    7, or 49 GB. At a thousand ranks little more than 4 bytes remain, those of weight and gradient.
+#    The paper's "4x less memory" for stage 1, and "8x" for stage 2, are such limits for large n.
 # 4. Two, just as many: the gathered weights take the place of gathered gradients.
 #
 # The weights follow one process to the last digits of float64, sharded or not, as with PyTorch's
@@ -433,24 +442,26 @@ def measure_on_gpus(device: torch.device) -> None:
 #
 # **Try.** Without the copy the master learns and the model does not: ZeRO-1's error against one
 # process fails, while bytes and elements stay. With an all-reduce instead of the reduce-scatter the
-# training stays right, since the shard is a view of the sum; only the count of elements tells: 3
+# training stays right, since the shard is a view of the sum. Only the count of elements tells: 3
 # instead of 2, 1.5 times as many.
 #
 # **On GPUs** both halves take time. 7 billion weights are 14 GB, of which each of 8 ranks receives
-# 12.25. On eight machines, each GPU with a network card of 400 Gb/s (50 GB/s), an all-gather takes
-# 0.25 s, and the reduce-scatter as long; inside one machine, over NVLink 4 (450 GB/s one way), 0.03
-# s each. Backward can hide the reduce-scatters, as DDP hides its all-reduces
-# (parallelism/04_buckets_and_overlap.py). The gathers carry new weights, so only the next forward
-# pass can hide them, layer by layer: Megatron-LM's `--overlap-param-gather` does that. Sharding
-# saves time, too: Adam reads 16 bytes per parameter and writes 12, 196 GB for all 7 billion. That
-# is 0.06 s at the 3.35 TB/s of an H100, and an eighth of it on each of 8 ranks.
+# 12.25. If all ranks are in one machine, over NVLink 4 (450 GB/s one way), an all-gather takes 0.03
+# s, and the reduce-scatter as long. If each rank is in a machine of its own, with a network card of
+# 400 Gb/s (50 GB/s), they take 0.25 s each. Backward can hide the reduce-scatters, as DDP hides its
+# all-reduces (parallelism/04_buckets_and_overlap.py). The gathers carry new weights, so only the
+# next forward pass can hide them, layer by layer: Megatron-LM's `--overlap-param-gather` does that.
+# Sharding saves time, too: Adam reads 16 bytes per parameter and writes 12, 196 GB for all 7
+# billion. That is 0.06 s at the 3.35 TB/s of an H100, and an eighth of it on each of 8 ranks.
 #
-# **When to use it:** where data parallelism fits but is tight. If 4 bytes per parameter are already
-# too many, take stage 2 or 3. Megatron-LM's distributed optimizer and DeepSpeed's stage 1 are what
-# you have built. PyTorch's `ZeroRedundancyOptimizer` shards the state too, but lets DDP all-reduce
-# the gradients (2) and then broadcasts the weights (1): 3 elements, as in *Try*. A checkpoint is a
-# file per rank, of its master and its `optimizer.state_dict()`; it fits as many ranks as wrote it
-# (fsdp/06_fsdp_checkpoint.py).
+# **When to use it.** With data parallelism and Adam, when the 16 to 24 bytes per parameter do not
+# fit or leave too little for activations, and 4 + 20/n do fit. No more is sent than before. If 4
+# bytes per parameter are already too many, take stage 2 or 3.
+#
+# **In other systems.** Megatron-LM's distributed optimizer and DeepSpeed's stage 1 are what you
+# have built. PyTorch's `ZeroRedundancyOptimizer` shards the state too, but lets DDP all-reduce the
+# gradients (2) and then broadcasts the weights (1): 3 elements, as in *Try*. Checkpoints of sharded
+# state: fsdp/06_fsdp_checkpoint.py.
 
 
 # %%

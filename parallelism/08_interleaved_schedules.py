@@ -5,16 +5,16 @@
 hold several small stages instead of one large one. How much less does it idle then, and what does
 it pay?
 
-**Predict**, and write it down before you run. There are four ranks and eight micro-batches, a
-backward pass takes twice as long as a forward pass, and a message takes no time. 1F1B idles 3/11,
-and its rank 0 holds the activations of four micro-batches. Now cut the model into eight stages:
-rank 0 holds stages 0 and 4, rank 1 stages 1 and 5, rank 2 stages 2 and 6, rank 3 stages 3 and 7.
+**Predict**, and write it down before you run. There are four ranks and eight micro-batches. A
+backward pass takes twice as long as a forward pass, and a message takes no time. Under 1F1B a rank
+idles 3/11 of the time, and rank 0 holds the activations of four micro-batches. Now cut the model
+into eight stages, two per rank: rank r holds stages r and r + 4.
 
 1. What share of the time does a rank idle?
 2. How many times as many messages are sent as under 1F1B?
-3. Each rank runs ahead with as few forwards as it can without more waiting. Does rank 0 hold more
-   activations than under 1F1B, fewer, or as many? (Those of half as large a stage count half.
-   PyTorch and Megatron run ahead further: section 5 says how far.)
+3. Before its first backward pass each rank runs ahead with as few forward passes as it can without
+   more waiting. How many micro-batches does rank 0 hold at most? (The activations of half as large
+   a stage count half.)
 
 **Run.**
 
@@ -70,7 +70,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 # passes to come back to rank 0. For that long, in sum, each rank has nothing to do, however many
 # micro-batches there are. But these are passes through a *stage*, and a smaller stage is passed
 # sooner. So cut the model into v p stages, and give each rank v of them. Take p = 2 ranks, m = 2
-# micro-batches and a model of four layers; a slot is the forward pass of one layer:
+# micro-batches and a model of four layers. A slot is the forward pass of one layer:
 #
 #     1F1B     slot    0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15 16 17
 #     layers 0, 1     F0 F0 F1 F1  .  .  .  . B0 B0 B0 B0  .  . B1 B1 B1 B1
@@ -80,10 +80,10 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 #     layers 0, 2     F0 F1 f0 f1  .  . b0 b0  . b1 b1 B0 B0 B1 B1
 #     layers 1, 3      . F0 F1 f0 b0 b0 f1 b1 b1 B0 B0 B1 B1  .  .
 #
-# A row is a rank. F1 and B1 are the passes of micro-batch 1 through its first stage, f1 and b1
-# through its second. Count the dots: six per rank under 1F1B, three with two stages per rank. Rank
-# 1 begins after one layer instead of two. Each micro-batch now goes around all ranks twice, and yet
-# nobody waits for it to come around: while it passes the other rank, rank 0 works on F1, and goes
+# A row is a rank. F1 and B1 are the passes of micro-batch 1 through the rank's first stage, f1 and
+# b1 through its second. Count the dots: six per rank under 1F1B, three with two stages per rank.
+# Rank 1 begins after one layer instead of two. Each micro-batch now goes around all ranks twice,
+# and yet no rank waits for it to come around: while F0 is on rank 1, rank 0 does F1, and then goes
 # on with f0. That is why p micro-batches are taken through a stage before the next stage.
 #
 # In general, p-1 forward and p-1 backward passes of a stage are lost. A rank does m forward and m
@@ -105,7 +105,8 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 #
 # How far must it run ahead? Its last stage is due only after (v-1) p forwards through the others:
 # F0 and F1 here. Then it is as in 1F1B: one more for each hop between it and the last rank. With v
-# = 1 the list is 1F1B.
+# = 1 the list is 1F1B. A shorter warm-up would add waiting. The libraries' is longer, for the sake
+# of messages (section 5).
 
 # %%
 Action = tuple[str, int, int]  # ("F" or "B", stage, micro-batch): f0 on rank 0 is ("F", p, 0)
@@ -134,16 +135,17 @@ def interleaved(rank: int, p: int, m: int, v: int) -> list[Action]:
 #
 # - **Messages.** A micro-batch crosses v p - 1 borders between stages each way, instead of p-1. A
 #   message is as large as before: one activation.
-# - **Memory.** When rank 0 does its first backward, (v-1) p + p-1 + 1 = v p forwards are under way,
-#   each of 1/v of its layers. That makes p micro-batches, as under 1F1B. The lists of libraries
-#   hold more (section 5).
+# - **Memory.** When rank r does its first backward, (v-1) p + p-1-r + 1 = v p - r forwards are
+#   under way, each of 1/v of its layers. That makes p - r/v micro-batches, where 1F1B holds p - r.
+#   On rank 0, the fullest, both are p. All other ranks hold more than under 1F1B: on four ranks 4,
+#   3.5, 3 and 2.5 with two stages each, instead of 4, 3, 2 and 1.
 
 # %% [markdown]
 # ## 3. Play the lists
 #
 # How long a step takes follows from the lists. An action starts when its rank has done what stands
 # before it on the list, and the neighboring stage has done the same micro-batch. `play` notes the
-# slots of each action. The lengths are assumed, so what is claimed of them is "simulated".
+# slots of each action. Their lengths are assumed, so what is claimed of them is "simulated".
 
 # %%
 LAYERS_PER_RANK = 2  # so that a stage is both of them or one
@@ -185,9 +187,9 @@ def idle_share(ranks: list[dict]) -> Fraction:
 #
 # Each rank also follows its list with real layers and messages: for each action it receives what
 # the action needs, does it, and sends the result on without waiting. Messages sent and activations
-# held are counted there. Activations and gradients have a process group each. In each, a rank
-# receives in the order in which its neighbor sends. (It runs on CPUs by gloo, also where there are
-# GPUs; on NCCL use PyTorch's class, section 5.)
+# held are counted there. Activations and gradients have a process group each, so that a rank
+# receives each kind in the order in which its neighbor sends it. (This runs on CPUs by gloo, also
+# where there are GPUs. On NCCL use PyTorch's class, section 5.)
 
 
 # %%
@@ -299,8 +301,9 @@ def relative_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 # %% [markdown]
-# First 1F1B, then two stages per rank. What was played is printed as grids: letters as above, and
-# under them the number of the micro-batch.
+# First 1F1B, then two stages per rank. What was played is printed as grids: a letter in each slot,
+# small for the second stage, and under its first slot the number of the micro-batch. The rows on
+# what is held are rank 0's.
 
 
 # %%
@@ -364,13 +367,18 @@ def show(name: str, ranks: list[dict]) -> None:
 # `torch.distributed.pipelining` has it as a class, which takes this rank's stages and brings a
 # runtime that works on NCCL too. Its list, `pipeline_order`, differs from ours in one number: a
 # rank runs ahead by two forwards per hop instead of one, as Megatron's does. So it has work while a
-# gradient travels back and the next activation comes. That pays where messages take time: if one
-# takes a slot, a step of four ranks and eight micro-batches takes 71 slots by that list, and 87 by
-# ours. If messages are free, the bubble is the same.
+# gradient travels back and the next activation comes.
 #
-# The price is memory. Rank 0 has (v-1) p + 2 (p-1) + 1 forwards under way, and holds p + (p-1)/v
-# micro-batches instead of p. So "no more memory than 1F1B" is true of our list, and not of the
-# libraries'. Below, our step also follows PyTorch's list.
+# That pays where messages take time. Say that one takes a slot, with four ranks and eight
+# micro-batches. By PyTorch's list a step then waits for 14 messages: those of the first micro-batch
+# on its way to the last stage, and of the last gradient on its way back. It takes 57 + 14 = 71
+# slots. By our list it waits for 30 messages and takes 87, which is more than 1F1B's 82. (No row
+# shows this, since in `play` messages are free. Then all lists of two stages per rank have the same
+# bubble.)
+#
+# The price is memory. Rank r has (v-1) p + 2 (p-1-r) + 1 forwards under way. On four ranks with two
+# stages each these are 5.5, 4.5, 3.5 and 2.5 micro-batches: on rank 0, p + (p-1)/v instead of p.
+# Below, our step also follows PyTorch's list.
 
 
 # %%
@@ -411,7 +419,9 @@ def actions_of(pipeline_order: list) -> list[Action]:
 #
 # A rank's 16 layers make one stage or two, and a step of PyTorch's class is timed. In turn with it
 # each rank does the same work alone, with no neighbor to wait for. What the step takes longer is
-# bubble, and messages that were not hidden. With only p micro-batches the bubbles are large.
+# bubble, and messages that were not hidden. With only p micro-batches the bubbles are large. A
+# message is 34 MB: less than 0.1 ms over NVLink. Over PCIe it takes a millisecond or more, for
+# which the slack has no room.
 
 
 # %%
@@ -502,29 +512,30 @@ def draw(path: str, runs: dict[str, list[dict]]) -> None:
 # 1. 3/19 = 15.8% instead of 3/11 = 27.3%: what 1F1B would idle with 16 micro-batches. The work
 #    stays, so a step gets shorter by less: by 14%, from 66 slots to 57.
 # 2. 7/3 as many: seven borders between stages instead of three.
-# 3. As many: eight halves are four. A rank runs ahead by more forwards, of smaller stages. But
-#    PyTorch and Megatron run ahead by three halves more and hold p + (p-1)/v = 5.5: expect 38% more
-#    activations than under 1F1B on rank 0, in return for messages that are hidden.
+# 3. Four, as many as under 1F1B: eight halves. But this is rank 0, the fullest. The other ranks
+#    hold more than under 1F1B, up to 2.5 instead of 1 on the last. And the lists of PyTorch and
+#    Megatron hold 5.5 on rank 0, 38% more, in return for messages that are hidden.
 #
 # **Try.** With 64 micro-batches 1F1B idles 3/67 = 4.5%, and interleaving 3/131 = 2.3%: a step takes
 # 393 slots instead of 402, which is 2.2% less, for 7/3 as many messages. If a rank runs ahead by
-# two forwards per hop, only the two claims on what our lists hold fail: 7 micro-batches with one
-# stage per rank, and 5.5 with two, which is PyTorch's list then. The bubbles stay.
+# two forwards per hop, only the two claims on what our lists hold fail. They hold 7 micro-batches
+# with one stage per rank, and 5.5 with two, which is PyTorch's list then. The bubbles stay.
 #
 # **When to use it.** With few micro-batches: the batch of a step is limited, so with many replicas
 # m falls to a few times p. (This list wants m to be a multiple of p; PyTorch's takes some others.)
-# Not when m is large compared with p, as above. Not when the model has too few layers: it takes v p
-# stages of equal size, and the embedding and the head count as layers. Not under FSDP, which would
-# gather a stage for each micro-batch: there all micro-batches go through a stage before the next
-# one (breadth first, Lamy-Poirier, 2022; in PyTorch `ScheduleLoopedBFS`).
+# Not when m is large compared with p, as above. Not when rank 0 has no room for 5.5 micro-batches
+# instead of 4. Not when the model has too few layers: it takes v p stages of equal size, and the
+# embedding and the head count as layers. Not under FSDP, which would gather a stage for each
+# micro-batch: there all micro-batches go through a stage before the next one (breadth first,
+# Lamy-Poirier, 2022; in PyTorch `ScheduleLoopedBFS`).
 #
-# **What messages cost.** The first micro-batch crosses all v p - 1 borders before the last stage
-# can begin, and the last gradient as many on its way back. These 14 messages are waited for,
-# compared with 6 if a rank has one stage. Under PyTorch's list the others travel while ranks work,
-# if a stage's forward pass takes longer than its message. For Llama 3 70B, 4,096 tokens and
-# bfloat16 an activation is 67 MB: 1.3 ms through a network card of 400 Gb/s. The forward pass of
-# one of its 80 layers is 7 TFLOP, 18 ms at 400 TFLOP/s: even a stage of one layer hides its
-# messages, and with tensor parallelism over eight GPUs (2.2 ms) it still does.
+# **What messages cost.** Under PyTorch's list 14 messages are waited for, as in section 5, compared
+# with 6 if a rank has one stage and runs ahead by two per hop as well. So messages of a slot leave
+# little of the gain: 71 slots against 72. The others travel while ranks work, if a stage's forward
+# pass takes longer than its message. For Llama 3 70B, 4,096 tokens and bfloat16 an activation is 67
+# MB: 1.3 ms through a network card of 400 Gb/s. The forward pass of one of its 80 layers is 7
+# TFLOP, 18 ms at 400 TFLOP/s: even a stage of one layer hides its messages. With tensor parallelism
+# over eight GPUs the layer takes 2.2 ms, which still hides them.
 
 
 # %%

@@ -60,8 +60,8 @@ import torch.nn.functional as F
 RANK = int(os.environ.get("RANK", "0"))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
-# Shapes: H heads, T tokens, K features per head. A rank holds two chunks of c = T / 2n tokens:
-# queries are q_2HcK, and a block of keys and values is (2, 2, H, c, K), chunk by chunk.
+# Shapes: H heads, T tokens, K features per head, c = T / 2n tokens of a chunk. A rank holds two
+# chunks, so its queries are q_2HcK, and its block is (2, 2, H, c, K): chunk, then key or value.
 H, K = 6, 8
 TOKENS = 201  # an odd number, so that 2n never divides it
 
@@ -70,21 +70,22 @@ counts = Counter()  # bytes sent, and pieces computed: for section 5
 # %% [markdown]
 # ## 1. Softmax in pieces
 #
-# Suppose that every layer of Llama 3 8B is recomputed, so that only its input is kept for the
-# backward pass. For one sequence of 131,072 tokens that is 1.07 GB per layer, and 34 GB in all 32.
-# **Context parallelism** splits the tokens of one sequence over n ranks, and with them everything
-# that is kept. Norms, projections and the MLP treat each token alone and never notice.
+# What is kept for the backward pass grows with the sequence. The least that Llama 3 8B can keep is
+# the input of each layer, if all else is recomputed. For one sequence of 131,072 tokens, in bf16,
+# that is 1.07 GB per layer, and 34 GB in all 32. **Context parallelism** splits the tokens of one
+# sequence over n ranks, and with them everything that is kept. Norms, projections and the MLP treat
+# each token alone and never notice.
 #
 # Attention does. The output of a query is a mean of all values v, weighted by the exponentials of
 # its scores s:
 #
 #     out  =  sum over keys j of exp(s_j) v_j   /   sum over keys j of exp(s_j)
 #
-# Both sums can be computed in pieces, in any order, and no score is needed twice. Only overflow is
-# in the way: exp(1000) is infinite. So the largest score is subtracted from all, and as long as not
-# all pieces have been seen, that is the largest *so far*. When a piece brings a larger one, what
-# has been added up is too large by a known factor, and is rescaled. A running maximum, total and
-# sum are enough (Milakov and Gimelshein, 2018; FlashAttention does the same inside one GPU).
+# Both sums can be computed in pieces, in any order, and no score is needed twice for them. Only
+# overflow is in the way: exp(1000) is infinite. So the largest score is subtracted from all, and as
+# long as not all pieces have been seen, that is the largest *so far*. When a piece brings a larger
+# one, what has been added up is too large by a known factor, and is rescaled. A running maximum,
+# total and sum are enough (Milakov and Gimelshein, 2018; FlashAttention does it inside one GPU).
 
 
 # %%
@@ -120,9 +121,15 @@ def scores(q_HcK: torch.Tensor, k_HcK: torch.Tensor, diagonal: bool) -> torch.Te
 # %% [markdown]
 # ## 2. Forward: keys and values travel around a ring
 #
-# If pieces may come in any order, they may come from other ranks. Each rank keeps its queries.
-# Blocks of keys and values move on n-1 times, and visit all ranks (**ring attention**, Liu et al.,
-# 2023):
+# If pieces may come in any order, they may come from other ranks. Each rank keeps its queries, and
+# the keys and values travel. Four words, for n = 4 ranks:
+#
+#     chunk      one of the 2n = 8 equal parts of the sequence; a rank has two (section 3 says why)
+#     block      the keys and values of one rank's two chunks: what travels
+#     visitor    the rank whose block is here in this step
+#     piece      the scores of one chunk of queries and one chunk of keys: what is computed
+#
+# Blocks move on n-1 times, and visit all ranks (**ring attention**, Liu et al., 2023):
 #
 #                rank 0     rank 1     rank 2     rank 3
 #     step 0     k0 v0      k1 v1      k2 v2      k3 v3      each rank's own
@@ -130,8 +137,9 @@ def scores(q_HcK: torch.Tensor, k_HcK: torch.Tensor, diagonal: bool) -> torch.Te
 #     step 2     k2 v2      k3 v3      k0 v0      k1 v1
 #     step 3     k1 v1      k2 v2      k3 v3      k0 v0
 #
-# A hop starts before a rank computes, and is awaited afterwards, so it can hide behind the work.
-# Two buffers take turns: while one block is worked on and sent on, the next arrives in the other.
+# In `visitors` a hop starts before the caller computes, and is awaited afterwards, so it can hide
+# behind the work. Two buffers take turns: while one block is worked on and sent on, the next
+# arrives in the other.
 
 
 # %%
@@ -164,11 +172,10 @@ def visitors(block: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 # %% [markdown]
-# That is the ring. It remains to say which pieces to compute. Each rank holds two of 2n **chunks**
-# of the sequence; a **layout** says which two, and the simplest gives it consecutive tokens. Chunks
-# are compared by their place in the whole sequence: a later chunk of keys is skipped, an earlier
-# one is seen whole, and within one chunk, on the *diagonal*, the mask is the usual triangle. No
-# mask of T x T is ever built.
+# That is the ring. It remains to say which pieces to compute. A **layout** says which two chunks a
+# rank holds; the simplest gives it two that follow each other. Chunks are compared by their place
+# in the whole sequence: a later chunk of keys is skipped, an earlier one is seen whole, and within
+# one chunk, on the *diagonal*, the mask is the usual triangle. No mask of T x T is ever built.
 
 # %%
 Layout = Callable[[int], tuple[int, int]]  # rank -> its two chunks
@@ -221,8 +228,8 @@ def ring_forward(
 #     chunk 6      3 3 3 3 3 3 3          1 1 1 1 1 1 1
 #     chunk 7      3 3 3 3 3 3 3 3        0 0 0 0 0 0 0 0
 #
-# The last digit of a row is on the diagonal and counts half. Not only are the sums equal. Every
-# rank has two pieces in every step: first a whole one and two halves, and then two whole ones.
+# The last digit of a row is on the diagonal and counts half. In zig-zag the sums are equal, and so
+# is each step: all ranks have two pieces, first a whole one and two halves, then two whole ones.
 #
 # When 2n does not divide the number of tokens, the sequence is padded at its end. In causal
 # attention that needs no mask: no token sees the padding, which comes later than all.
@@ -258,9 +265,10 @@ LAYOUTS = {"consecutive": consecutive, "zig-zag": zig_zag}
 #
 # The block itself stops at rank 3, after n-1 hops. Its gradients make one hop more, to rank 0.
 #
-# What happens in a piece is the same as in FlashAttention on one GPU, so `piece_gradients` and its
-# formulas stand at the end. For the ring it matters only that a piece needs nothing of the others
-# but two numbers per query: **lse**, the logarithm of the sum of all its exp(score), which the
+# In the code, `grad_kv` is this rank's part, `arriving` what the ranks before have added up, and
+# `leaving` the sum of both, which is sent while the next step computes. Take `piece_gradients`
+# as given: it is what FlashAttention does on one GPU, and stands at the end. Of the other pieces it
+# needs two numbers per query: **lse**, the logarithm of the sum of all its exp(score), which the
 # forward pass has found, and **delta**, the sum of grad * out.
 
 
@@ -364,7 +372,8 @@ def check_values(device: torch.device) -> None:
 
 # %% [markdown]
 # `start_hop` counts the bytes that it sends, and `scores` its pieces, one on the diagonal for a
-# half. How many blocks of other ranks are in memory at a time is seen from their addresses.
+# half. How many blocks of other ranks are in memory at a time is seen from the addresses of those
+# that `visitors` hands out. (Nothing else keeps one: `RunningSoftmax` has sums.)
 
 
 # %%
@@ -446,15 +455,16 @@ def median_ms(work: Callable, repeats: int = 20) -> float:
 # %% [markdown]
 # ## What you should have seen
 #
-# 1. Three: n-1. A block has T/n tokens, so a rank sends the keys and values of nearly T tokens
-#    whatever n is: more ranks compute less each, and send no less.
+# 1. Three: n-1. A block has T/n tokens, so a rank sends the keys and values of (n-1)/n of all
+#    tokens: with more ranks each computes less, and sends no less.
 # 2. Seven: the blocks make three hops again, their gradients four: (n-1) + n.
 # 3. Seven, 2n-1: rank 0 has half a block to look at, rank 3 three and a half; in pieces of chunks
 #    that is 2 and 14. Rank 0 waits for the others most of the time.
 # 4. 14/8 = 1.75, and nearly 2 with many ranks: (2n-1) / n.
-# 5. Two, whatever n is: the one at work, and the one that arrives. None is kept, since all come
-#    once more. Backward there are three blocks of gradients besides: one that is computed, one that
-#    leaves and one that arrives.
+# 5. Two, from three ranks on: the one at work, and the one that arrives. None is kept for the
+#    backward pass, since all come once more. Backward there are three blocks of gradients besides:
+#    one that is computed, one that leaves and one that arrives. That two buffers are enough is
+#    measured; that a hop really hides is not.
 #
 # **Try.** A total that is not rescaled gives wrong outputs, and its logarithm wrong weights
 # backward: every error fails, the one of scores of thousands too. (The outputs of the first chunk
@@ -466,10 +476,11 @@ def median_ms(work: Callable, repeats: int = 20) -> float:
 # pieces of its step. Forward, and in bf16, that is so from 2 (G/H) F/W tokens per rank on, for H
 # heads of queries and G of keys (here G = H; what travels shrinks with G), F FLOP/s, and a link of
 # W bytes/s one way. At 400 TFLOP/s, with Llama 3 8B's H = 32 and G = 8, that is 444 tokens over
-# NVLink (450 GB/s), and 4,000 over a network card (50 GB/s). A long sequence hides its ring even
-# between machines, all but the last hop backward: the one that brings gradients home has no work to
-# hide behind. Real rings keep the running numbers in float32, let a fused kernel do each piece, and
-# skip what is masked on the diagonal.
+# NVLink (450 GB/s), and 4,000 over a network card (50 GB/s). Backward a step sends twice as much,
+# if gradients are bf16 too, and computes 2.5 times as much: five products per piece in place of
+# two. So what hides forward hides backward, all but the last hop: the one that brings gradients
+# home has no work to hide behind. Real rings keep the running numbers in float32, let a fused
+# kernel do each piece, and skip what is masked on the diagonal.
 #
 # **When.** When one sequence is too long even if every layer is recomputed and tensor parallelism
 # splits what it can. Many short sequences are better split over ranks whole: that needs no hops.

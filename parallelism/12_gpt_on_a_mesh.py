@@ -12,7 +12,7 @@ all three at once, which sums belong to which axis, and what must not be counted
 2. How many times does it count a weight of an RMSNorm?
 3. The gradient of a matrix is summed along dp. Say that the gradients of the norms are summed along
    dp *and* along tp. How many times too large are they then?
-4. Along which axis does a rank hand over most bytes per step? It holds 61,184 weights. Each of its
+4. Along which axis does rank 0 hand over most bytes per step? It holds 61,184 weights. Each of its
    two blocks adds up its activations four times along tp: 24 sequences of 16 tokens, 64 wide.
 5. Ranks 0 to 3 are on one machine, ranks 4 to 7 on another. Which axis runs between the machines?
 
@@ -81,7 +81,8 @@ MESHES = {1: (1, 1, 1), 2: (1, 1, 2), 3: (3, 1, 1), 4: (1, 2, 2), 8: (2, 2, 2), 
 # tp splits the matrices, and pp deals out the layers. Apart from that, weights are **copied**:
 # several ranks hold the same ones, and each copy has a gradient of its own. It is **partial** if it
 # lacks a part that other copies have, else **complete**. The head's weights here are those of the
-# embedding, so both ends of the pipeline hold them. This table is the lesson:
+# embedding, so the first stage and the last both hold them: the two **ends** of the pipeline. This
+# table is the lesson:
 #
 #                           copied along    a copy's gradient is that of        it is
 #     matrix                dp              its own sequences                   partial
@@ -96,12 +97,15 @@ MESHES = {1: (1, 1, 1), 2: (1, 1, 2), 3: (3, 1, 1), 4: (1, 2, 2), 8: (2, 2, 2), 
 #
 # **In the norm of the gradient n copies count as one.** After the sums all copies hold the same
 # gradient, so each counts 1/n in a sum over all ranks.
+#
+# The code below is both rules. `stage` is this rank's part of the model (section 4), with its
+# groups. `run_pipeline` does its forward and backward passes (section 2).
 
 
 # %%
 COPIED = {"matrix": ["dp"], "norm": ["dp", "tp"], "embedding": ["dp", "tp", "ends"]}
 PARTIAL = {"matrix": ["dp"], "norm": ["dp"], "embedding": ["dp", "ends"]}
-HANDED_OVER = Counter()  # bytes, by group
+HANDED_OVER = Counter()  # bytes, by group: only to print it
 
 
 def make_groups(dp: int, pp: int, tp: int) -> dict[str, Group]:
@@ -120,7 +124,7 @@ def make_groups(dp: int, pp: int, tp: int) -> dict[str, Group]:
 
 
 def add_up(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return the sum of x over the ranks of the group. All that is summed is summed here."""
+    """Return the sum of x over the ranks of the group, and note its bytes."""
     HANDED_OVER[group] += x.nbytes
     total = x.clone()
     dist.all_reduce(total, group=group)
@@ -137,7 +141,10 @@ def kind_of(name: str) -> str:
 def compute_gradients(
     stage: "Llama", tokens_BT: torch.Tensor, partial: dict[str, list[str]] = PARTIAL
 ) -> torch.Tensor:
-    """Leave the gradient of the batch's mean loss; return this rank's summand of that loss."""
+    """Leave the gradient of the batch's mean loss; return this rank's summand of that loss.
+
+    partial: the table to follow. Only question 3 gives another one, which is wrong.
+    """
     stage.zero_grad()
     dp = stage.groups["dp"]
     loss = run_pipeline(stage, tokens_BT.chunk(dp.size())[dp.rank()])
@@ -173,7 +180,8 @@ def train_step(stage: "Llama", optimizer: Optimizer, tokens_BT: torch.Tensor) ->
 # **Along tp** (06_tensor_parallel.py) each rank has some heads and hidden features of a block. From
 # the same input it computes one summand of the output, and **g** adds these up. Backward, it has
 # one summand of the input's gradient, and **f** adds those up. So all that stands before f or after
-# g, norms and embedding too, is computed alike on all ranks along tp, and its gradient is complete:
+# g, norms and embedding too, is computed alike on all ranks along tp, forward and backward. Its
+# gradient is complete:
 #
 #     x -> norm -> f -> my heads           -> my part of out  -> g -> + x    (attention)
 #     x -> norm -> f -> my hidden features -> my part of down -> g -> + x    (MLP)
@@ -224,7 +232,7 @@ def run_pipeline(stage: "Llama", tokens_bT: torch.Tensor) -> torch.Tensor:
         x = micro_batch[:, :-1]
         if not stage.first:
             dist.recv(arriving_bTD, group=pp, group_src=s - 1)
-            x = arriving_bTD.clone().requires_grad_()
+            x = arriving_bTD.clone().requires_grad_()  # it is kept until backward
         y = stage(x)
         if stage.last:
             y = F.cross_entropy(y.flatten(0, 1), micro_batch[:, 1:].flatten(), reduction="sum")
@@ -238,7 +246,7 @@ def run_pipeline(stage: "Llama", tokens_bT: torch.Tensor) -> torch.Tensor:
             y.backward()
         else:
             dist.recv(arriving_bTD, group=pp, group_src=s + 1)
-            y.backward(arriving_bTD)
+            y.backward(arriving_bTD)  # this uses it up, so the next may overwrite it
         if not stage.first:
             send(x.grad, pp, s - 1)
     return loss
@@ -256,11 +264,9 @@ def send(x: torch.Tensor, pp: Group, to: int) -> None:
 # PyTorch's own loss and clipping, in float64. A gradient passes some 20 operations per block, each
 # a sum of up to E terms in another order. That is the first slack.
 #
-# The second is for ten steps of training. A clipped gradient is at most 1, so its rounding is
-# taken as 2**-53. Adam divides a gradient by its own size plus 1e-8. Where it is next to nothing,
-# rounding may move a weight by the learning rate times 2**-53 / 1e-8 per step. In all steps a loss
-# and a norm may differ by as much. That is generous: a weight whose gradient is next to nothing
-# hardly moves a loss.
+# The second, for ten steps of training, is generous. Where a gradient is next to nothing, Adam may
+# divide a rounding error of 2**-53 by as little as 1e-8, which moves a weight by the learning rate
+# times that. Losses and norms may differ by ten such steps.
 
 
 # %%
@@ -297,7 +303,7 @@ def claim_counts(
     for name, gradient in ours.items():
         expected = share(due[name], name, stage.groups["tp"])
         errors.append((gradient - expected).abs().max().cpu() / expected.abs().max().cpu())
-    error = torch.stack(errors).max()  # which a NaN passes, as it does not pass Python's
+    error = torch.stack(errors).max()  # a tensor's max keeps a NaN; Python's may lose it
     claim(f"{kind}: error of the gradients", 0, error, atol=OF_A_GRADIENT)
     once = sum(gradient.square().sum() for gradient in due.values())
     held = torch.zeros_like(once) + sum(gradient.square().sum() for gradient in ours.values())
@@ -369,11 +375,11 @@ def check_axes(stage: "Llama") -> None:
 # %% [markdown]
 # ## 4. The model, a Llama: nothing here is new
 #
-# You may skip this section. Its parts are RMSNorm; **RoPE**, which turns queries and keys by an
-# angle that grows with their place; **grouped queries**, H heads that share G heads of keys and
-# values; **SwiGLU**, a gate times a value; and a **tied** head, the embedding once more. All ranks
-# draw the whole model from one seed, and each keeps its part. Megatron splits the embedding along
-# tp as well, by words (18_vocabulary_parallel.py). Then it is no copy along tp.
+# You may skip this section. The model's parts are RMSNorm; **RoPE**, which turns queries and keys
+# by an angle that grows with their place; **grouped queries**, H heads that share G heads of keys
+# and values; **SwiGLU**, a gate times a value; and a **tied** head, the embedding once more. All
+# ranks draw the whole model from one seed, and each keeps its part. Megatron splits the embedding
+# along tp as well, by words (18_vocabulary_parallel.py). Then it is no copy along tp.
 
 
 # %%
@@ -459,32 +465,34 @@ def share(whole: torch.Tensor, name: str, tp: Group) -> torch.Tensor:
 #    single factor repairs the sum, and a norm that is too large clips too hard, without an error.
 # 3. Twice: along tp a norm's gradients are complete, so the sum adds the same number to itself.
 # 4. tp. A is 24 x 16 x 64 = 24,576 numbers, 197 kB in float64. A rank hands over 4 A for each of
-#    its two blocks: 8 A, 1.57 MB. Along dp go 61,184 gradients, 0.49 MB, and along pp A. More
-#    tokens make tp and pp larger, and leave dp as it is.
+#    its two blocks: 8 A, 1.57 MB. Along dp go rank 0's 61,184 gradients, 0.49 MB (on the last stage
+#    64 more, of the last norm), and along pp A. A ring of two ranks sends just as much. More tokens
+#    make tp and pp larger, and leave dp as it is.
 # 5. pp, the outermost: rank 0's partner there is rank 4. The sum of the embedding crosses, too:
-#    16,384 numbers. An untied head would need no such sum. In all 0.33 MB.
+#    16,384 numbers. An untied head would need no such sum. In all rank 0 hands over 0.33 MB to the
+#    other machine.
 #
 # **Try.** Without "tp" in `COPIED` the two rows of norms and losses fail, and every gradient is
-# right. Without the sum of the ends the embedding's gradients are wrong, and all that follows from
-# them. With tp outermost all values are right. What fails is the distance to the next rank, for tp
-# and for pp: 1.57 MB cross now. On a cluster nothing fails, and every block waits four times for
-# the slowest link.
+# right. Without the sum of the ends the two rows of the embedding fail, and losses and norms. So
+# does the row that counts what the ends add up: it finds 0. With tp outermost all values are right.
+# What fails is the distance to the next rank, for tp and for pp: 1.57 MB cross now. On a cluster
+# nothing fails, and every block waits four times for the slowest link.
 #
 # **At a thousand GPUs.** Megatron-LM's 145.6B GPT ran on dp 24, pp 8, tp 8: 10 blocks per GPU, and
-# 96 sequences of 2,048 tokens, 12,288 wide (Narayanan et al., 2021, table 1). In bfloat16 A is
-# 4.8 GB. With recomputation a block sums 6 A, so a ring sends 60 A x 2 x 7/8 = 507 GB per GPU and
-# step: 1.7 s of 25 s by NVLink (A100: 300 GB/s one way), 20 s by a card of 25 GB/s. Along dp go
-# 17 GB of float32 gradients. A plain pipeline sends 2 A, 9.7 GB (theirs was interleaved, which
-# sends more). So tp stays in one NVLink domain: 8 GPUs, or 72.
+# 96 sequences of 2,048 tokens, 12,288 wide (Narayanan et al., 2021, table 1). In bfloat16 A is 4.8
+# GB. With recomputation a block sums 6 A, so a GPU hands over 60 A per step along tp. A ring sends
+# 2 x 7/8 of that, 507 GB: 1.7 s of 25 s by NVLink (A100: 300 GB/s one way), 20 s by a card of 25
+# GB/s. Along dp a ring sends 17 GB of float32 gradients. A plain pipeline sends 2 A, 9.7 GB (theirs
+# was interleaved, which sends more). So tp stays in one NVLink domain: 8 GPUs, or 72.
 #
 # **On GPUs** the same rows should hold over NCCL; that was not run, and nothing here is timed. Real
 # runs hide dp's sum behind backward (04_buckets_and_overlap.py). With sequence parallelism
 # (06_tensor_parallel.py) a norm's copies along tp have met other tokens. Then their gradients are
 # partial, and by the same rule they are summed along tp as well.
 #
-# **When.** If a model fits with FSDP on fast links, and the batch has sequences for each rank, tp
-# and pp only cost: sums and a bubble. Else take tp up to the NVLink domain, then pp across nodes
-# until the model fits, with many more micro-batches than stages; the rest is dp.
+# **When to use it.** If a model fits with FSDP on fast links, and the batch has sequences for each
+# rank, tp and pp only cost: sums and a bubble. Else take tp up to the NVLink domain, then pp across
+# nodes until the model fits, with many more micro-batches than stages. The rest is dp.
 
 
 # %%

@@ -22,7 +22,8 @@ pipeline stages, the data over 2 shards, and each matrix over 2 ranks of tensor 
     python 13_gpt_by_library.py                                     # the same, started for you
     python 13_gpt_by_library.py --all                               # all 20 meshes of 8 ranks
 
-Not run on several GPUs.
+Not run on several GPUs. With 2, 4 or 16 plain `python` takes as many ranks; the questions are
+about 8.
 
 **Try.** In `data_mesh` return `mesh["dp_shard"]` always: on which of the printed meshes is the step
 wrong? In `schedule_of` give `Schedule1F1B` one more argument, `scale_grads=False`: which claims
@@ -81,9 +82,9 @@ Mesh = dist.DeviceMesh
 # %% [markdown]
 # ## 1. One mesh, three splits, one order
 #
-# The mesh has four axes, since data parallelism has two: along `dp_shard` the parameters are split
-# (FSDP), along `dp_replicate` the shards are copied (with both it is HSDP). Each split takes its
-# own axis of the same mesh, and what it leaves is what the next one gets. Of one query matrix, q:
+# Each split takes an axis of the same mesh: pp cuts the layers, tp the matrices, and dp_shard what
+# is then left of them (FSDP). What one split leaves is what the next one gets. Of one query matrix,
+# q:
 #
 #     split                      what a rank holds then                             q
 #     cut along pp               the layers of its own stage, each of them whole    64 x 64
@@ -97,6 +98,9 @@ Mesh = dist.DeviceMesh
 # rank's own rows. FSDP must hand it just these: it has to shard what tp has left. The cut comes
 # before both, so that no rank touches layers that it has not, and the optimizer after both, since
 # `parallelize_module` and `fully_shard` replace parameters by new ones.
+#
+# (The code has a fourth axis, `dp_replicate`, of size 1 in the questions. Along it the shards are
+# copied. If it is larger, FSDP gets both axes, and that is HSDP.)
 
 
 # %%
@@ -143,9 +147,19 @@ def data_mesh(mesh: Mesh) -> Mesh:
 # ## 2. The plan for tp: one line per module
 #
 # A **plan** says of each module how its weights are split, and how its input and output lie on the
-# ranks. This is torchtitan's, with sequence parallelism (06_tensor_parallel.py): between blocks a
-# rank has T / tp of the tokens, `Shard(1)`. In front of attention and MLP they are gathered, behind
-# them the ranks' summands are added up and scattered again.
+# ranks. This is torchtitan's, with sequence parallelism (06_tensor_parallel.py). The model is a
+# Llama, whose code stands at the end. Its block, from left to right:
+#
+#     a rank has     T / tp tokens         all T                 all T                 T / tp
+#     attention      norm1            -->  q, k, v          -->  out              -->  added to x
+#     mlp            norm2            -->  gate, up         -->  down             -->  added to x
+#     tp splits      nothing               outputs               inputs
+#     style          SequenceParallel      ColwiseParallel       RowwiseParallel
+#
+# `Shard(1)` says that the tokens, dimension 1 of x, are split, `Replicate()` that a rank has all of
+# them. In front of attention and MLP tokens are gathered (`PrepareModuleInput`). Behind `out` and
+# `down` the ranks' summands are added up and scattered again. *Colwise* means outputs, which are
+# the *rows* of an `nn.Linear`'s weight; for attention these are a rank's own heads.
 
 # %%
 BLOCK = {
@@ -168,17 +182,21 @@ ENDS = {
 }
 
 # %% [markdown]
-# The norms are in the plan although nothing of them is split: `SequenceParallel` makes of their
-# weights a DTensor that is copied along tp. Then tp's ranks, each of which has a gradient from its
-# own tokens, know that these must be added up.
+# The norms are in the plan although nothing of them is split. Each rank of tp has a gradient from
+# its own tokens, and these must be added up. `SequenceParallel` makes the weight a DTensor that is
+# copied along tp, and a DTensor knows that.
 
 # %% [markdown]
 # ## 3. A step
 #
 # The **schedule** runs the pipeline. It is made once, for a stage that is on the mesh. In each step
 # it hands tokens to the first stage and targets to the last one, and averages over micro-batches,
-# as FSDP does over dp. It also has FSDP wait with the reduce-scatter until the last micro-batch. A
-# stage may be the only one; then the schedule accumulates gradients.
+# as FSDP does over dp. It also has FSDP wait with the reduce-scatter until the last micro-batch.
+# That saves traffic and costs memory: until then a rank has the gradients of all that tp has left
+# it, not of its shard alone. A stage may be the only one; then the schedule accumulates gradients.
+#
+# `schedule.step` is all that the questions need. The rest of the cell finds this rank's sequences,
+# and the mean loss and the norm of the whole gradient, which are compared in section 4.
 
 
 # %%
@@ -203,7 +221,7 @@ def compute_gradients(schedule: Schedule1F1B, mesh: Mesh, tokens_BT: torch.Tenso
     wanted = {"target": tokens_bT[:, 1:], "losses": losses} if last else {}
     schedule.step(*given, **wanted)
     loss = torch.stack(losses).mean().detach() if losses else tokens_BT.new_zeros(()).double()
-    return loss / dp / mesh["tp"].size()  # summed over all ranks, the mean: tp's have the same
+    return loss / dp / mesh["tp"].size()  # so all ranks' sum is the mean; tp's have the same
 
 
 def gradient_norm(stage: "LlamaModel", mesh: Mesh) -> torch.Tensor:
@@ -235,9 +253,9 @@ def loss_of(logits_bTV: torch.Tensor, next_bT: torch.Tensor) -> torch.Tensor:
 # %% [markdown]
 # ## 4. How it is measured
 #
-# Each mesh starts from the same weights, and does one step in float64. The **oracle** is the model
-# in one process. `full_tensor()` gathers a DTensor's gradient along all its axes. A gradient passes
-# some 20 operations per block, each a sum of up to E terms in another order.
+# Each mesh starts from the same weights, and computes one gradient in float64. The **oracle** is
+# the model in one process. `full_tensor()` gathers a DTensor's gradient along all its axes. A
+# gradient passes some 20 operations per block, each a sum of up to E terms in another order.
 
 # %%
 FEW = {  # the meshes of so many ranks that are tried without --all
@@ -389,21 +407,21 @@ def check_plan(shapes: list[Shape], whole: "LlamaModel", tokens_BT: torch.Tensor
 #    `(_StridedShard(dim=0, sf=2), Shard(dim=0))` over `("dp_shard", "tp")`. *Strided*, since tp,
 #    the inner axis, has split first: rank 1 along dp_shard and 0 along tp has rows 16 to 31, and
 #    not 32 to 47. Of a norm, which tp copies, a rank holds 32 of 64.
-# 2. 2,048, its 32 rows: FSDP gathers along dp_shard and frees again, and what tp has split stays
-#    split. That is why the two do not disturb each other.
+# 2. 2,048, its 32 rows: FSDP gathers along dp_shard, and what tp has split stays split. That is why
+#    the two do not disturb each other. After a forward FSDP frees what it has gathered. After a
+#    backward the schedule has it keep that, until the next forward or the end of the step.
 # 3. None, and no error. The optimizer has the parameters that the stage had then, and no gradient
 #    ever comes to them. The loss just does not fall. (`zero_grad` of this optimizer clears nothing
 #    either, so the real gradients pile up from step to step.)
 # 4. An error: `parallelize_module` finds a DTensor where it wants to make one. That is the better
 #    kind of mistake; questions 3 and 5 have the other kind.
 # 5. Wrong. `norm1` stays a plain tensor, `fully_shard` makes it a DTensor over dp alone, and its
-#    gradient is that of the rank's own tokens: T / tp of them. In a loop that clips there *is* an
-#    error, in the norm of all gradients: "All operands must have the same mesh". One that does not
+#    gradient is that of the rank's own tokens: T / tp of them. A loop that clips ends with an error
+#    about DTensors of two meshes, when it computes the norm of all gradients. One that does not
 #    clip trains on.
 #
 # All meshes have the gradient of one process. **Model and plan say nothing of the mesh.** It has
-# to fit them: tp divides the heads, pp the layers, dp and micro-batches the batch. By hand
-# (12_gpt_on_a_mesh.py) we needed the same sums, and a place in the code for each.
+# to fit them: tp divides the heads, pp the layers, dp and micro-batches the batch.
 #
 # **Try.** With `dp_shard` alone the gradients of the copies are never averaged: the step is wrong
 # wherever dp_replicate is 2, and right elsewhere. With `scale_grads=False` the micro-batches'

@@ -9,14 +9,16 @@ it computes what one process would, and if it does not, where is the mistake?
 1. Nothing is wrong: the ranks only add up in another order. By how much does the loss of the first
    step differ from one process's: about 1e-7, 1e-5 or 1e-3 of it?
 2. By a mistake all gradients are twice as large, and nothing is clipped. In 8 steps, by how much
-   does the loss differ at most: less than 1e-4, about 1e-2, or more?
-3. Four other programs have a mistake each: in data, in pipeline and in tensor parallelism, and in
-   which rank reads which sequences. Each is run with one axis at a time. In how many do these runs
-   find the mistake?
-4. With sequence parallelism the gradients of the norms must be added up along tp. They are not. The
-   model has 14 parameters: an embedding, a head, and in each of 4 blocks a norm and two matrices.
-   How many of them have a wrong gradient?
-5. By how much does that change the loss in the first step?
+   does the loss differ at most: less than 1e-4, up to 1e-2, or more?
+3. Four other programs have a mistake each. Pipeline: every stage draws its blocks from one seed, so
+   the first blocks of all stages are alike. Data: a rank averages the loss over its own tokens,
+   though ranks have unequally many. Tensor: with sequence parallelism each rank of tp has a summand
+   of the norms' gradients, and they are not added up. Sampler: rank r of all reads share r modulo
+   the number of shares, though the ranks of a tp group must read the same. Each program runs along
+   one axis at a time, with all four ranks. In how many of the four do these runs find the mistake?
+4. Take the one with the norms. The model has 14 parameters: an embedding, a head, and in each of 4
+   blocks a norm and two matrices. How many of them have a wrong gradient?
+5. By how much does that mistake change the loss in the first step?
 
 **Run.**
 
@@ -27,7 +29,8 @@ Not run on several GPUs.
 
 **Try.** Make a mistake of your own: in `put_on_mesh` let `mine` be `range((s + 1) * LAYERS // p)`.
 Then a later stage repeats the layers of the earlier ones. Along which axes is the program without a
-planted mistake wrong now, and which claims fail?
+planted mistake wrong now, and which claims fail? In `train_step` let the sampler's mistake be
+`share = 0`: which axis finds it now?
 
 **Before.** parallelism/13_gpt_by_library.py: such a model on a mesh.
 
@@ -84,8 +87,8 @@ Mesh = dist.DeviceMesh
 # ## 1. Same weights, same batch, one step: loss, then gradients
 #
 # A loss that falls proves little. Models learn with wrong gradients, only worse, and nobody has
-# seen the curve that would have been right. So do not compare curves. Compare *one step* with one
-# process, which starts from the same weights and sees the same batch:
+# seen the curve that would have been right. So do not begin with curves. Compare *one step* with
+# one process, which starts from the same weights and sees the same batch:
 #
 #     compare           finds
 #     the loss          a wrong forward pass: layers, masks, data, weights of another seed
@@ -99,7 +102,8 @@ Mesh = dist.DeviceMesh
 #
 # What may differ is the order of sums. It changes last digits, so the bound follows from the dtype:
 # a float32 has a relative error of 6e-8 per operation, a bfloat16 of 4e-3. What is larger by
-# orders is a mistake. In between compare in float64, where no excuse is left.
+# orders is a mistake. If you cannot tell, compare in float64, where rounding is 1e-16. (Here
+# float32 is enough, and no row is in float64.)
 
 
 # %%
@@ -126,15 +130,15 @@ def compare(ours: Step, right: Step) -> tuple[float, dict[str, float]]:
 # If the run with dp x pp x tp is wrong, run each axis alone, from the same seed checkpoint. A few
 # ranks show most mistakes; some show only where groups cross nodes or outnumber heads.
 #
-#     dp 4    right                     dp 4    right
-#     pp 4    right                     pp 4    right
-#     tp 4    wrong                     tp 4    right
+#     right = the step in one process
+#     for each axis:        is_wrong(step_on(that axis alone, 4 ranks), right)?
+#         if one is:        the mistake is there. Which gradients are wrong, by name?
+#         if none is:       is_wrong(step_on(two axes, 2 x 2 ranks), right)?
 #
-#     tp: loss or gradients?            dp 2 x tp 2    wrong
-#
-# If the loss is wrong you look forward: layer by layer, where does the output part from one
-# process's? If the loss is right, the *names* of the wrong gradients say the rest. Those of one
-# kind, such as norms: a sum that only they need. All of them, on every axis: a factor.
+# If the loss is wrong, look forward: print what each layer puts out, on the ranks and in one
+# process, and find the first that differs. If the loss is right, the *names* of the wrong gradients
+# say the rest. Those of one kind, such as norms: a sum that only they need. All of them, on every
+# axis: a factor.
 #
 # **If each axis is right alone, run two together.** Then the mistake is in how they meet: which
 # ranks form a group, and who reads which samples.
@@ -158,6 +162,7 @@ def is_wrong(ours: Step, right: Step) -> bool:
 def any_is_wrong(*errors: float) -> bool:
     """Return whether an error, on any rank, is larger than rounding, or not a number."""
     wrong = [None] * WORLD_SIZE
+    # `not <=` and not `>`: a NaN is neither larger nor smaller than anything.
     dist.all_gather_object(wrong, any(not error <= ROUNDING for error in errors))
     return any(wrong)
 
@@ -178,6 +183,9 @@ def make_mesh(**sizes: int) -> Mesh:
 # The model is the smallest that can have them: blocks of a norm and an MLP. It is cut along pp,
 # split along tp and sharded along dp by the calls of 13_gpt_by_library.py. With sequence
 # parallelism a rank has T / tp of the tokens where the norms are.
+#
+# You need not read all of this program. What it does right is lesson 13; what it does wrong is told
+# before `put_on_mesh`.
 
 
 # %%
@@ -265,9 +273,9 @@ def put_on_mesh(whole: SmallModel, mesh: Mesh, mistake: str) -> SmallModel:
 
 
 # %% [markdown]
-# The schedule averages over m micro-batches, and FSDP over the dp ranks. So a micro-batch's loss is
-# the sum over its tokens, times m x dp, divided by the tokens of the *whole* batch: the average of
-# these is the mean over all tokens.
+# The loss that is due is a sum over all tokens of the batch, divided by their number. A micro-batch
+# has the sum over its own tokens. The schedule divides by the m micro-batches, and FSDP by the dp
+# ranks, so `loss_of` multiplies by both beforehand.
 
 
 # %%
@@ -312,7 +320,8 @@ def train_step(stage: SmallModel, mesh: Mesh, batch: "Batch", mistake: str) -> f
 # only, as if the rest were padding. The **oracle** is the model in one process, in the same dtype.
 # A gradient passes some 10 operations per block, each a sum of up to E terms: 10 x 4 x 256
 # roundings of 6e-8. They point both ways, so what remains is about their number's square root, 101,
-# times one: 6e-6. Above 1e-4 is wrong. So is no number at all, though `nan > 1e-4` is false.
+# times one: 6e-6. That is an estimate, so a step is called wrong only above 1e-4. A right loss is
+# closer, since its roundings cancel in the mean over all tokens. Its rows are held to 1e-6.
 
 # %%
 NONE = -100  # the target of a token without a loss
@@ -457,19 +466,20 @@ def check_curves(whole: SmallModel) -> None:
 #    in float32 or float64 as long as you look for one.
 # 2. Less than 1e-4: AdamW divides each gradient by its own size, and a factor cancels. With SGD it
 #    is a learning rate twice as large. A clip that is reached now and then brings it to light,
-#    perhaps weeks later. The gradients of one step show it, on every axis.
-# 3. In three, and the axis is the right one. The fourth is right on each axis alone: along dp a
+#    perhaps weeks later. The gradients of one step show it at once, on every axis.
+# 3. In three, and the axis is the right one. The sampler's is right on each axis alone: along dp a
 #    rank's number is its share, and elsewhere there is one share. With dp x tp the ranks of a tp
-#    group read different sequences.
+#    group read different sequences, and that run finds it.
 # 4. Four, the norms of the blocks. The gradient that a norm hands on is right, so all others are.
 #    Their names are the finding.
 # 5. Not at all, beyond rounding: the forward pass is right. In eight steps of training the losses
-#    differ from the right ones by less than a tenth of what other batches change. There the curve
-#    of another run does not show it, and a second run of the same program has the same mistake. (In
-#    longer runs the copies of a norm drift further apart. That is not measured here.)
+#    differ from the right ones by less than a tenth of what other batches change, so no curve shows
+#    it. (In longer runs the copies of a norm drift further apart. That is not measured here.)
 #
 # **Try.** Without a planted mistake the program is wrong along pp. The loss in float32 fails, and
 # so does every claim that counts single axes, except the factor's: its three include pp anyway.
+# With `share = 0` all ranks read the first share, so dp finds the sampler's mistake, and the claim
+# that no axis does fails.
 #
 # **What no oracle sees.** Random numbers: one process draws other dropout masks than four ranks do.
 # Compare with dropout 0, and count masks apart (22_tensor_parallel_random_state.py). And data: that
@@ -477,11 +487,12 @@ def check_curves(whole: SmallModel) -> None:
 #
 # **On GPUs** the same should hold over NCCL; that was not run. TF32 and fused kernels are more ways
 # to round: switch them off, or compare in float64. Some kernels add in an order that changes from
-# run to run. Run the right program twice, and ask for nothing closer than its own difference.
-# torchtitan's docs/converging.md compares curves after this, not instead of it. For a thousand
-# ranks take a small model with all the axes of the large one.
+# run to run. Run the right program twice, and ask for nothing closer than its own difference. For a
+# thousand ranks take a small model with all the axes of the large one.
 #
 # **When.** Before the first long run, and after each change of the mesh or of a library's version.
+# Curves come after that, for what one step cannot show: torchtitan's docs/converging.md compares
+# them, over 3,000 steps, with those of plain FSDP.
 
 # %%
 DEVICE = torch.device("cpu")  # or a GPU; `main` says

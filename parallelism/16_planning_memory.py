@@ -6,15 +6,16 @@ the most loaded GPU hold, and of what?
 
 **Predict**, and write it down before you run:
 
-1. A layer of a Llama trains in bfloat16 with FlashAttention. It is h wide, its keys and values h/8
-   each, and the three matrices of its MLP are 3.5 h wide. How many bytes does a token leave in it
-   for the backward pass, in units of h?
+1. A layer of a Llama trains in bfloat16. It is h wide, its keys and values h/8 each, and the three
+   matrices of its MLP are 3.5 h wide. Attention is one kernel (FlashAttention), and so is SwiGLU.
+   How many bytes does a token leave in the layer for the backward pass, in units of h?
 2. Four ranks train by FSDP, each on a sequence of its own. By how much are the *activations* that a
    rank holds divided: by 4, by 2 or by 1?
 3. Llama 3 70B on 64 H100 of 80 GB: FSDP over all of them, one sequence of 8,192 tokens per GPU. All
    that is kept per parameter is 18.5 GiB per GPU. Does the step fit without recomputation?
 4. A pipeline of four stages (1F1B) becomes one of eight, so that each stage has half as many
-   layers. What happens to the activations that its first stage holds: a half, the same or twice?
+   layers. A step has 64 micro-batches. What happens to the activations that the first stage holds:
+   a half, the same or twice?
 
 **Run.**
 
@@ -24,7 +25,7 @@ the most loaded GPU hold, and of what?
 Not run on several GPUs. Rows marked t are arithmetic, or hold the sum against what others have
 measured.
 
-**Try.** In `memory` let `in_flight` be 1: which claims fail? In the same function divide the
+**Try.** In `memory` let `in_flight` be 1: which claims fail? Put it back, and divide the
 activations by `dp`, as if ZeRO sharded them too: which fail now?
 
 **Before.** parallelism/05_zero2_and_zero3.py: what ZeRO shards.
@@ -67,8 +68,13 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 # %% [markdown]
 # ## 1. A sum of six parts, each divided by axes of its own
 #
-# Everything on a GPU that trains belongs to one of six parts. h is the width of the model, V its
-# vocabulary. A *token* is one of the micro-batch that a GPU works on.
+# A GPU that trains holds two kinds of bytes. **Those per parameter can be divided by every axis.
+# Those per token cannot: more replicas or a longer pipeline leave them as they are.** What reduces
+# them is ranks that share a sequence, a smaller micro-batch, or recomputation. That is the idea;
+# what is left is to count both.
+#
+# In detail there are six parts. h is the width of the model, V its vocabulary. A *token* is one of
+# the micro-batch that a GPU works on.
 #
 #     part               bytes                                      divided by
 #     weights             2 per parameter, bfloat16                 tp, pp; from ZeRO-3 on dp
@@ -82,15 +88,13 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 # The first three are 18 bytes per parameter, as Megatron trains. (torch's FSDP has 16: weights in
 # float32, which need no copy, then 4 + 4 + 8.)
 #
-# **dp** ranks each train the model on other sequences. ZeRO keeps only 1/dp of the first three
-# parts on each of them, one part more with every stage; FSDP is stage 3. **tp** ranks share each
-# layer and, by sequence parallelism, the tokens between the layers. **pp** stages hold 1/pp of the
-# layers each. That divides the first three parts and not the activations: under 1F1B the first
-# stage has pp micro-batches in flight, and pp x 1/pp is 1.
-#
-# So there are two kinds of bytes. **Those per parameter can be divided by every axis. Those per
-# token yield to tp, to a smaller micro-batch, and to recomputation. No number of replicas or stages
-# helps.** That is the idea; what is left is to count parameters, and bytes per token.
+# - **dp** ranks each train the model on other sequences. ZeRO keeps only 1/dp of the first three
+#   parts on each of them, one part more with every stage; FSDP is stage 3.
+# - **tp** ranks share each layer and, by sequence parallelism, the tokens between the layers.
+#   (Context parallelism shares the tokens too; it is not in this sum.)
+# - **pp** stages hold 1/pp of the layers each. That divides the first three parts and not the
+#   activations: under 1F1B the first stage has pp micro-batches in flight, and pp x 1/pp is 1. This
+#   is so if a step has at least pp micro-batches. Later stages have fewer in flight, and hold less.
 
 # %% [markdown]
 # ## 2. Bytes per parameter
@@ -164,8 +168,8 @@ def bytes_per_parameter(zero: int, dp: int) -> dict[str, float]:
 # h x 4h, has 34 h; Korthikanti et al., 2022.)
 #
 # Two things are taken for granted. FlashAttention stores no matrix of scores, which would be
-# heads x tokens more elements per token. And SwiGLU is one kernel; as separate operations it also
-# keeps silu(gate), 2 ff more.
+# heads x tokens more elements per token. And SwiGLU is one kernel, as in Megatron. In plain torch
+# it is two operations, and also keeps silu(gate): 2 ff bytes more, 40.5 h in all.
 #
 # **Recomputation** of whole layers keeps a layer's input alone, 2 h, and runs its forward pass once
 # more when its backward pass comes. Then all 33.5 h exist, but of one layer at a time.
@@ -184,11 +188,14 @@ def saved_per_token(model: Model) -> int:
 # embedding, and the last one the head and the logits. A logit is kept in bfloat16 and its softmax
 # in float32, 6 bytes, if the loss is one kernel; in torch's own operations it is about twice that.
 #
-# "One layer" is what exists for a moment: its gradients in bfloat16, before they are added to the
-# float32 ones (a kernel that adds them at once needs none); under ZeRO-3 its gathered weights, and
-# those of the next; with recomputation its activations. These moments come one after another, and
-# after the logits are gone; the sum adds them all. So it errs upward, in the table below by up to
-# 5.9 of 41.2 GiB (FSDP, recomputed).
+# "One layer" exists for a moment only: its gradients in bfloat16, before they are added to the
+# float32 ones; under ZeRO-3 its gathered weights, and those of the next layer; with recomputation
+# its activations.
+#
+# The sum has two errors, of opposite signs. It adds the logits and "one layer", though the logits
+# are gone when the backward pass reaches a layer: in the table below that is 5.9 GiB too much at
+# most. And it leaves out what libraries need for themselves: on B200 it comes out 0.2 to 0.6 GiB
+# below what was measured (section 6).
 
 
 # %%
@@ -271,11 +278,20 @@ def most_loaded(
 # Read it by columns. FSDP shrinks the first three and leaves the fourth as it is. Recomputation
 # does the reverse, and so does tp within FSDP. From PP 1 to PP 8 the activations do not move.
 #
-# That is how to go on when a plan does not fit. **Find the largest part, and turn a knob that
-# divides that part.** Too much per parameter: ZeRO first, for it costs the least; then tp inside
-# the NVLink domain, then pp. Too much per token: a smaller micro-batch, then tp, then recomputation
-# of whole layers, a third more of the computing. Too many logits: tp. What each knob costs in time
-# is the next lesson.
+# **Which program?** All rows are Megatron's sum, those of FSDP too. torch's FSDP has 16 bytes per
+# parameter, which takes 2.1 GiB off each FSDP row. But torch's own sequence parallelism keeps more
+# per token. Two inputs of each layer are gathered along tp, 4 h of the 33.5 h. Megatron gathers
+# them once more for the backward pass; torch keeps them, whole on each rank. So TP 4 leaves
+# 29.5/4 + 4 = 11.4 h instead of 8.4 h. In torch's own program:
+#
+#                         per parameter  activations  logits  one layer     sum
+#     FSDP x TP 4, torch           16.4         56.9     1.5        1.2    76.0  no
+#     FSDP x TP 8, torch           16.4         38.4     0.7        0.6    56.2
+#
+# **When a plan does not fit, find the largest part, and turn a knob that divides that part.** Too
+# much per parameter: ZeRO first, as it costs the least; then tp inside the NVLink domain, then pp.
+# Too much per token: a smaller micro-batch, then tp or context parallelism, then recomputation of
+# whole layers, a third more of the computing. What each knob costs in time is the next lesson.
 
 # %%
 GiB = 2**30
@@ -317,9 +333,10 @@ def check_70b() -> None:
 # ## 6. How it is measured
 #
 # A layer of Llama in torch. Its parameters are counted in 70B's size, on the meta device, where a
-# tensor has a shape and takes no memory. It runs in the proportions of 70B, and small. LayerNorm
-# stands for RMSNorm, whose CPU version keeps copies in float32. Rotary positions are left out; they
-# keep nothing more.
+# tensor has a shape and takes no memory. It runs in the proportions of 70B, and small. Two parts
+# are not torch's own, so that each keeps what its GPU kernel does: `OneKernel` stands for a fused
+# SwiGLU, and LayerNorm for RMSNorm, whose CPU version keeps copies in float32. Rotary positions are
+# left out; they keep nothing more.
 
 # %%
 SMALL = Model(layers=2, hidden=512, kv=64, ff=1792, vocab=0)
@@ -430,8 +447,9 @@ def check_layer(device: torch.device) -> None:
 
 
 # %% [markdown]
-# **FSDP** on all ranks, each with a sequence of its own: what is kept per parameter after a step is
-# read off the tensors themselves, and what is kept per token is held against `memory`.
+# **FSDP** on all ranks, each with a sequence of its own. What is kept per parameter after a step is
+# read off the tensors themselves: torch's 16 bytes, divided by the ranks. What is kept per token is
+# held against `memory`.
 
 
 # %%
@@ -462,7 +480,8 @@ def check_fsdp(device: torch.device) -> None:
 # %% [markdown]
 # **The whole sum** is held against peaks that others have measured: rows of kind theory. SimuMax
 # (Moore Threads, version 1.2) has what Megatron allocated on each of 8 B200, for 12 layers of Llama
-# 3 70B, four micro-batches of 4,096 tokens, and ZeRO-1. Nothing in the sum is fitted.
+# 3 70B, four micro-batches of 4,096 tokens, and ZeRO-1. Nothing in the sum is fitted. There is no
+# such peak for FSDP here: keep more room for it until you have measured your own.
 
 # %%
 B200 = {  # GiB, docs/b200/b200_release_v1.2_summary.md
@@ -487,36 +506,31 @@ def check_published() -> None:
 # %% [markdown]
 # ## What you should have seen
 #
-# 1. 33.5: 12 h + 4 x h/8 + 6 x 3.5 h. A token of 8,192 leaves 268 KiB in each layer of 70B, and 2 h
-#    or 16 KiB of it if the layer is recomputed.
+# 1. 33.5: 12 h + 4 x h/8 + 6 x 3.5 h. A token of 70B, 8,192 wide, leaves 268 KiB in each layer; if
+#    the layer is recomputed, 2 h or 16 KiB.
 # 2. By 1. Each rank has 16/4 = 4 bytes per parameter, and all 33.5 h of each of its own tokens.
 # 3. No. It needs 197 GiB, of which 168 are activations, and FSDP divides none of them. With all
 #    layers recomputed it needs 41 GiB. More GPUs would not help: each has a sequence of its own.
-# 4. The same: half as many layers, and twice as many micro-batches in flight.
+# 4. The same: half as many layers, and twice as many micro-batches in flight. (If a step had six
+#    micro-batches, a first stage of eight could have only six in flight, and would hold 6/8.)
 #
-# The sum is below each of the four peaks on B200, by 0.2 to 0.6 GiB, 1% at most: workspaces of
-# cuBLAS, and the ends of the allocator's segments.
-#
-# **Try.** With one micro-batch in flight a first stage seems as light as a last one: 8 stages / 4,
-# and the B200 with two stages, do not agree. With activations divided by dp, FSDP alone seems to
-# fit, and a job planned so ends in its first forward pass: "CUDA out of memory". These two rows
-# fail then as well, and so does the one that FSDP's ranks measure.
+# **Try.** With one micro-batch in flight two rows fail: *8 stages / 4*, and the largest miss on
+# B200, where two stages now seem too light. With activations divided by dp four rows fail: those of
+# questions 2, 3 and 4, and B200's. FSDP alone then seems to fit, and a job planned so ends in its
+# first forward pass: "CUDA out of memory".
 #
 # **Where it goes wrong in practice.** The first forward pass fails if activations were forgotten,
 # the first `optimizer.step()` if the states were: Adam makes its moments there, not before. What
 # grows later is something else, such as longer sequences (profiling/05_memory.py).
 #
-# **On GPUs** your program may keep more than the sum. The sum is Megatron's: it gathers the inputs
-# of a tensor-parallel layer once more for the backward pass. torch's own sequence parallelism keeps
-# them, 4 h of the 33.5 whole on each rank. And if tp exceeds the heads of keys and values (8 here),
-# those are copied. Rows of the Ultra-Scale Playbook that were fuller than 85% ran three times
-# slower: the allocator had to empty its cache and ask again.
+# **On GPUs** leave the room that section 5 leaves. A GPU that is nearly full gets slow before it
+# fails: the allocator has to empty its cache and ask the driver again. And if tp exceeds the heads
+# of keys and values (8 here), those are copied.
 #
 # **At a thousand GPUs** bytes per parameter are nearly free under FSDP, 1.2 GiB of 70B's 1,183, and
-# what decides is bytes per token. Experts, context parallelism and adapters follow the same two
-# questions: per parameter or per token, and which axis divides it. `course plan` has the general
-# sum, and `course plan --validate` shows how it does on thousands of published runs, those that
-# crashed included.
+# what decides is bytes per token. For long sequences context parallelism divides them. Experts and
+# adapters follow the same two questions: per parameter or per token, and which axis divides it.
+# `course plan` has the general sum, and `course plan --validate` holds it against published runs.
 
 
 # %%

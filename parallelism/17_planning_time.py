@@ -11,12 +11,14 @@ layers, 8,192 wide, 70.6 billion parameters) on 64 GPUs: 128 sequences of 8,192 
    forward and backward together?
 2. Tensor parallelism, with sequence parallelism, splits one MLP. How many collectives does each
    micro-batch cost a rank, forward and backward together?
-3. An H100 has 80 GB, 989 TFLOP/s of which products reach 38%, 360 GB/s to the seven others of its
-   node, and 40 GB/s to other nodes. FSDP alone must recompute all layers to fit; FSDP over groups
-   of TP 4 need not. How many times as long does FSDP alone take?
-4. On these GPUs FSDP over groups of TP 8 fits as well. Is it faster or slower than with TP 4?
-5. On 64 GB300 (288 GB, and NVLink joins all of them) each of the three fits without recomputation.
-   Which one is the fastest?
+3. On 64 H100 (80 GB) FSDP alone must recompute all layers to fit; FSDP over groups of TP 4 need
+   not. With TP 4 the products of a layer take 30 ms per micro-batch, and each collective of
+   tensor parallelism 0.3 ms; attention has as many of them as the MLP. All that FSDP sends is
+   hidden. How many times as long does FSDP alone take?
+4. FSDP over groups of TP 8 fits there as well. An H100 sends 360 GB/s to the seven others of its
+   node, and 40 GB/s through its card to other nodes. Is TP 8 faster or slower than TP 4?
+5. On 64 GB300 (288 GB, and NVLink joins all of them) FSDP alone, with TP 4 and with TP 8 all fit
+   without recomputation. Which one is the fastest?
 
 **Run.**
 
@@ -83,7 +85,9 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 #     seconds per step = (m + pp - 1) x one micro-batch + what is exposed of data parallelism
 #
 #     products         = FLOPs / (share x peak)
-#     a message        = alpha + bytes that a GPU sends / rate of its link
+#     a message of tp  = alpha + bytes that a GPU sends / rate of its link
+#
+# (Messages of data parallelism are so large that we leave out their alpha.)
 #
 # m is the number of micro-batches that a GPU works on per step. **dp** replicas work on different
 # sequences, **tp** GPUs share each layer, and **pp** stages each have 1/pp of the layers, all as in
@@ -133,12 +137,13 @@ class Layout(NamedTuple):
 # h FLOPs per layer and pair of tokens, both ways; causality spares half of the pairs. Recomputation
 # of all layers is a forward pass more, 4/3 of all that.
 #
+# We leave out two things of a percent or so: FlashAttention computes the scores once more in its
+# backward pass, and so needs 14 h instead of 12 h; and the head is not recomputed.
+#
 # **Messages of tp.** Around a ring of n GPUs an all-gather or a reduce-scatter of S bytes makes
 # each GPU send (n-1)/n x S. Here S is the activations of a micro-batch, 2 bytes x tokens x h. A
 # layer has eight: attention and MLP each gather and reduce-scatter, forward and backward.
-# Recomputation adds four. The next product waits for them, and we hide none. (Megatron gathers two
-# inputs once more for the backward pass, which saves the memory that lesson 16 does not count, and
-# runs four of these ten behind products. So a real program may wait for fewer or for more.)
+# Recomputation adds four. The next product waits for them, and we hide none.
 
 
 # %%
@@ -199,8 +204,10 @@ def rate(gpu: Gpu, ranks: int, stride: int) -> float:
 #
 # ZeRO-1 reduce-scatters the gradients once per step, 4 bytes per parameter, and all-gathers the
 # weights, 2 bytes. FSDP does more: for each micro-batch one gather forward; one gather and one
-# reduce-scatter backward. Products run meanwhile. Forward is a third of a micro-batch's time, and
+# reduce-scatter backward. The micro-batch runs meanwhile: forward takes a third of its time, and
 # backward two thirds. A message is **exposed** as far as it is longer than what runs next to it.
+# (Messages of tp run next to it too. Where both use NVLink, as on GB300, they slow each other down,
+# which the equation does not know.)
 #
 # When does FSDP hide? With gradients in float32, backward moves 6 bytes per parameter while it
 # computes 4 FLOPs per parameter and token. So a micro-batch must have 1.5 x share x peak / rate
@@ -249,9 +256,19 @@ def step(model: Model, layout: Layout, gpu: Gpu, tokens: int, batch: int) -> dic
 # %% [markdown]
 # ## 4. Which layout?
 #
+# Start with the question that decides on H100: recompute everything, or split each layer over four
+# GPUs? FSDP hides its messages in both. By hand, for 128 / 16 = 8 micro-batches with TP 4:
+#
+#     products with TP 4    8 x (80 layers x 30.2 ms + 34 ms for the head)     19.6 s
+#     messages of TP 4      8 x 80 layers x 8 collectives x 0.3 ms              1.5 s
+#     products, recomputed  4/3 x 19.6 s                                       26.1 s
+#
+# So recomputation adds a third to the products, and TP 4 only 8%: 26.1 s against 21.1 s.
+#
 # Here are five layouts for that job, each with the GiB that lesson 16's table has for its most
 # loaded GPU. Of those that fit, the fastest is the choice. Every other one gets a line that says
-# *why not*: it does not fit, or in which part of the step it loses most. The run prints:
+# *why not*: it does not fit, or in which part of the step it loses most. (The run prints the other
+# parts, too.)
 #
 #                                64 H100                           64 GB300
 #                          GiB
@@ -261,14 +278,19 @@ def step(model: Model, layout: Layout, gpu: Gpu, tokens: int, batch: int) -> dic
 #     FSDP x TP 8           41   26.2 s  1.24 x: data + 3.1          9.6 s  1.24 x: tensor + 1.9
 #     TP 8, PP 4, DP 2      47   25.1 s  1.19 x: tensor + 2.0       10.4 s  1.34 x: tensor + 1.9
 #
-# On H100, activations are what does not fit. FSDP alone has to recompute, which costs a forward
-# pass. TP 4 divides the activations by four, and its messages cost less than that. TP 8 has
-# messages of 7/8 instead of 3/4 for half of the products, so they weigh more than twice as much;
-# and each of its FSDP groups is left with one card, so the weights no longer hide. The pipeline
-# idles. On GB300 FSDP alone fits as it is, and then it pays for nothing: its messages hide.
+# On H100, activations are what does not fit. TP 8 has messages of 7/8 instead of 3/4 for half of
+# the products, so they weigh more than twice as much. And each of its FSDP groups is left with one
+# card, so that not all of FSDP's messages hide. The pipeline idles. On GB300 FSDP alone fits as it
+# is, and then it pays for nothing: its messages hide.
 #
-# The fitted share may be wrong for these GPUs. But it scales the products of every layout alike,
-# and both choices stay with 0.25, 0.3, 0.5 and 0.6.
+# **Does TP 4 fit?** 63 of 67 GiB is Megatron's sum. In torch's own sequence parallelism it is 76
+# GiB (lesson 16), which is too much. There some 15 of the 80 layers have to be recomputed. That
+# takes 15/80 of a forward pass and of its messages, 1.4 s: 22.5 s in all, and TP 4 is still the
+# fastest.
+#
+# **Is the share right?** It may be wrong for these GPUs. But it scales the products of every layout
+# alike, and both choices stay with 0.25, 0.3, 0.5 and 0.6. Trust the two rows with TP 8 least: on
+# B200 the seconds of TP 8 come out too short (section 6).
 
 # %%
 JOB = {"tokens": 8192, "batch": 128}
@@ -415,10 +437,12 @@ def check_collectives(device: torch.device) -> None:
 #
 # SimuMax 1.2 (Moore Threads) has seconds of Megatron on 8 B200, for 12 layers of Llama 3 70B and
 # sequences of 4,096 tokens: four layouts with 4, 8 and 32 micro-batches. The share is fitted to the
-# three with TP 2. The other nine are the check; we wish for 15%. They test the seconds, not the
-# choice: TP 2 has the most tokens per second in each column. NVIDIA's pages (Megatron-Bridge, NeMo
-# 25.11) have three more runs. They are in 8 bits, for which we double the peak, and what they
-# recompute is not said. So they are shown, and no claim is made. The run prints:
+# three runs with TP 2. The other nine are the check; we wish for 15%. The choice is right, too: in
+# each column TP 2 has the most tokens per second, by the equation and as published.
+#
+# NVIDIA's pages (Megatron-Bridge, NeMo 25.11) have three more runs. They are in 8 bits, for which
+# we double the peak, and what they recompute is not said. So they are shown, and no claim is made.
+# The run prints:
 #
 #     ours / published          4, 8, 32 micro-batches
 #     TP 1, PP 2, DP 4          1.09   1.12   1.11
@@ -482,39 +506,43 @@ def check_published() -> None:
 # %% [markdown]
 # ## What you should have seen
 #
-# 1. 6: two forward, two for the gradient of the input, two for its own. A token of 8,192 costs a
-#    layer of 70B 5.13 GFLOPs, and the causal half of attention 0.40 more. (What counts as a model's
-#    FLOPs in an MFU is a matter of convention: fsdp/05_fsdp_transformer.py.)
+# 1. 6: two forward, two for the gradient of the input, two for its own. In a layer of 70B that is
+#    5.13 GFLOP per token; the causal half of attention, over 8,192 tokens, adds 0.40.
 # 2. 4. FSDP has 3. What differs more is that FSDP's run behind products, while those of tensor
 #    parallelism are waited for.
-# 3. 1.24. A forward pass more makes products 4/3 as long, 26.1 s. The messages of TP 4 add 8%: 80
-#    layers x 8 calls x 8 micro-batches x 0.3 ms are 1.5 s, to 19.6 s of products.
+# 3. 1.24. Recomputation makes products 4/3 as long. The messages of TP 4 add 8%, 8 x 0.3 ms to 30
+#    ms. And 4/3 divided by 1.08 is 1.24.
 # 4. Slower, 1.24 times: messages of tp weigh more than twice as much, and a group of FSDP has one
 #    card per node instead of two, so that 3.1 s of its messages show.
-# 5. FSDP alone: no recomputation, no bubble, and no message that is waited for. FSDP's messages
-#    hide on both clusters: the memory turns the choice round, not that NVLink joins 72.
+# 5. FSDP alone: no recomputation, no bubble, and no message that is waited for. TP 4 takes 1.11
+#    times as long. FSDP alone hides its messages on H100 as well. So the choice changes because
+#    there is more memory, and not because NVLink joins 72 GPUs.
 #
 # **Try.** With a GB300's memory, 64 H100 would run FSDP alone too. With free recomputation, FSDP
 # alone seems to win on H100 as it is. Both times the rows *64 H100: FSDP alone* and *64 GB300:
 # H100's choice* fail. No error tells of the second mistake: such a plan runs, and takes longer.
 #
-# **How far to trust it.** Layouts closer than 15% are ties: on GB300, FSDP alone and FSDP with TP 4
-# are nearly one. Let the equation throw out what takes 1.3 times as long, and *measure* the two or
-# three that are left. TP 8 comes out a quarter too fast; a guess is that a product cut in eight no
-# longer fills a GPU. NVIDIA's pipeline of 8 comes out a third too slow. That it interleaves five
-# pieces per stage explains a third of that; the rest we do not know. So on H100 the equation tells
-# that FSDP alone loses to TP 4, not whether TP 4 goes better with FSDP or with such a pipeline.
+# **How far to trust it.** On B200 the equation misses by up to 12% with TP 1 to 4. So layouts
+# closer than 15% may change places: on GB300, FSDP alone and FSDP with TP 4. Let it throw out what
+# takes 1.3 times as long, and *measure* the two or three that are left.
+#
+# Two misses are larger. With TP 8 its seconds are 20 to 26% too short; a guess is that a product
+# cut in eight no longer fills a GPU. NVIDIA's pipeline of 8 comes out a third too slow. That it
+# interleaves five pieces per stage explains a third of that; the rest we do not know. So on H100
+# the equation tells that FSDP alone loses to TP 4, not whether TP 4 goes better with FSDP or with
+# such a pipeline.
 #
 # **On your GPUs**, time one layer on one of them, forward and backward: its FLOPs over its seconds
 # and the peak are your share, or a little more. benchmarks/nccl_sweep.py measures the links.
 #
-# **At a thousand GPUs** the same batch leaves less than a sequence to each. Then tp and pp come
-# back: they are what lets several GPUs work on one sequence.
+# **At a thousand GPUs** the same batch has less than one sequence for each. Then several GPUs must
+# share a sequence: by tp or context parallelism, or as stages of a pipeline, one after the other.
 #
 # **What is not in it.** Norms, activation functions and residuals, some 2%, are in the share.
-# Messages of the pipeline and the optimizer's step take a percent or so. Interleaving divides the
-# bubble by the pieces per stage. Experts, context parallelism: `course plan` has these, and a share
-# for each type of GPU; `course plan --validate` holds them against published runs.
+# Messages of the pipeline and the optimizer's step take a percent or so. Megatron gathers two
+# inputs of each layer once more along tp, for the memory of lesson 16, and runs four of its ten
+# collectives behind products. Interleaving divides the bubble by the pieces per stage. Experts,
+# context parallelism: `course plan` has these, and a share for each type of GPU.
 
 
 # %%

@@ -5,13 +5,15 @@
 are its largest tensor. Tensor parallelism splits the head's matrix over ranks. How do the ranks
 compute the loss without any of them ever holding the logits of all words?
 
-**Predict**, and write it down before you run. N tokens, V words, n ranks, each of which computes
-the logits of its own V/n words.
+**Predict**, and write it down before you run. There are N tokens, and n ranks. The vocabulary has V
+entries, here called words. Each rank computes the logits of its own V/n words.
 
-1. A rank that gathers the logits receives V numbers for each token. How many numbers for each token
-   do the ranks have to add up, or compare, if they compute the loss together?
+1. A rank that gathers the logits receives V numbers for each token. Say that the ranks compute the
+   loss together instead, by all-reduces of sums and maxima. How many numbers for each token go into
+   these?
 2. A rank that gathers keeps V numbers for each token until the backward pass, one per logit. How
-   many does it keep if 4 ranks compute the loss of 100 words together?
+   many does it keep if 4 ranks compute the loss of 100 words together? (Two of them are about the
+   right word: where its logit is, and whether this rank has it.)
 3. How many all-reduces does this loss need in its backward pass?
 4. The vocabulary is padded with rows that stand for no word, so that n divides it. If all logits
    are 0, the loss over 97 words is log 97 = 4.575. What is it on four ranks, if the loss does not
@@ -92,15 +94,20 @@ V = math.ceil(WORDS / WORLD_SIZE) * WORLD_SIZE  # with padding
 #                            -------------      -------------      -----------------------
 #     all-reduce             the largest        added up           added up
 #
-# Three numbers per token cross the wire, whatever V is.
+# Each rank hands over three numbers per token, whatever V is.
 #
-# **Backward** nothing crosses it. The gradient of the loss in z_w is the word's probability, less 1
+# **Backward** nothing is sent. The gradient of the loss in z_w is the word's probability, less 1
 # for the right word:
 #
 #     d loss / d z_w  =  exp(z_w - max) / sum  -  (1 if w = y else 0)
 #
 # The sum has come forward, so every rank has all it needs for its own words. It keeps their
-# probabilities, N V / n numbers, and two more for each token.
+# probabilities, V / n numbers for each token, and two more: the row of the right word, and whether
+# that row is its own.
+#
+# One thing in the code is there to save memory: z, its exponential, the probability and the
+# gradient are one tensor, which is overwritten step by step. Its name says what it holds. The price
+# is that backward can run only once.
 
 
 # %%
@@ -115,7 +122,7 @@ class VocabularyParallelLoss(torch.autograd.Function):
         ctx: object, logits_Nv: torch.Tensor, word_N: torch.Tensor, words: int
     ) -> torch.Tensor:
         v = logits_Nv.shape[1]
-        z_Nv = at_least_float32(logits_Nv)  # a copy, which exp and the gradient overwrite below
+        z_Nv = at_least_float32(logits_Nv)  # a copy, since it is overwritten below
         z_Nv[:, max(words - RANK * v, 0) :] = -math.inf  # padding: section 2
 
         # 1. max: the largest z of each token
@@ -139,7 +146,7 @@ class VocabularyParallelLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: object, grad_N: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        grad_Nv, row_N, mine_N = ctx.saved_tensors  # the gradient takes the probabilities' place
+        grad_Nv, row_N, mine_N = ctx.saved_tensors  # grad_Nv: still the probabilities
         token_N = torch.arange(len(row_N), device=row_N.device)
         grad_Nv[token_N, row_N] -= mine_N.to(grad_Nv.dtype)  # 1 for the right word, if it is here
         grad_Nv *= grad_N[:, None]  # what follows the loss: a mean, weights of tokens
@@ -162,16 +169,17 @@ def at_least_float32(x: torch.Tensor) -> torch.Tensor:
 # ## 2. Padding
 #
 # n rarely divides the number of words, so the head's matrix is **padded** with rows that stand for
-# no word (Megatron pads to a multiple of 128 n, for the sake of fast products as well). The head
+# no word. (Megatron pads to a multiple of 128 n, for the sake of fast products as well.) The head
 # computes logits for them, and a softmax that counts them gives them probability. So the loss sets
 # them to minus infinity: their exponential is 0, and so is their gradient.
 
 # %% [markdown]
 # ## 3. The other end: the embedding
 #
-# The embedding is a table of the same V rows, split in the same way. A rank looks up the words that
-# it has and takes zeros for all others, and the sum over ranks is the whole look-up. Backward each
-# rank keeps what belongs to its own rows. So one all-reduce does for both passes.
+# No question is about this section. The embedding is a table of the same V rows, split in the same
+# way. A rank looks up the words that it has and takes zeros for all others, and the sum over ranks
+# is the whole look-up. Backward each rank keeps what belongs to its own rows. So one all-reduce
+# does for both passes.
 
 
 # %%
@@ -179,7 +187,7 @@ def embedding(word_N: torch.Tensor, table_vD: torch.Tensor) -> torch.Tensor:
     """Look up words (N,) in a table of which this rank has v rows: (N, D), the same on all."""
     row_N, mine_N = local_rows(word_N, len(table_vD))
     x_ND = F.embedding(row_N, table_vD) * mine_N[:, None]
-    dist.all_reduce(x_ND.detach())  # autograd does not see it, so backward is the identity
+    dist.all_reduce(x_ND.detach())  # in place, unseen by autograd: backward is the identity
     return x_ND
 
 
@@ -189,6 +197,7 @@ def embedding(word_N: torch.Tensor, table_vD: torch.Tensor) -> torch.Tensor:
 # The oracle is one process in float64: whole tables without padding, `F.cross_entropy`,
 # `F.embedding`. All-reduces are noted beneath torch's dispatcher, by how many elements each has.
 # What the loss keeps is seen by the hooks that autograd calls for each tensor that it saves.
+# Elements are counted, of whatever dtype.
 
 # %%
 TOLERANCE = 10 * V * 2**-53  # some ten sums of at most V terms, in another order
@@ -350,8 +359,8 @@ def check_torch(device: torch.device) -> None:
 # ## 6. On GPUs: the memory of Llama 3 8B's loss
 #
 # As many logits as Llama 3 8B has for 8,192 tokens, in float32: what the allocator holds at its
-# peak for the loss and its gradient, on top of a rank's own logits. Split it is as much again,
-# since exponentials, probabilities and gradient take turns in one tensor. Gathered it is several
+# peak for the loss and its gradient, on top of a rank's own logits. Split, it is as much again,
+# since exponentials, probabilities and gradient take turns in one tensor. Gathered, it is several
 # times the logits of all words, and only printed.
 
 
@@ -394,37 +403,40 @@ def measure_on_gpus(device: torch.device) -> None:
 # ## What you should have seen
 #
 # 1. Three: a maximum, the logit of the right word, and the sum of exponentials. Gathered it would
-#    be V of them, 100 here and 128,256 for Llama 3. (The two sums may share one message. Messages
-#    so small cost latency, not bandwidth.)
-# 2. V / n + 2, here 27: the probabilities of its own words, the row of the right word, and whether
-#    it is ours. The gradient takes the probabilities' place.
+#    be V of them, 100 here and 128,256 for Llama 3. (The two sums may share one message.)
+# 2. V / n + 2, here 27: the probabilities of its own 25 words, the row of the right word, and
+#    whether it is ours. The gradient takes the probabilities' place.
 # 3. None: the sum that its probabilities need has come forward. The layers around it do need one
 #    each: the head's input feeds all ranks, so its gradient is added up backward, and the look-up
 #    of the embedding is added up forward. Both have N D elements.
 # 4. log 100 = 4.605. Three rows of padding take 3% of the probability. Training pushes their logits
-#    down soon, so nobody notices; but the loss is not comparable to that of another number of
+#    down soon, so nobody notices. But the loss is not comparable to that of another number of
 #    ranks, which pads another number of rows.
 #
 # **Try.** With a maximum of its own on every rank, the exponentials that are added up are relative
-# to different numbers: loss and gradients are wrong, and only two numbers per token cross the wire.
-# On four ranks nothing overflows, so the row of a thousand passes. Without `.where(mine_N, 0)` each
-# rank adds its row 0 for every word that it does not have. The loss is wrong and its gradient is
-# right, since the right logit serves the loss alone: training would go well, and report nonsense.
+# to different numbers. Loss and gradients are wrong, and a rank hands over only two numbers per
+# token. On four ranks nothing overflows, so the row of a thousand passes. Without
+# `.where(mine_N, 0)` each rank adds its row 0 for every word that it does not have. The loss is
+# wrong and its gradient is right, since the right logit serves the loss alone: training would go
+# well, and report nonsense.
 #
 # **On GPUs.** With 8 ranks the logits of 8,192 tokens shrink from 4.2 GB to 0.5 GB in float32. The
-# other way to the same end is to take a chunk of tokens at a time, and to compute its gradients at
-# once (Liger) or its logits again backward (Cut Cross-Entropy, in blocks of words too). It needs no
-# second GPU, and both ways can be combined.
+# three all-reduces have 33 kB each, so they cost latency, not bandwidth. The head's product takes
+# about 3 ms on each of 8 ranks (1.1 TFLOP at 400 TFLOP/s). The other way to less memory is to take
+# a chunk of tokens at a time, and to compute its gradients at once (Liger) or its logits again
+# backward (Cut Cross-Entropy, in blocks of words too). It needs no second GPU, and both ways can be
+# combined.
 #
-# **When to use it.** Whenever the head is split: a ring's all-reduce sends two numbers for each one
-# that an all-gather sends, so gathering costs V / 6 times the bytes. Without tensor parallelism the
+# **When to use it.** Whenever the head is split. By rings a rank sends (n-1)/n V numbers per token
+# to gather, and 2 (n-1)/n x 3 for the three all-reduces. So gathering costs V / 6 times the bytes,
+# or V / 12 if the logits are bfloat16 and the sums float32. Without tensor parallelism the
 # vocabulary can still be split, over pipeline stages (Yeung et al., 2024), where the head makes the
 # last stage the slowest.
 #
 # **In other systems.** Megatron-LM has `VocabParallelEmbedding` and `vocab_parallel_cross_entropy`,
-# whose three all-reduces are the ones here; torchtitan splits the head by `ColwiseParallel` and
+# whose three all-reduces are the ones here. torchtitan splits the head by `ColwiseParallel` and
 # uses `loss_parallel`. If head and embedding are one matrix (**tied**), each rank's rows serve
-# both; in a pipeline the first and the last stage hold them and have to add up their gradients.
+# both. In a pipeline the first and the last stage hold them and have to add up their gradients.
 
 
 # %%

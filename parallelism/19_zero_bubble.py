@@ -6,13 +6,14 @@ another rank waits, and the gradients of its weights, for which nobody waits unt
 steps. How much of 1F1B's bubble can the second half fill, and what does that cost?
 
 **Predict**, and write it down before you run. There are four ranks with one stage each, and eight
-micro-batches. A forward pass and each half of a backward pass take one slot, a message takes none.
-Under 1F1B every rank idles nine slots, and the last rank holds the activations of one micro-batch.
+micro-batches. A forward pass and each half of a backward pass take one slot, and a message takes no
+time. Under 1F1B every rank idles nine slots, and the last rank holds the activations of one
+micro-batch.
 
 1. A rank sends the first half's result at once, and then does the second half. How many slots does
    a rank idle now?
-2. A rank puts its second halves off as long as another rank waits for a first half: rank r, for
-   which r ranks wait, by r micro-batches. How many slots does a rank idle now?
+2. For the first halves of rank r, r ranks wait. So it puts each second half off, by r
+   micro-batches. How many slots does a rank idle now?
 3. How many micro-batches does the last rank hold then?
 
 **Run.**
@@ -73,8 +74,9 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 #
 # I and W are one matrix product each, as long as the forward pass. I goes from the last layer to
 # the first, each needing the one behind it. W can be done at any time, in any order, if x and g of
-# each layer are kept. So a stage has three kinds of action for a micro-batch: F, I and W. (The
-# paper on zero-bubble schedules calls I "B". Here B is a whole backward pass, as in 1F1B.)
+# each layer are kept. So a stage has three kinds of action for a micro-batch: F, I and W.
+# (PyTorch's code uses these letters too. The paper on zero-bubble schedules calls I "B". Here B is
+# a whole backward pass, as in 1F1B.)
 
 
 # %%
@@ -115,11 +117,11 @@ class Stage:
 
 
 # %% [markdown]
-# There is no autograd here, to show what is computed when. With autograd one might call `grad(y,
-# x)` and later `grad(y, weights)` on one graph. But the second call starts at y again: to get at
-# each layer's g it repeats I's products, and W is no half. (PyTorch's own zero-bubble schedules
-# keep each g.) Rank 0 needs no grad x of its first layer, and computes it all the same, so that
-# every rank's I takes as long.
+# There is no autograd here, to show what is computed when. With autograd one might call
+# `grad(y, x)` and later `grad(y, weights)` on one graph. But the second call starts at y again: to
+# get at each layer's g it repeats I's products, and W is no half. (PyTorch's own zero-bubble
+# schedules keep each g.) Rank 0 needs no grad x of its first layer, and computes it all the same,
+# so that every rank's I takes as long.
 
 # %% [markdown]
 # ## 2. ZB-H1: first split, then delay
@@ -157,9 +159,17 @@ class Stage:
 #     rank 1           . F0 F1  . I0 F2 I1 W0 F3 I2 W1 I3 W2 W3      3
 #     rank 2           .  . F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3      3
 #
-# The price is memory. A micro-batch is held from its F to its W. On rank r those are the p-1-r that
-# ran ahead, the one at work, and the r whose W is to come: p on every rank, as on 1F1B's rank 0. In
-# bytes it is more, since from I to W a micro-batch keeps g of each layer, too.
+# **Why r?** After its last I, rank r has the r+1 last W to do. That takes as long as the gradient's
+# way to rank 0, r slots, and rank 0's own last W. So all ranks end together. A longer delay gains
+# nothing and holds more. With a shorter one the rank would do one more W before its last I, for
+# which r ranks wait.
+#
+# **The price is memory.** A micro-batch is held from its F to its W. On rank r those are the p-1-r
+# that ran ahead, the one at work, and the r whose W is to come: p on every rank, as on 1F1B's rank
+# 0. In bytes it is more. Until I, a stage of four layers keeps five tensors of a micro-batch: each
+# layer's x, and the output. From I to W it keeps eight, each layer's x and g. On the last of four
+# ranks all four micro-batches have done I when the first W begins: 32 tensors. Between its passes
+# 1F1B holds 5 there, and 20 on rank 0.
 
 # %%
 Action = tuple[str, int]  # ("F", "I" or "W", number of the micro-batch); 1F1B has "B" for both
@@ -204,24 +214,27 @@ def unsplit_1f1b(rank: int, p: int, m: int) -> list[Action]:
 #     I3 on to rank 0          (p-1) I                       slots 11 and 12
 #     rank 0's last W          W                             slot 13
 #
-# The sum is a rank's work, m (F + I + W), and what it idles. For the other schedules it is counted
-# in the same way; with no delay the last rank has one W left after I3, and under 1F1B a whole B
-# travels:
+# Of this sum m (F + I + W) is a rank's work. It idles the rest:
+#
+#     (p-1) F  -  p W  +  (p-1) I  +  W   =   (p-1) (F + I - W)
+#
+# Two things change for the other schedules. With no delay the last rank has one W left after I3,
+# instead of p. And under 1F1B no W is left, there or on rank 0, but each hop on the way takes a
+# whole B = I + W:
 #
 #     1F1B idles         (p-1) (F + I + W)      six slots
 #     W at once          (p-1) (F + I)          four
 #     ZB-H1              (p-1) (F + I - W)      two
 #
-# With slots of equal length a third of the bubble remains. (For ZB-H1, m must be large enough: 2p-1
-# always is, and here 4. A W longer than F or I saves no more than the shorter of these two.)
+# With slots of equal length a third of the bubble remains. (For ZB-H1 m must be large enough: 2p-1
+# always is, and in the grid 4. A longer W saves no more than the shorter of F and I.)
 
 # %% [markdown]
 # ## 4. A rank follows its list
 #
 # The loop is that of 1F1B, with one case more. Activations go down to the next rank and gradients
-# up to the one before, each in a process group of its own: NCCL may run all that a rank has started
-# in a group in that order, as in torch 2.15. Then a send that nobody receives yet would hold up
-# what comes after it.
+# up to the one before. Each kind has a process group of its own, so that a send which nobody
+# receives yet does not hold up the other kind.
 
 
 # %%
@@ -273,7 +286,7 @@ def run_step(
 # **Slots** follow from the lists, and `play` finds them. An action starts when its rank has done
 # what stands before it on the list, and what it needs is done: F needs the F of the rank before, I
 # and B need that of the next rank, W its own I. How long a pass takes is assumed, so these rows are
-# "simulated".
+# "simulated". That an order saves real time only the rows of section 6 can show.
 
 # %%
 SLOTS = {"F": 1, "I": 1, "W": 1}
@@ -380,9 +393,9 @@ def check_torchs(device: torch.device) -> None:
 # %% [markdown]
 # ## 6. On GPUs: what a rank idles, by CUDA events
 #
-# The same pipeline, with layers 8,192 wide in bfloat16. What a step takes longer than a rank's own
-# work alone, it idles. F, I and W are timed, too, since W is not exactly as long as they are: that
-# is what section 3 predicts from.
+# The same pipeline, with layers 8,192 wide in bfloat16. A rank idles what a step takes longer than
+# its own work alone. F, I and W are timed, too, since W is not exactly as long as they are. From
+# these times section 3 predicts.
 
 
 # %%
@@ -425,7 +438,8 @@ def check_gpus(device: torch.device, down: dist.ProcessGroup, up: dist.ProcessGr
     f = median_ms(partial(alone, "F"), repeats=6)
     i = median_ms(partial(alone, "FI"), repeats=6) - f
     w = median_ms(alone, repeats=6) - f - i
-    # With F = I = W, 1/5 and 1/13 on two GPUs, and further apart on more
+    # With F = I = W, 1/5 and 1/13 on two GPUs, and further apart on more. `min`: a W that is
+    # longer than F or I saves no more than the shorter of these (section 3)
     lost = {"1F1B": f + i + w, "ZB-H1": f + i - min(f, i, w)}  # by a hop
     for name, order_of in (("1F1B", unsplit_1f1b), ("ZB-H1", zb_h1)):
         bubble = (p - 1) * lost[name] / m  # f, i and w are of m micro-batches
@@ -464,7 +478,8 @@ def draw(path: str, runs: dict[str, list[dict]]) -> None:
 #    passes.
 # 2. Three. Each I comes earlier, and while the last one travels back, ranks 1 to 3 do the W that
 #    they have put off. With 24 slots of work that is 11% of the time instead of 27%.
-# 3. Four, like every rank. Under 1F1B the last rank held one.
+# 3. Four, like every rank. Under 1F1B the last rank held one. In tensors it is 32 instead of 5
+#    (section 2).
 #
 # **Try.** Delaying W on every rank by p-1 gains nothing. No rank waits for rank 0, and now it has
 # four W to do after its last I instead of one: a rank idles six slots again. And rank 0 holds seven
@@ -475,16 +490,16 @@ def draw(path: str, runs: dict[str, list[dict]]) -> None:
 # **Why not zero?** F0 is done on the last rank after p slots, and I0 takes p-1 more through the
 # others to rank 0, which until then has nothing but forwards to do. To fill these slots too it must
 # run ahead by 2p-1 micro-batches and hold them all (ZB-H2, with twice the delay). Then the ranks
-# end one after the other, as they began, and the next step must follow at once: no rank may wait
-# for all others before it, for the norm of all gradients or a check for infinities.
+# end one after the other, as they began, and the next step must follow at once. So no rank may wait
+# for all others before it, neither for the norm of all gradients nor for a check for infinities.
 #
 # **When to use it.** Where micro-batches are few, and the last ranks have memory to spare. Not
-# where m is large compared with p: with m = 64 and p = 4 1F1B idles 4.5%, ZB-H1 1.5%. If
-# activations are recomputed, I recomputes them, and what W needs stays until W: that takes the
-# memory which recomputing was to save.
+# where m is large compared with p: with m = 64 and p = 4 1F1B idles 4.5%, ZB-H1 1.5%. Not with
+# recomputation: I recomputes the activations, and what W needs of them stays until W. That takes
+# the memory which recomputing was to save.
 #
 # **On GPUs** W is seldom as long as I. The products of attention's scores have no weights, so both
-# of their gradients belong to I; for long sequences some holes come back. The paper's authors
+# of their gradients belong to I. For long sequences some holes come back. The paper's authors
 # measure F, I and W, and let a solver order them.
 
 

@@ -16,8 +16,9 @@ visits one of them. All tokens of rank r visit expert r.
 3. A token's scores are 0.4 for expert 0 and 0.3 for expert 1. Expert 1 has a bias of 0.2, for
    choosing only. By what is the chosen expert's output multiplied?
 4. Ranks that read different kinds of text train a model twice: with own counts, and with those of
-   all ranks. A checkpoint holds one bias, rank 0's. Loaded from it, one of the two models has at
-   least twice the other's *excess*, which is imbalance - 1. Which one?
+   all ranks. A checkpoint holds one bias, rank 0's, and all ranks load it. *Excess* is what of an
+   imbalance is above 1. Has the model with own counts about as much excess then as the other, or
+   at least 1.5 times as much?
 
 **Run.**
 
@@ -121,7 +122,8 @@ def imbalance(count_E: torch.Tensor) -> float:
 # DeepSeek-V3 adds a **bias** to each expert's score (Wang et al., 2024), *for choosing only*: the
 # expert's output is weighted by the score without it. After each step the bias of an expert that
 # got more copies than the mean goes down by a fixed amount, the **rate**, and that of one that got
-# fewer goes up by as much.
+# fewer goes up by as much. (DeepSeek-V3 also scales the chosen scores, so that they add up to the
+# same for all tokens. Here they stay as they are.)
 
 
 # %%
@@ -144,15 +146,16 @@ def adjust(bias_E: torch.Tensor, count_E: torch.Tensor, rate: float) -> None:
 # of gradients keeps it equal. With own counts each rank moves its copy its own way, the ranks route
 # by different rules, and what they train is no longer one model. A checkpoint keeps one of them.
 #
-# **The older correction is a loss** (GShard, 2020; Switch, 2021), and needs the same counts. It is
-# added to the model's own loss, times a small coefficient. f_e is expert e's share of all copies,
-# and P_e the mean probability that the router gives it:
+# **The older correction is a loss** (GShard, 2020; Switch, 2021). No question needs it; it stands
+# here since it needs the same counts. It is added to the model's own loss, times a small
+# coefficient. f_e is expert e's share of all copies, and P_e the mean probability that the router
+# gives it:
 #
 #     L  =  E x sum over all experts e of  f_e P_e            1 if all f are equal
 #
-# f_e is a count and has no gradient. P_e has one: it lowers the probability of each expert in
-# proportion to f_e. So f must be that of all ranks. P need not be: L is linear in P, and gradients
-# are averaged over ranks anyway.
+# f_e is a count and has no gradient. P_e has one, in proportion to f_e. Probabilities add up to 1,
+# so the fuller experts lose what the emptier ones gain. So f must be that of all ranks. P need not
+# be: L is linear in P, and gradients are averaged over ranks anyway.
 
 
 # %%
@@ -165,14 +168,14 @@ def balance_loss(score_NE: torch.Tensor, count_E: torch.Tensor) -> torch.Tensor:
 # %% [markdown]
 # ## 3. Trained on text
 #
-# A small model predicts the next byte of Python's own standard library from the 8 bytes before it:
-# an embedding, a mixture of 8 experts of which a token visits 2, and a head. Its router begins
-# *uneven*, in favor of expert 0. All experts are on every rank here, and tokens stay: lesson 11
-# moves them, and that changes no number.
+# Question 4 needs a training. A small model predicts the next byte of Python's own standard library
+# from the 8 bytes before it: an embedding, a mixture of 8 experts of which a token visits 2, and a
+# head. Its router begins *uneven*, in favor of expert 0. All experts are on every rank here, and
+# tokens stay: lesson 11 moves them, and that changes no number.
 
 # %%
 EXPERTS, K, CONTEXT, D, H = 8, 2, 8, 64, 64
-BATCH = 840  # tokens per step, of all ranks: 1 to 8 ranks divide it
+BATCH = 840  # tokens per step, of all ranks: 1 to 8 divide it, others get parts 1 token apart
 STEPS = 120
 RATE = 0.004  # of the bias; DeepSeek-V3 has 0.001
 COEFFICIENT = 1.0  # of the loss; 0.01 is usual, where there are 100,000 steps to act
@@ -206,8 +209,8 @@ class Model(nn.Module):
 # %% [markdown]
 # Each rank reads a part of its own. The text begins with tables of characters and ends with code,
 # the positions of a step are sorted, and each rank takes the next 1/n of them. One process that
-# takes all of them does the same step. The imbalance of every step is kept, always by the counts of
-# all ranks, whatever the correction sees.
+# takes all of them does the same step. In `train` the line that matters is `count_E = ...`: whose
+# counts the correction sees. The imbalance that is kept is always by the counts of all ranks.
 
 
 # %%
@@ -318,6 +321,7 @@ def check_one_process(device: torch.device) -> None:
     adjust(bias_E, count_E, RATE)
 
     score_ME = (x_MD @ weight_ED.T).softmax(dim=1)
+    # Without a bias the chosen experts are those whose score reaches the K-th highest.
     second_M1 = score_ME.detach().sort(dim=1).values[:, [-K]]
     share_E = (score_ME >= second_M1).double().mean(dim=0) / K
     expected = EXPERTS * (share_E * score_ME.mean(dim=0)).sum()
@@ -331,10 +335,12 @@ def check_one_process(device: torch.device) -> None:
 # %% [markdown]
 # **The trainings.** The bias trains with own counts and with those of all ranks; the loss, to
 # compare, with those of all ranks. What a model learns varies with seed and text, so these rows
-# have room. Of the imbalance 1 is due, and what is above it is **excess**. *Saved* is the imbalance
-# on new text of all ranks, if every rank loads the checkpoint that rank 0 wrote. How far experts
-# have specialized is told by the first rank, with tables, and the last one, with code: the share of
-# copies that would have to go to other experts for both to send the same to each.
+# have room. Two columns of the table:
+#
+# - *Saved* is the imbalance on new text of all ranks, if every rank loads rank 0's checkpoint.
+# - *Ranks differ by* tells how far experts have specialized. It compares the first rank, which has
+#   tables, with the last one, which has code: the share of copies that would have to go to other
+#   experts for both to send the same to each.
 
 
 # %%
@@ -399,17 +405,16 @@ def tables_and_code(path: str | None) -> bytes:
 #    uneven.
 # 2. 0.02. On rank 0 the expert got too many in each step, on rank 1 too few. With the counts of all
 #    ranks nothing moves.
-# 3. 0.3. The biased score, 0.5, wins against 0.4, and is then forgotten. With 0.5 the bias would
-#    change what the model computes, and no gradient knows of it.
-# 4. The one with own counts. While it trained, each rank was even by a bias of its own, so the
+# 3. 0.3. The biased score, 0.5, wins against 0.4, and is then forgotten: the bias decides which
+#    expert computes, and not how much its output counts.
+# 4. At least 1.5 times as much. While it trained, each rank was even by a bias of its own, so the
 #    imbalance over all ranks looked as good. With rank 0's bias the other ranks' text is uneven.
 #
-# Look at the table. All three runs go from 3.3 to about 1.2, and their predictions are within 0.02
-# nats: at this size neither what own counts do to the prediction can be seen, nor a difference
-# between bias and loss. The last column tells. With the counts of all ranks, tables and code go to
-# different experts for about a sixth of their copies. With own counts hardly any of that is left.
-# Qiu et al. (2025) found the same for the loss in models of billions of parameters, whose
-# predictions were worse with own counts.
+# Look at the table. In all three runs the imbalance falls alike, and at this size the predictions
+# are equally good: neither curve shows what own counts have done. The last column does. With the
+# counts of all ranks, tables and code go to different experts for a part of their copies. With own
+# counts at most a quarter of that is left. Qiu et al. (2025) found the same for the loss in models
+# of billions of parameters, whose predictions were worse with own counts.
 #
 # **Try.** With own counts always, the last three claims fail, and no other. Every curve is as good
 # as before. With `-=` full experts are made fuller, by own counts and by all: *bias: experts with
@@ -417,8 +422,9 @@ def tables_and_code(path: str | None) -> bytes:
 # both biases go the wrong way, and are as far apart.
 #
 # **Where it bites.** DDP copies rank 0's buffers to all ranks before each forward
-# (`broadcast_buffers`). A bias that is a buffer is then equal on all ranks, and follows rank 0's
-# tokens alone. With gradient accumulation the counts of all micro-batches belong together too.
+# (`broadcast_buffers`). With own counts a bias that is a buffer is then equal on all ranks, and
+# follows rank 0's tokens alone. With gradient accumulation the counts of all micro-batches belong
+# together too.
 #
 # **On GPUs**, where this has not been run, a layer waits for the imbalance of its own micro-batch,
 # and some of that is chance. If Qwen3's 128 experts, 8 per token, were drawn at random, a sequence

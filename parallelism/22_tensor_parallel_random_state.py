@@ -7,8 +7,9 @@ and which must each rank draw apart? No mistake raises an error.
 
 **Predict**, and write it down before you run. Four ranks share an MLP of 384 hidden features.
 
-1. All ranks call `torch.manual_seed(0)`. Then each draws the weights of its 96 features, and their
-   dropout masks. After ten steps of training, how many of the 384 features are distinct?
+1. Each rank draws the weights of its 96 features, and their dropout masks, from a generator. By
+   mistake all ranks seed it alike. After ten steps of training, how many of the 384 features are
+   distinct?
 2. An **adapter**, a small layer in front of the MLP, is not split: each rank has a copy. By mistake
    each draws its copy from a seed of its own. After ten steps of plain SGD, how many times as far
    apart are two copies as they were at the start?
@@ -80,10 +81,12 @@ STD = 0.125  # of initial values: 1 / sqrt(D)
 #     drawn alike    adapter     the mask after g
 #     drawn apart    up, down    the mask after GELU
 #
-# (What goes into g is of a third kind, a **partial sum**. Nothing is drawn there.) So a rank needs
-# two generators of random numbers: torch's own, which all ranks seed alike, and one that each rank
-# seeds with its number. The seeds are those of Megatron-LM, which has a third generator for experts
-# besides, and gives each stage of a pipeline seeds of its own.
+# So a rank needs two generators of random numbers: torch's own, which all ranks seed alike, and one
+# that each rank seeds with its number. The seeds are those of Megatron-LM, which has a third
+# generator for experts besides, and gives each stage of a pipeline seeds of its own.
+#
+# f does nothing forward, and backward adds up the ranks' gradients. g adds up the ranks' outputs
+# forward, and does nothing backward (06_tensor_parallel.py; their code stands at the end).
 
 
 # %%
@@ -114,17 +117,16 @@ class Part(nn.Module):
         nn.init.normal_(self.down, std=STD, generator=split)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        x_TD = CopyToRanks.apply(F.linear(x_TD, self.adapter))  # f
+        x_TD = CopyToRanks.apply(F.linear(x_TD, self.adapter))  # f: backward a sum
         hidden_Te = dropout(F.gelu(F.linear(x_TD, self.up)), self.split)
-        y_TD = ReduceFromRanks.apply(F.linear(hidden_Te, self.down))  # g
+        y_TD = ReduceFromRanks.apply(F.linear(hidden_Te, self.down))  # g: forward a sum
         return dropout(y_TD)
 
 
 # %% [markdown]
-# (f and g are those of 06_tensor_parallel.py, and stand at the end.) `F.dropout`, and the dropout
-# inside a fused attention kernel, draw from torch's own generator and take no other. Megatron-LM
-# therefore swaps *states*: inside `with get_cuda_rng_tracker().fork():` torch's own generator is in
-# the state of the second one.
+# `F.dropout`, and the dropout inside a fused attention kernel, draw from torch's own generator and
+# take no other. Megatron-LM therefore swaps *states*: inside `with get_cuda_rng_tracker().fork():`
+# torch's own generator is in the state of the second one.
 
 # %% [markdown]
 # ## 2. How it is measured
@@ -137,6 +139,8 @@ class Part(nn.Module):
 #     RANK           2718 + RANK          what is copied is drawn apart  (question 2)
 #
 # How many hidden features have weights of their own then, and are the copies of the adapter one?
+# The seeds of the table hold while a part is drawn. For the steps after that, `trained` seeds
+# torch's own generator alike in all three cases, so that masks after g are right in each.
 
 
 # %%
@@ -168,7 +172,7 @@ def trained(split: torch.Generator) -> tuple[Part, torch.Tensor]:
     """Draw a part and train it for ten steps; return it, and its adapter as it was drawn."""
     part = Part(split)
     start_DD = part.adapter.detach().clone()
-    torch.manual_seed(1)  # whatever the part was drawn from, masks after g are alike from here on
+    torch.manual_seed(1)  # masks after g are alike in all three cases
     x_TD, goal_TD = batch(split.device)
     optimizer = torch.optim.SGD(part.parameters(), lr=0.005)
     for _ in range(10):
@@ -184,15 +188,18 @@ def distinct_features(part: Part) -> int:
 
 
 def check_initial_values(device: torch.device) -> None:
+    # The first row of the table:
     part, _ = trained(seed_generators(0, device))
     claim("two generators: distinct hidden features", E, distinct_features(part))
     claim("two generators: places alike in two adapters", 1, alike_next_rank(part.adapter))
 
+    # The second row:
     torch.manual_seed(0)
     part, _ = trained(torch.Generator(device).manual_seed(2718))  # the mistake: no RANK
     distinct = distinct_features(part)
     claim("split drawn alike: distinct hidden features", E // WORLD_SIZE, distinct, question=1)
 
+    # The third row: the second generator is as in the first, torch's own is seeded once more.
     split = seed_generators(0, device)
     torch.manual_seed(RANK)  # the mistake: a RANK
     part, start_DD = trained(split)
@@ -229,10 +236,9 @@ def check_masks(device: torch.device) -> None:
 
 
 # %% [markdown]
-# **DTensor** knows what is split and what is copied. On GPUs it needs one seed: all ranks keep the
-# same state, and for a split tensor each rank draws from an offset of its own. On a CPU mesh it
-# warns, and lets each rank draw its part from torch's generator: with one seed for all, the mistake
-# of question 1.
+# **DTensor** knows what is split and what is copied. On GPUs one seed for all is right: for a split
+# tensor each rank draws from an offset of its own. On a CPU mesh it only warns, and with one seed
+# makes the mistake of question 1. There, draw the whole and hand it to `distribute_tensor`.
 
 
 # %%
@@ -297,11 +303,12 @@ def check_one_process(device: torch.device) -> None:
 # ## What you should have seen
 #
 # 1. 96. Every rank has the same weights, drops the same, computes the same features and gets the
-#    same gradients: an MLP of 96 features, computed four times. And its output is too large at the
-#    start: four equal summands give four times one of them, four independent ones only about twice.
+#    same gradients: an MLP of 96 features, computed four times. (Other masks would have led to
+#    other gradients, and to 384 features.) And its output is too large at the start: four equal
+#    summands give four times one of them, four independent ones only about twice.
 # 2. One. The sum in f makes the gradients equal, so all copies move by the same steps, and nothing
-#    draws them together. Each rank's features learn behind an adapter of their own. No single
-#    process could run that model, and a checkpoint that keeps one copy loads another model.
+#    draws them together. Each rank's features learn behind an adapter of their own. That is no
+#    longer a model with one adapter, and a checkpoint that keeps one copy loads another model.
 # 3. 0.82: both drop in 0.1**2 of the places, and both keep in 0.9**2. Drawn alike, they would agree
 #    everywhere: feature j of every rank dropped together, and 384 features with 96 masks.
 #
@@ -317,17 +324,18 @@ def check_one_process(device: torch.device) -> None:
 # the whole tensor and keep its part, layer by layer; Megatron-LM's `--use-cpu-initialization` does.
 # A model without dropout, as most large ones today, draws nothing once it is loaded.
 #
-# **Where it bites.** A rank that draws one number more than the others from torch's own generator,
-# to print a sample for example, has other copied masks from then on. A rank that draws its part of
-# `down` as an `nn.Linear(96, 64)` draws for 96 inputs, though the whole has 384: sqrt(4) = 2 times
-# too wide. A standard deviation that does not depend on the layer's size, as here and in GPT-2,
-# avoids that. Activation recomputation must draw the same masks again: `torch.utils.checkpoint`
-# puts torch's own generator back by itself, the second one only by a `context_fn` of yours. And
-# sequence parallelism splits by tokens what is copied here: there the mask after g is drawn apart.
+# **Where it bites.** Three places:
 #
-# **It has happened.** Megatron Bridge drew LoRA's weights by the size of a rank's part: on 4 ranks
-# 1.98 times too wide, and the loss after training was 0.013 off that of one rank; on 8 ranks 0.021
-# (issue 5840 and pull request 5843, 2026).
+# - A rank that draws one number more than the others from torch's own generator, to print a sample
+#   for example, has other copied masks from then on.
+# - Initial values whose width depends on the layer's size see the size of the part. An
+#   `nn.Linear(96, 64)` for a rank's part of `down` draws for 96 inputs, though the whole has 384:
+#   sqrt(4) = 2 times too wide. Megatron Bridge drew LoRA's weights so (issue 5840, 2026).
+# - Activation recomputation must draw the same masks again. `torch.utils.checkpoint` puts torch's
+#   own generator back by itself, the second one only by a `context_fn` of yours.
+#
+# And sequence parallelism splits by tokens what is copied here: there the mask after g is drawn
+# apart.
 #
 # **On GPUs** each GPU has a generator of torch's own, which `torch.manual_seed` seeds. A seed gives
 # other numbers than on a CPU, and DTensor's row is 0. A CUDA graph must know the second generator

@@ -59,8 +59,8 @@ from torch.utils.flop_counter import FlopCounterMode
 RANK = int(os.environ.get("RANK", "0"))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
-# Shapes: T tokens, D model width, W width of an expert, E experts, K experts per token, H heads of
-# queries, G heads of keys and values, C numbers of a head, R rows of one expert.
+# Shapes: D model width, W width of an expert, E experts of a layer, K experts per token. Section 5
+# has T tokens, R rows of one expert, H heads of queries, G of keys and values, C numbers of a head.
 
 # %% [markdown]
 # ## 1. One sum, three numbers of experts
@@ -68,8 +68,8 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 # A matrix of a dense model is stored once and multiplied with every token. In a mixture of experts
 # the two come apart: E experts are stored, and a token is multiplied with K of them. On one of n
 # GPUs that deal out the experts (**expert parallelism**, EP) there are E / n. All three counts are
-# one sum, with another number of experts in it. V is the vocabulary, and an expert is three
-# matrices, as in a Llama's MLP:
+# one sum, with another number of experts in it. A is what attention has, V the vocabulary, and an
+# expert is three matrices of D x W, as in a Llama's MLP:
 #
 #                                 stored      used by a token     on a GPU, EP n
 #     per layer   attention       A           A                   A
@@ -78,9 +78,9 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 #     once        embedding       V D         looked up: none     V D
 #                 head            V D         V D                 V D
 #
-# Vectors, such as those of norms, are left out: some millionths of all. DeepSeek-V3 differs in two
-# points. Each mixture has a **shared** expert, which every token visits besides its K. And three
-# layers are **dense**, with one MLP for all tokens.
+# Vectors, such as those of norms, are left out: some millionths of all. (The last three numbers of
+# `Shape` are for DeepSeek-V3, in sections 3 and 6. Each of its mixtures has a **shared** expert,
+# which every token visits besides its K, and three layers are **dense**, with one MLP.)
 
 
 # %%
@@ -90,10 +90,10 @@ class Shape(NamedTuple):
     layers: int
     hidden: int  # D
     attention: int  # A: parameters of one layer's attention
-    attended: int  # products per pair of tokens: query heads x (width of key + of value)
-    expert: int  # W
-    experts: int  # E, of a layer
-    k: int  # K
+    attended: int  # products per pair of tokens, see section 2: heads x (width of key + of value)
+    expert: int  # W: how wide one is
+    experts: int  # E: how many a layer has
+    k: int  # K: how many a token visits
     vocab: int  # V
     shared: int = 0  # experts of a layer that every token visits besides
     dense: int = 0  # layers with one MLP for all tokens
@@ -119,7 +119,7 @@ def used(m: Shape) -> float:
 
 # %%
 SEQUENCE = 4096
-HEADS, KV_HEADS, WIDTH = 32, 4, 128  # of Qwen3-30B: H, G, C
+HEADS, KV_HEADS, WIDTH = 32, 4, 128  # of Qwen3-30B's attention: H, G, and the width of a head, C
 QWEN3_30B = Shape(
     layers=48,
     hidden=2048,
@@ -170,19 +170,21 @@ def flops_per_token(m: Shape, sequence: int) -> float:
 # **MFU**, the model FLOPs utilization, is tokens per second times FLOPs per token, over the GPU's
 # peak. It asks which part of the machine did work that the model needs. An expert that a token does
 # not visit is no such work. If it counted, MFU would rise with every expert that one adds and
-# nobody visits. NVIDIA reports 45,275 tokens per second on a GB300 for Qwen3-30B, in 8 bits, where
-# the peak is about 5,000 TFLOP/s. With the FLOPs of section 2 that is an MFU of 21%. With the
-# experts that are not visited it would be 169%.
+# nobody visits.
 
 # %% [markdown]
 # ## 5. How it is measured
 #
-# One layer of Qwen3-30B in full size, its experts dealt out over the ranks, and PyTorch's counter
-# of FLOPs, which adds up each product of matrices, forward and backward. A router of the real width
-# routes 4,096 tokens first, so each expert computes as many rows as have really chosen it. From
-# there on tensors are on PyTorch's *meta* device: they have shapes, and neither values nor memory.
-# That is all the counter looks at, and a model of 30 billion parameters costs nothing. What makes
-# no product of matrices (norms, mask, rotation by position) is left out.
+# What is held against the sum of section 1 is one layer of Qwen3-30B in full size, as PyTorch
+# modules, with its experts dealt out over the ranks. PyTorch's counter of FLOPs adds up all
+# products of matrices in it, forward and backward, and `numel` counts what a rank holds. A router
+# of the real width routes 4,096 random tokens first, so each expert computes as many rows as have
+# chosen it. That is uneven, but the sum is fixed: each token chooses 8.
+#
+# From there on tensors are on PyTorch's *meta* device: they have shapes, and neither values nor
+# memory. That is all the counter looks at, and a model of 30 billion parameters costs nothing. So
+# these rows say that the sum is the model's. They measure neither bytes on a GPU nor its time. What
+# makes no product of matrices (norms, mask, rotation by position) is left out.
 
 
 # %%
@@ -312,10 +314,11 @@ def check_layer(m: Shape, device: torch.device) -> None:
 # %% [markdown]
 # ## 6. Three models against what is published
 #
-# *Stored* is held against the checkpoints. NVIDIA reports tokens per second and TFLOP/s, so their
-# quotient is FLOPs per token (Megatron-Bridge's performance pages, sequences of 4,096 tokens): here
-# the median of some rows, since they are rounded. NVIDIA leaves the router out, about 0.3% of a
-# token's work, and so do these rows. *Used* is what is left of NVIDIA's FLOPs without the scores.
+# No question needs this section: it holds the sum against the figures of others. *Stored* is held
+# against the checkpoints. NVIDIA reports tokens per second and TFLOP/s, so their quotient is FLOPs
+# per token (Megatron-Bridge's performance pages, sequences of 4,096 tokens): here the median of
+# some rows, since they are rounded. NVIDIA leaves the router out, about 0.3% of a token's work, and
+# so do these rows. *Used* says the same once more: that figure without the scores, divided by 6.
 #
 # DeepSeek-V3's attention makes queries, and keys and values, out of narrow **latents**, 1,536 and
 # 512 wide. A key has 128 numbers from the latent and 64 for its position, which all heads share.
@@ -384,18 +387,21 @@ def check_published() -> None:
 # 2. 47%: 10.9 of 23.1 GFLOPs. So experts are 95% of what is stored, and less than half of the work.
 #    For Qwen3-235B the share is 57%, for DeepSeek-V3 49%, or 55% with its shared expert.
 # 3. 8.79 billion: a quarter of the 28.99 in experts, and all of the other 1.54. With 16 bytes each
-#    in training, that is 141 GB. An H100 has 80: it takes EP 8 or more, and ZeRO besides.
-# 4. 8.07 times: 186 instead of 23.1 GFLOPs per token. A run at a good 40% would report 323%.
+#    in training, that is 141 GB. An H100 has 80 GiB, or 86 GB. With EP 8 it would be 83 GB, which
+#    leaves next to nothing for activations, and with EP 16 54 GB.
+# 4. 8.07 times: 186 instead of 23.1 GFLOPs per token. NVIDIA reports 45,275 tokens per second on a
+#    GB300, in 8 bits, where the peak is about 5,000 TFLOP/s. That is an MFU of 21%. With
+#    all experts it would be 169%.
 #
 # **Try.** With the embedding counted as used, questions 1, 2 and 4 fail, and 3 does not, since
 # memory holds the embedding anyway. If every expert computes all tokens, the same three fail, and
 # memory again does not notice: it holds an expert whether it is visited or not.
 #
-# **On GPUs** the counts are the same, and time is not. Experts of few rows reach a smaller part of
-# the peak than one large product, and the all-to-alls are no FLOPs at all. In one release of
-# NVIDIA's tables, on the same eight GB300 in 8 bits, a dense Llama 3 8B has an MFU of 39%, and
-# Qwen3-30B one of 13%; in a later release it was 21%. So compare mixtures with dense models by
-# quality per GPU-hour, not by MFU. Nothing here was run on several GPUs.
+# **On GPUs** the counts are the same, and time is not. Of 4,096 tokens an expert gets 256 rows on
+# average, 4,096 x 8 / 128. Products of so few rows reach a smaller part of the peak than one large
+# product, and the all-to-alls are no FLOPs at all. In one release of NVIDIA's tables, on the same
+# eight GB300 in 8 bits, a dense Llama 3 8B has an MFU of 39%, and Qwen3-30B one of 13%; in a later
+# release it was 21%. So compare mixtures with dense models by quality per GPU-hour, not by MFU.
 #
 # **When which number.** FLOPs, speed and MFU: used. Memory and checkpoints: stored, or held. What
 # inference reads per step lies between: one token reads 8 of a layer's 128 experts, and a hundred
@@ -403,8 +409,7 @@ def check_published() -> None:
 #
 # **Conventions.** "6N" with N the parameters used leaves out the scores, 21% of Qwen3-30B's FLOPs
 # at 4,096 tokens. The whole matrix of scores instead of its half would make 27.9 GFLOPs of 23.1.
-# Recomputation is not in MFU either (it is in HFU). DeepSeek-V3 trains with a module that predicts
-# a second token, and NVIDIA's newer figures have it: one layer, a projection, and the head again.
+# Recomputation is not in MFU either (it is in HFU).
 
 
 # %%

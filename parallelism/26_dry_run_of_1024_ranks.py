@@ -15,8 +15,8 @@ any GPU is rented, whether a rank makes the calls and holds the shards that the 
    no error shows. How many all-gathers does a dry run count now?
 4. The axes of the mesh are named in the wrong order, tp outermost. On how many nodes do the 8 ranks
    of a tp group lie?
-5. Rank 0 alone averages a loss over all ranks, to log it. A real run hangs. How many calls does a
-   dry run of rank 517 count more than for the right program?
+5. Rank 0 alone averages a loss over all ranks, to log it. No other rank makes that call, so a real
+   run hangs. How many calls does a dry run of rank 517 count more than for the right program?
 
 **Run.**
 
@@ -73,9 +73,10 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 # %% [markdown]
 # ## 1. A group that moves nothing
 #
-# A rank of a large job is an ordinary process. What it holds and sends follows from the program,
-# its rank, and the number of ranks. The other 1,023 matter only because it waits for them. PyTorch
-# has a group that never waits, named "fake". With it one process is rank 517 of 1,024:
+# A rank of a large job is an ordinary process. If no value decides what it calls, then all that it
+# holds and sends follows from the program, its rank, and the number of ranks. It only has to wait
+# for the other 1,023. PyTorch has a group that never waits, named "fake". With it one process is
+# rank 517 of 1,024:
 #
 #     with pretended(517, 1024):
 #         x = torch.ones(1)
@@ -108,9 +109,16 @@ def pretended(rank: int, world_size: int) -> Iterator[contextlib.AbstractContext
 # ## 2. Count the calls
 #
 # FSDP and DTensor call collectives that one does not see in the program. All of them pass torch's
-# dispatcher, and there `Watch` notes them: the operation, the bytes of the larger one of input and
-# output (of an all-gather, the whole), and the ranks of the group. (`ranks_of` finds the ranks;
-# it stands in section 6.)
+# dispatcher, as functions with names such as
+#
+#     c10d::_allgather_base_            FSDP's all-gather
+#     _c10d_functional::all_reduce      DTensor's all-reduce
+#
+# There `Watch` notes three things: the operation, the bytes of the largest tensor that the function
+# is handed, and the ranks of the group. (torch's own `CommDebugMode` counts operations; it does not
+# tell the ranks.) FSDP hands over the output too, so of its all-gathers the whole is counted. A
+# functional all-gather returns its output: if your program has one, as with sequence parallelism,
+# `Watch` has to look at what `function` returns as well. `ranks_of` stands in section 6.
 
 
 # %%
@@ -130,7 +138,7 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if DTensor in types:
             return NotImplemented  # its local tensors come by here in a moment
-        name = function._schema.name.replace("_", "")  # of an all-gather: c10d::allgatherbase
+        name = function._schema.name.replace("_", "")  # c10d::allgatherbase, c10dfunctional::...
         for operation in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"):
             if "c10d" in name and operation.replace("_", "") in name:
                 sizes = [x.nbytes for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
@@ -198,9 +206,21 @@ def train_step(model: nn.Module, T: int, D: int, share: float = 1 / MICRO_BATCHE
 #                  a reduce-scatter of their gradients, after its backward pass
 #     along tp     an all-reduce of (T, D), what `down` gives, and one backward, before `up`
 #
-# and it holds 1/1,024 of all parameters. All numbers take 4 bytes.
+# and it holds 1/1,024 of all parameters. All numbers take 4 bytes. (In bfloat16 all bytes below are
+# half as many.)
 #
-# **The count.** `count` builds the model, puts it on the mesh, and does a step under `Watch`.
+# **The count.** This is a whole dry run:
+#
+#     with pretended(517, 1024) as weightless:
+#         mesh = make_mesh("cpu", fsdp=128, tp=8)
+#         with weightless:
+#             model = nn.Sequential(DenseLayer(D), DenseLayer(D))
+#         put_on_mesh(model, mesh)
+#         with weightless, Watch() as watch:
+#             train_step(model, T, D)
+#
+# Then `watch.calls` is the list. The code below does the same. `count` takes the mesh, the sizes,
+# and what section 5 exchanges as arguments; `dry_run` gives it a world.
 
 # %%
 FSDP, TP = 128, 8
@@ -240,8 +260,8 @@ def dry_run(rank: int, axes: dict[str, int] = MESH, **program: Callable) -> Foun
 
 
 # %% [markdown]
-# Each call of `dry_run(517)` is one line. The first micro-batch has eight, and the lesson prints
-# them; two more micro-batches make the same ones:
+# What `dry_run(517)` finds is printed, one line per call. The first micro-batch has eight calls,
+# and the two others make the same ones:
 #
 #     all_gather      1.074 GB   5 13 21 ... 1021     layer 0 forward: its parameters,
 #     all_reduce      0.134 GB   512 513 514 ... 519      what `down` gives
@@ -267,12 +287,14 @@ def show(found: Found) -> None:
 # ## 5. Four mistakes
 #
 # Does a dry run find anything? We plant four mistakes, one at a time. None of them raises an error.
+# Each program gets a dry run, whose calls are compared with those of the right program.
 #
 # - Layers are freed after the forward pass: `reshard_after_forward` is left as it is by default.
 # - The mesh has tp outermost.
 # - The losses of the micro-batches are added instead of averaged.
-# - Rank 0 logs, and all-reduces for it while the others do not. A real run hangs: with gloo in that
-#   call, with NCCL where rank 0 next waits for its GPU.
+# - Rank 0 logs, and all-reduces over all ranks for it, while the others do not. It waits for a call
+#   that never comes, and the others then wait for it. (If they did call all-reduce on that group
+#   later, rank 0's call would pair with that one: no hang yet, but wrong values.)
 #
 # A process has one world at a time, so all dry runs come before our ranks meet. Each of our ranks
 # plays another rank of the 1,024; rank 0 plays 517.
@@ -311,8 +333,9 @@ def dry_runs() -> tuple[dict[str, Found], float]:
 # %% [markdown]
 # ## 6. How it is measured
 #
-# Calls are sorted by ranks, since a mesh in the wrong order has the right names. Rows of the 1,024
-# ranks are marked simulated: the program is real, and its world is not.
+# Calls are told apart by the ranks of their group, not by the name of its axis: a mesh in the wrong
+# order has the right names. Rows of the 1,024 ranks are marked simulated: the program is real, and
+# its world is not.
 
 
 # %%
@@ -405,18 +428,23 @@ def check_real_ranks(runs: dict[str, Found], device: torch.device) -> None:
 # 3. 12: each layer is gathered again for its backward pass. In a real run this costs time and saves
 #    memory, and changes no number, so nobody looks for it.
 # 4. Eight: each rank of the group is on another node, and every all-reduce of activations crosses
-#    the network. Number and bytes of calls are right; only the ranks tell. A test on one node costs
-#    the same either way, so its time does not tell.
+#    the network. Number and bytes of calls are right; only the ranks tell. On one node both orders
+#    are equally fast, so a test there does not tell either.
 # 5. None: rank 517 does what it should. Played as rank 0 the same program has one call more. So
 #    play a rank of each kind (the first, the last, one per stage of a pipeline), and compare.
 #
-# **Try.** With `reshard_after_forward=True` the all-gathers, their GB and those of the real ranks
-# fail. With tp outermost the plan names none of the groups that are called. Seven rows fail: six of
-# the two axes, and *any other group*. The parameters held are as many.
+# **Try.** With `reshard_after_forward=True` three rows fail: the all-gathers, their GB, and the
+# all-gathers of the real ranks. With tp outermost the calls are along groups that are not in the
+# plan. Seven rows fail: six of the two axes, and *any other group*. The parameters held are as
+# many.
 #
 # **What a dry run cannot tell.** Time; values, since added losses make the same calls; whether the
 # ranks agree, unless you play those that differ. Nor is the peak of memory counted here. What it
-# **costs** is in the line above the rows: seconds, and little memory for 17 GB of parameters.
+# **costs** is in the line above the rows: seconds per run, and less than 1 GB of memory for 17 GB
+# of parameters.
+#
+# **Your own program** must take its device from outside, as ours takes the mesh's, and not write
+# `cuda`. A kernel of your own needs a version for fake tensors (`torch.library.register_fake`).
 #
 # **On GPUs** the dry runs stay on the CPU. The real ranks use NCCL, so the last row compares CUDA's
 # calls with the CPU's, one by one. It was not run there: until you have seen it pass on two GPUs of

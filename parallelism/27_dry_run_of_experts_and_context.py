@@ -6,13 +6,14 @@
 
 **Predict**, and write it down before you run. The model is a layer of Qwen3-30B in bfloat16: 2,048
 wide, each token goes to 8 of 128 experts. On 1,024 ranks, cp 8 ranks share a sequence of 32,768
-tokens, and ep 16 ranks share the experts.
+tokens, and ep 16 ranks share the experts. The MB of a collective are those of its whole array, of
+which each of n ranks sends (n-1)/n.
 
 1. Parameters are sharded as far as possible. Into how many shards are those of attention cut?
 2. And the matrices of one expert?
 3. Each of a rank's tokens is sent to its 8 experts, and comes back; so do the gradients. How many
    MB does rank 517 hand to these four all-to-alls together?
-4. cp becomes 16; sequence and ep stay. How many MB does it hand to all-to-alls now?
+4. cp becomes 16; sequence and ep stay. How many MB does it hand to the all-to-alls now?
 5. cp is 8 again, and ep becomes 32. How many MB now?
 
 **Run.**
@@ -86,7 +87,8 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 #     copies   04 15 26 37          shards of the same experts
 #
 # Megatron calls it parallel folding that experts may have groups of their own, over the same ranks.
-# In code there are four lists of groups.
+# In code there are four lists of groups. (Sections 2 and 3 are a program that uses them. How many
+# MB it sends is section 4, which you may read first.)
 
 
 # %%
@@ -105,8 +107,11 @@ def lines_of(world_size: int, cp: int, ep: int) -> dict[str, list[list[int]]]:
 # ## 2. Every collective goes through one function
 #
 # `call` runs a collective along an axis and notes it: the axis, the operation, and the bytes of the
-# larger one of input and output, which of an all-gather is the whole. Backward, the gradient takes
-# the way back: a reduce-scatter answers an all-gather, an all-to-all answers an all-to-all.
+# larger one of input and output. That is the whole array. Of it each of n ranks sends (n-1)/n: an
+# all-gather or a reduce-scatter around a ring, an all-to-all straight to the others.
+#
+# Backward, the gradient takes the way back: a reduce-scatter answers an all-gather, and an
+# all-to-all answers an all-to-all.
 
 
 # %%
@@ -167,8 +172,9 @@ class Collective(torch.autograd.Function):
 # ## 3. One layer on these groups
 #
 # **Attention, along cp.** A rank has t tokens of a sequence. It gathers the keys and values of all
-# T tokens, and its queries attend to those that come before them. (Rotation by position is left
-# out.)
+# T tokens, and its queries attend to those that come before them. The sequence is cut in order, so
+# a later rank has more before it; zig-zag order evens this out (lesson 10), and sends as much.
+# (Rotation by position is left out.)
 
 
 # %%
@@ -205,6 +211,15 @@ def attend(q_thK: torch.Tensor, kv_t2gK: torch.Tensor, mesh: Mesh) -> torch.Tens
 # **Experts, along ep.** A router chooses experts by values, and a dry run has none. So the routing
 # is given: copy c of a rank's tokens goes to expert c mod E, and each expert gets equally many. The
 # router only weighs what comes back. To dispatch is then to transpose: expert first, token second.
+# With two ranks and four experts, where 2 stands for the rows of rank 0 that expert 2 is to get,
+# and 2' for those of rank 1:
+#
+#                             rank 0           rank 1
+#     copy_ERD, by expert     0  1  2  3       0' 1' 2' 3'
+#     arrived                 0  1  0' 1'      2  3  2' 3'
+#     x_eRD, by expert        0 0'  1 1'       2 2'  3 3'
+#
+# The way home is the same, from the last line to the first.
 
 
 # %%
@@ -270,23 +285,23 @@ def train_layer(m: Model, shards: dict[str, torch.Tensor], x_tD: torch.Tensor, m
 # %% [markdown]
 # ## 4. The plan
 #
-# Each collective comes back as its transpose, so it counts twice; the two all-to-alls of the
-# experts count four times. On 1,024 ranks, with cp 8 and ep 16, and 2 bytes per number:
+# Each collective has its way back, so it counts twice; the two all-to-alls of the experts count
+# four times. On 1,024 ranks, with cp 8 and ep 16, and 2 bytes per number:
 #
-#     axis    ranks  what is handed over                       numbers          times     MB
+#     axis    ranks  the whole array                           numbers          times     MB
 #     fsdp    1,024  attention and router                      19.1 million       2       76.5
 #     copies     64  the rank's 8 experts                      37.7 million       2      151.0
 #     cp          8  keys and values of a sequence: 2 T g K    33.6 million       2      134.2
 #     ep         16  a row of D per copy of a token: t k D     67.1 million       4      536.9
 #
-# Here the two axes meet. The row of ep has t = T / cp in it: it shrinks as **cp** grows. It has no
-# ep in it: wherever the experts lie, a rank sends each copy once. And the row of cp has the whole
-# T: a larger cp does not make it smaller.
+# Here the two axes meet. The row of ep has t = T / cp in it: **the traffic of ep shrinks as cp
+# grows, and not as ep grows.** Wherever the experts lie, a rank sends each copy once. And the row
+# of cp has the whole T: a larger cp does not make it smaller.
 
 
 # %%
 def planned(m: Model, cp: int, ep: int) -> dict[str, float]:
-    """Return how many MB a rank hands over along each axis, forward and backward."""
+    """Return the MB of a rank's collectives along each axis, forward and backward."""
     t = m.T // cp
     numbers = {
         "fsdp": 2 * (2 * m.D * (m.heads + m.kv_heads) * m.K + m.D * m.experts),
@@ -353,8 +368,9 @@ def dry_runs() -> dict[str, Found]:
 
 
 # %% [markdown]
-# Plan and count are compared axis by axis. These rows are marked simulated: the program is real,
-# and its world is not.
+# Plan and count are compared axis by axis. The two rows of shards divide the numbers of all ranks
+# by those of this rank, so they tell how many ranks `lines_of` has put in its group. These rows are
+# marked simulated: the program is real, and its world is not.
 
 
 # %%
@@ -401,6 +417,10 @@ def check_dry_runs(runs: dict[str, Found]) -> None:
 # ranks have cp 2 and ep 2; attention is sharded over all four, and experts over two. Each rank does
 # the layer for real. Its gradients must be those of a reference: the same layer in one process,
 # written without groups, one expert after the other.
+#
+# On this mesh the groups of cp and those of ep are the same pairs. So these rows would not notice
+# if the two were exchanged. The tests of this lesson do the same with cp 2 and ep 4, and with cp 4
+# and ep 2.
 
 
 # %%
@@ -484,8 +504,8 @@ def relative_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
 # 2. 64: rank 517 has the same 8 experts as every 16th rank, and 1,024 / 16 = 64.
 # 3. 537 MB: 4 x 4,096 tokens x 8 copies x 2,048 numbers x 2 bytes. This is the most expensive axis,
 #    four times cp's 134 MB. A 16th of it stays on the rank.
-# 4. 268 MB, half: a rank has half as many tokens. Along cp it hands over 134 MB as before, now for
-#    half the work. The shards stay the same, since the ranks do.
+# 4. 268 MB, half: a rank has half as many tokens. Along cp there are 134 MB as before, now for half
+#    the work. The shards stay the same, since the ranks do.
 # 5. 537 MB as before: as many tokens, as many copies. What is halved is the row of copies, for 4
 #    experts in place of 8, and the memory that gathered experts take.
 #
@@ -502,9 +522,18 @@ def relative_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
 #
 # **On GPUs.** In nodes of 8 the groups of cp 8 stay inside a node. Those of ep 16 lie on two, and
 # half of 537 MB leaves the node: 5 ms per layer over a card of 50 GB/s. The layer's own work is
-# about 5 TFLOP on such a rank, some 12 ms at 400 TFLOP/s. So one hides the all-to-alls behind it,
-# or keeps ep inside the NVLink domain. With cp 16 keys and values cross nodes as well. The dry runs
-# stay on the CPU; the real ranks use NCCL.
+# 4.7 TFLOP per rank on average, some 12 ms at 400 TFLOP/s. An expert cannot begin before its tokens
+# are there, so the all-to-alls hide only behind other work: a second micro-batch, or an expert that
+# all tokens share. Or ep stays inside the NVLink domain. The dry runs stay on the CPU; the real
+# ranks use NCCL.
+#
+# All ranks have that average only in zig-zag order. In the order of this lesson, and with a kernel
+# that skips what the mask hides, the first rank of cp would have 1.8 TFLOP and the last one 7.6,
+# and all would wait for the last. (Our dense mask skips nothing.)
+#
+# **Which cp and ep?** The smallest that fit: cp until the activations of a sequence do, ep until
+# the gathered experts do. A larger cp has the same keys and values gathered for less work. A larger
+# ep saves memory and no traffic. Either one gets slower once it leaves the NVLink domain.
 #
 # **When.** Before a job with several axes is queued, and on each change of its mesh. The tests of
 # this lesson do the same on five axes, with pipeline and tensor parallelism.
