@@ -75,7 +75,8 @@ def block_error(tokens: int, batch: int, heads: int, head: int, sequence: bool) 
 
 
 few = st.integers(1, 3)
-blocks = st.tuples(few, few, st.integers(1, 2), st.integers(1, 5), st.booleans())
+wide = st.integers(2, 5)  # the norm of a model one wide is 0, and its error relative to it 0/0
+blocks = st.tuples(few, few, st.integers(1, 2), wide, st.booleans())
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
