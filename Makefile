@@ -27,7 +27,7 @@ start: .venv/core
 	@echo; echo "=== Training on several ranks: parallelism/01_data_parallelism_ddp.py"; echo
 	@$(BIN)/python parallelism/01_data_parallelism_ddp.py >.venv/start.log || { cat .venv/start.log; exit 1; }
 	@grep -E "^[0-9]+ ranks, |predicted +measured|by hand: accuracy| PASS, " .venv/start.log
-	@echo; echo "You will predict the other rows:  course predict parallelism/01"
+	@echo; echo "The other rows come later: you will predict them first."
 	@echo; echo "=== It works. Now, as README.md says:  . .venv/bin/activate; course predict fundamentals/02"
 
 check: lint .venv/test

@@ -8,20 +8,21 @@ first exchange data, and how does such a job end?
 
 1. A program has ten lines. Every process, a *rank*, puts its own number into a tensor, and an
    all-reduce adds the tensors up. Started as four ranks, 0 to 3, what does each print?
-2. torchrun tells each process by environment variables who it is. How many of them must a process
-   have in order to find the others, and to know which one it is?
+2. torchrun tells each process who it is by some twenty environment variables. How many of these
+   must a process have in order to find the others, and to know which one it is?
 3. torchrun runs on two machines and starts two processes on each. It numbers all four from 0 (the
    *rank*), and on each machine the two from 0 (the *local rank*). Which rank has local rank 1 on
    the second machine?
-4. On CPUs, over gloo, one of four ranks skips the line `dist.all_reduce(x)` and goes on to its next
-   line. How many of the four ranks come past that line?
+4. On CPUs one of four ranks skips the line `dist.all_reduce(x)` and goes on to its next line. How
+   many of the four ranks come past the line that it skips?
 5. One of four ranks dies of an error. The other three are healthy and wait for nobody. How many of
    these three come to the end of their program?
 
-**Run.**
+**Run.** Type one of these lines in this file's folder, or `course run fundamentals/02` in any. The
+ranks use NCCL on 4 GPUs, else gloo.
 
-    torchrun --standalone --nproc-per-node=4 02_launching_processes.py   # NCCL on 4 GPUs, else gloo
-    python 02_launching_processes.py                                     # the same, started for you
+    torchrun --standalone --nproc-per-node=4 02_launching_processes.py
+    python 02_launching_processes.py
 
 Not run on several GPUs.
 
