@@ -10,20 +10,18 @@ On several nodes launch_ddp.sh, next to this file, sets the variable that `join`
 
 **The claim.** Killed at any point and started again with as many ranks, it ends with the same
 weights, bit for bit, on the same kind of machine and the same torch. On **another number of
-ranks** each step still takes the same images, cropped alike, and the mean over all of them: --batch
-counts those of all ranks. Only sums round otherwise, and dropout and batch norm's statistics, which
-are a rank's own, draw and see others. So it is with --micro-batch.
+ranks**, or --micro-batch, a step takes the same images, cropped alike, and their mean: --batch
+counts those of all ranks. Only sums round otherwise; dropout and batch norm, a rank's own, differ.
 
 **It survives**
 - a rank that is killed or raises: torchrun starts all ranks anew, from the last checkpoint;
 - a rank that hangs: the others give up after --timeout seconds, and torchrun starts all anew;
 - SIGTERM, as Slurm sends it before the time limit and launch/aws before a spot node is taken,
-  Ctrl-C, and SIGHUP, when a terminal closes: all ranks end the same step, save, and leave with
-  status 143, 130 or 129. torchrun gives them 30 seconds for that (--shutdown-timeout), in which
-  --listen-every steps and the saving have to fit;
+  Ctrl-C, and SIGHUP, when a terminal closes: all ranks end the same step, save, and leave (status
+  143, 130, 129), if --listen-every steps and the save fit into torchrun's --shutdown-timeout, 30 s;
 - the death of torchrun itself: its ranks see that they are orphans, save, and leave. A new run
   waits until they have left: two never write into one folder;
-- death while a checkpoint is written, and a full disk: the checkpoint before it is still whole;
+- death while a checkpoint is written, and no room for two in a row: the one before is whole;
 - a checkpoint that is cut off, incomplete, or has a bit flipped: it is named, put aside as
   step-N.damaged, and the one before it is used. If none is whole, nothing starts;
 - gradients that are not finite: all ranks stop before that step, and it is not saved.
@@ -32,12 +30,13 @@ are a rank's own, draw and see others. So it is with --micro-batch.
 trains on the CPU where no node has a GPU, or where CUDA_VISIBLE_DEVICES is empty on all nodes.
 
 **It does not survive**
-- a disk that fails to read (not: a file that is damaged): it ends, and puts no checkpoint aside;
+- a disk that fails, or has no room for three saves in a row: it ends, and puts none aside;
 - the loss of the disk. On several nodes all have to share the folder of --checkpoints;
 - wrong arithmetic: a GPU that computes nonsense has it saved with a correct checksum;
 - transforms that draw from numpy or from Python's `random`: an image's seed is torch's alone.
 """
 
+import errno
 import fcntl
 import hashlib
 import io
@@ -76,6 +75,8 @@ PARTS = ("model.pt", "optimizer.pt", "progress.pt")  # the files of a checkpoint
 CHECKSUMS = "checksums.json"  # and the one that vouches for them
 DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOCK_SECONDS = 60  # that orphans of a run before may take to leave
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT}  # why a save may fail, and the run goes on
+MOST_FAILED = 3  # such saves in a row, which end it
 log = logging.getLogger("training")
 
 
@@ -352,6 +353,7 @@ class Trainer:
         scales = args.precision == "float16"  # whose small gradients would else be 0
         self.scaler = torch.amp.GradScaler(device.type, args.loss_scale, enabled=scales)
         self.step, self.batches = 0, None  # the next step, and what is left of its epoch
+        self.failed = 0  # saves in a row
         self.arrange_buckets([train[0], train[1]])
         same = "epochs batch learning_rate warm_up weight_decay clip precision seed"
         self.settings = {name: getattr(args, name) for name in same.split()}
@@ -438,7 +440,7 @@ class Trainer:
         return tuple(counts.tolist())
 
     def save(self, must: bool) -> None:
-        """Write a checkpoint. Where there is no room for it, go on without, unless it `must` be."""
+        """Write a checkpoint. Where there is no room, go on; raise at the third, or if `must`."""
         if self.rank > 0:
             return
         progress = {"step": self.step, "settings": self.settings}
@@ -449,10 +451,13 @@ class Trainer:
             stays = self.args.save_every * self.args.keep_every
             write_checkpoint(self.args.checkpoints, self.step, parts, self.args.keep, stays)
             log.info("step %d is saved", self.step)
+            self.failed = 0
         except OSError as error:
+            self.failed += 1
+            told = f"SAVE FAILED, {self.failed} in a row, and {MOST_FAILED} end the run"
+            log.critical("%s: step %d could not be saved: %s", told, self.step, error)
             remove_leftovers(self.args.checkpoints)  # the room is needed
-            log.error("step %d could not be saved: %s", self.step, error)
-            if must:
+            if must or error.errno not in NO_ROOM or self.failed == MOST_FAILED:
                 raise
 
     def resume(self) -> None:
@@ -527,12 +532,9 @@ def join(precision: str, timeout: timedelta) -> torch.device:
 
 
 def meet() -> None:
-    """Wait for all ranks, by gloo: dist.barrier takes NCCL if it is there, so a zero is added up.
-
-    On CPUs by what has no tensor: an exit while a thread of gloo's lets go of one may abort.
-    """
+    """Wait for all ranks, by gloo: dist.barrier takes NCCL if it is there, so zeros are summed."""
     if dist.get_backend() == "gloo":
-        dist.barrier()
+        dist.barrier()  # has no tensor: an exit while a thread of gloo's lets go of one may abort
     else:
         dist.all_reduce(torch.zeros(1))
 
@@ -557,11 +559,13 @@ def run(trainer: Trainer, stop: Stop) -> None:
             log.info("step %d of %d, loss %.4f", step, trainer.total_steps, loss)
             if writer:
                 writer.add_scalar("loss", loss, step)
+                writer.flush()  # os._exit would lose it
         if step % trainer.sampler.steps == 0:  # before saving: who dies here does it again
             right, seen = trainer.evaluate()
             log.info("epoch %d: %d of %d right", step // trainer.sampler.steps, right, seen)
             if writer:
                 writer.add_scalar("accuracy", right / seen, step)
+                writer.flush()
         if number or last or step % args.save_every == 0:
             trainer.save(must=last)
         if number and not last:
@@ -579,8 +583,8 @@ def main() -> None:
     device = join(args.precision, timedelta(seconds=args.timeout))
     torch.use_deterministic_algorithms(device.type == "cuda", warn_only=True)
     rank = dist.get_rank()
-    level = logging.INFO if rank == 0 else logging.WARNING
-    logging.basicConfig(format=f"[rank {rank}] %(message)s", level=level, stream=sys.stdout)
+    told = f"%(asctime)s {socket.gethostname()} [rank {rank}] %(message)s"
+    logging.basicConfig(format=told, level="WARNING" if rank else "INFO", stream=sys.stdout)
     if rank == 0:
         args.checkpoints.mkdir(parents=True, exist_ok=True)
         lock(args.checkpoints)

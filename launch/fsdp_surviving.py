@@ -1,13 +1,16 @@
-"""Train a GPT with FSDP2, and survive: the complete file to copy. It was never run on GPUs.
+r"""Train a GPT with FSDP2, and survive: the complete file to copy. It was never run on GPUs.
 
-    torchrun --standalone --nproc-per-node=2 --max-restarts=3 fsdp_surviving.py
-    torchrun ... fsdp_surviving.py --size 1b --data tokens.npy --batch 256 --recompute --compile
-    torchrun ... fsdp_surviving.py --weights Meta-Llama-3-8B --data tokens.npy --export mine
+    export PET_MAX_RESTARTS=3 PET_SHUTDOWN_TIMEOUT=600
+    torchrun --standalone --nproc-per-node=2 fsdp_surviving.py
+    torchrun --standalone --nproc-per-node=8 fsdp_surviving.py --size 1b --data tokens.npy \
+      --steps 20000 --warmup 1000 --learning-rate 4e-4 --batch 256 --micro-batch 4 --compile
+    torchrun --standalone --nproc-per-node=8 fsdp_surviving.py --weights Llama-3-8B --recompute \
+      --data tokens.npy --export mine --steps 1000 --learning-rate 1e-5 --batch 64 --micro-batch 1
 
-The model is a Llama: RMSNorm, RoPE, SwiGLU, grouped queries. --data is a row of token numbers, as
-np.save writes it; it is mapped, not read, and shuffled anew in each epoch. Without it, tokens are
-the bytes of Python's own sources. After whatever end, type the same line again, on as many ranks as
-there are now. launch_ddp.sh and slurm.sbatch, next to this file, start it on several nodes.
+The model is a Llama. 125m takes the line of 1b, at 6e-4: usual rates, not tried here. --data is a
+row of token numbers, as np.save writes it, mapped and shuffled anew in each epoch; else the bytes
+of Python's sources. After any end, type the same line again, on as many ranks as there are now.
+launch_ddp.sh, for several nodes, obeys both variables; slurm.sbatch takes RESTARTS, gives 120 s.
 
 **The claim.** Killed at any point and started again, it takes the steps that are left, with the
 samples that are left, each once. On as many ranks, by the same torch, it ends with the same
@@ -16,30 +19,31 @@ additions differs: --batch counts the samples of a step on all ranks together.
 
 **It survives** what ddp_surviving.py does, in the same way: ranks that are killed, raise or hang;
 SIGTERM, Ctrl-C and SIGHUP (status 143, 130, 129), if a step, the save that is under way and one
-more fit into torchrun's --shutdown-timeout; the death of torchrun; a full disk; gradients that are
-not finite. Besides, death in any phase of a save (all ranks write shards into a .tmp folder while
-training goes on; a list of all checksums follows, and at last the folder's name), and a file that
-is cut off, missing, or has a bit flipped: its checkpoint is named, put aside as step-N.damaged, and
-the one before it is used. If none is whole, nothing starts.
+more fit into PET_SHUTDOWN_TIMEOUT (unset: 30 s); the death of torchrun; two saves in a row without
+room (a third, or a save that fails otherwise, ends the run when the next one is due); death in any
+phase of a save (shards, then all checksums go into a .tmp folder while training goes on; at last it
+is renamed); a file that is cut off, missing, or has a bit flipped: its checkpoint is put aside as
+step-N.damaged, and the one before it used. If none is whole, or a disk fails, nothing starts.
 
-**It refuses** a GPU that is missing, bfloat16 that a GPU emulates, and input that does not fit: all
-ranks say why, and leave before any waits for another. It trains on CPUs where no node has a GPU, or
-where CUDA_VISIBLE_DEVICES is empty on all nodes. A disk's error ends the start, renaming nothing.
+**It refuses** a missing GPU, bfloat16 that a GPU emulates, and input that does not fit: all ranks
+say why, and leave. Without a GPU on any node, or with CUDA_VISIBLE_DEVICES=, it trains on CPUs.
 
 **Its limits**
-- A checkpoint made with another batch, number of steps, rate, shape or data is refused; data is
-  known by its length and first million tokens. Load no stranger's: DCP's .metadata is a pickle.
+- A bad batch, whose gradients are not finite, ends the run before its step, at each restart again.
+- A checkpoint of another batch, steps, rate, shape or data is refused. Of data, length and first
+  million tokens are looked at: a bad one later ends the run. Load no stranger's: it has a pickle.
 - All nodes share --checkpoints. A rank's host needs 8 bytes per sample, and for saving its share of
   12 bytes per weight. On NFS the lock of a dead node may be held for its lease, 90 s and more.
-- A rank that hangs while others wait for a save holds them for up to 3600 s, whatever --timeout is.
-- FSDP alone: no tensor, pipeline or context parallelism, no float8, no experts: these need a second
-  mesh in one model, for its sharding, clipping and checkpoints. parallelism/11 of this course has
-  the idea, torchtitan all of it. Logits are whole, and each micro-batch adds up its gradients over
-  the ranks. By arithmetic, 8b wants 8 GPUs of 80 GB and --recompute.
-- Of Llamas the plain ones: no tied embeddings, no scaled RoPE (Llama 3, TinyLlama; not 3.1, 3.2).
-- No dropout, so no random state is saved; no evaluation, tokenizer, or border between documents.
+- A rank that hangs while others save or check holds them for up to 3600 s, whatever --timeout is.
+- FSDP alone: no tensor, pipeline or context parallelism, float8, experts (torchtitan has them). By
+  arithmetic 8b wants 8 GPUs of 80 GB: logits are whole, each micro-batch reduces its gradients.
+- Embedding and lm_head are one unit, gathered till backward ends, overlapping nothing: 2 GB at 8b.
+- Each start draws all weights on each rank, even to overwrite them, and scales none by depth.
+- In a line of the log loss and norm are of its step alone, GB of a GPU since the line before.
+- Plain RoPE, untied weights (Llama 3, not 3.1); no dropout, evaluation, tokenizer, document mask.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -82,7 +86,9 @@ except ImportError:
 CHECKSUMS = "checksums.json"  # {file: its sha256}; a folder without it is no checkpoint
 PROGRESS = "progress.json"  # the step, and what must not change
 LOCK_SECONDS = 60  # that orphans of a run before may take to leave
-SAVE_SECONDS = 3600  # that a rank waits for the others' shards to be written
+SAVE_SECONDS = 3600  # that a rank waits for the others' shards to be written, or hashed
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT}  # why a save may fail, and the run goes on
+MOST_FAILED = 3  # such saves in a row, which end it
 log = logging.getLogger("training")
 
 
@@ -101,7 +107,7 @@ def read_flags() -> Namespace:
     add("--steps", type=int, default=200)
     add("--batch", type=int, default=24, help="samples of a step, on all ranks together")
     add("--micro-batch", type=int, default=2, help="samples that a rank takes at a time")
-    add("--learning-rate", type=float, default=1e-3, help="falls to a tenth by a cosine")
+    add("--learning-rate", type=float, help="falls to a tenth by a cosine; 1e-3 without --weights")
     add("--warmup", type=int, default=20, help="steps in which it rises")
     add("--weight-decay", type=float, default=0.1, help="of matrices; of norms it is 0")
     add("--clip", type=float, default=1.0, help="largest norm of the gradients")
@@ -119,6 +125,9 @@ def read_flags() -> Namespace:
     for name, value in vars(args).items():
         if type(value) is int and value < least.get(name, 1):
             flags.error(f"--{name.replace('_', '-')} must be at least {least.get(name, 1)}")
+    if args.weights and args.learning_rate is None:
+        flags.error("--weights needs a --learning-rate: 1e-5, say; a large one ruins them")
+    args.learning_rate = 1e-3 if args.learning_rate is None else args.learning_rate
     return args
 
 
@@ -190,16 +199,12 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def begin(self, T: int, seed: int, device: torch.device) -> None:
-        """Fill what `to_empty` left as garbage, all weights, and make RoPE's tables.
-
-        A weight has a generator of its own, and a rank takes its rows: on any number of ranks all
-        begin alike. (DTensor's own drawing repeats itself on CPUs.)
-        """
+        """Draw all weights, which are garbage, alike on any number of ranks; make RoPE's tables."""
         K = self.shape.hidden_size // self.shape.num_attention_heads
         turns_P = self.shape.rope_theta ** -(torch.arange(0, K, 2, device=device) / K)
         angles_TP = torch.arange(T, device=device)[:, None] * turns_P
         self.cos, self.sin = angles_TP.cos(), angles_TP.sin()
-        for name, weight in self.named_parameters():
+        for name, weight in self.named_parameters():  # on CPUs DTensor's drawing repeats itself
             whole = torch.ones(weight.shape, device=device)
             if weight.ndim > 1:
                 dice = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
@@ -212,9 +217,8 @@ class GPT(nn.Module):
 def build_model(args: Namespace, shape: Shape, device: torch.device) -> GPT:
     with torch.device("meta"):  # nothing is allocated before it is sharded
         model = GPT(shape)
-    sizes = {"replicas": args.replicas, "shards": dist.get_world_size() // args.replicas}
-    if args.replicas == 1:
-        sizes.pop("replicas")
+    sizes = {"replicas": args.replicas} if args.replicas > 1 else {}
+    sizes["shards"] = dist.get_world_size() // args.replicas
     how = {"mesh": dist.init_device_mesh(device.type, (*sizes.values(),), mesh_dim_names=(*sizes,))}
     # What is gathered and computed, and what is added up; masters, gradients and moments stay
     # float32. Blocks' inputs are not cast: they are bfloat16, and RoPE's tables stay float32.
@@ -285,8 +289,7 @@ class Tokens:
     """Samples of T + 1 tokens of a file, numbered over all epochs: a number is all they need."""
 
     def __init__(self, args: Namespace, shape: Shape) -> None:
-        self.args = args
-        self.T, self.V = args.context, shape.vocab_size
+        self.args, self.T, self.V = args, args.context, shape.vocab_size
         if args.data:
             self.all = np.load(args.data, mmap_mode="r")
         else:
@@ -345,13 +348,15 @@ class Publisher(dcp.FileSystemWriter):
     """Writes step-N.RUN.tmp (an orphan may be writing its own), and names it step-N when whole."""
 
     def __init__(self, final: Path, run: str, progress: dict, args: Namespace) -> None:
-        how = {"per_thread_copy_ahead": 0}  # all is on the host: its thread shall use no GPU
-        super().__init__(final.with_suffix(f".{run}.tmp"), **how)
+        super().__init__(final.with_suffix(f".{run}.tmp"), per_thread_copy_ahead=0)  # uses no GPU
         self.final, self.progress, self.args = final, progress, args
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future:
         """On every rank: its file, flushed, and the checksum next to it."""
-        written = super().write_data(plan, planner)
+        try:
+            written = super().write_data(plan, planner)
+        except RuntimeError as error:  # torch.save's, which hides that of the disk
+            raise (error.__context__ or error) from None
         for name in {result.storage_data.relative_path for result in written.value()}:
             sync(self.path / f"{name}.sum", checksum(self.path / name))
         return written
@@ -391,13 +396,13 @@ def damage_in(path: Path) -> str | OSError:
     return ""
 
 
-def newest_whole(folder: Path) -> Path | None:
+def newest_whole(folder: Path, group: dist.ProcessGroup | None = None) -> Path | None:
     """The newest checkpoint that is as it was written: rank 0 lists them, all ranks read."""
     told = [checkpoints_in(folder), [*folder.glob("step-*.damaged")]]
     dist.broadcast_object_list(told, src=0)  # rank 0 decides for all
     for path in told[0]:
         found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, damage_in(path))
+        dist.all_gather_object(found, damage_in(path), group)
         if errors := [error for error in found if isinstance(error, OSError)]:
             raise ValueError(f"{path} cannot be read, and may be whole: {errors[0]}")
         if not any(found):
@@ -469,9 +474,10 @@ class Trainer:
         self.step, self.ready = 0, None  # the next step, and its samples, as they are read
         # Saving has a group of its own, since it goes on while the training's is in use.
         self.background = dist.new_group(backend="gloo", timeout=timedelta(seconds=SAVE_SECONDS))
-        pinned = device.type == "cuda"
-        self.stager = DefaultStager(StagingOptions(pinned, False, False, pinned))
-        self.saving, self.saved = None, -1  # what is being written, and of which step
+        how = {"use_shared_memory": False, "use_async_staging": False}
+        how |= dict.fromkeys(["use_pinned_memory", "use_non_blocking_copy"], device.type == "cuda")
+        self.stager = DefaultStager(StagingOptions(**how))
+        self.saving, self.saved, self.failed = None, -1, 0  # the save, its step, failures in a row
 
     def read(self, step: int) -> tuple[torch.Tensor, ...]:
         """This rank's micro-batches of a step: -100, which cross_entropy ignores, fills them up."""
@@ -532,28 +538,30 @@ class Trainer:
         path = self.args.checkpoints / f"step-{self.step:09}"
         how = {"process_group": self.background, "async_stager": self.stager}
         how["storage_writer"] = Publisher(path, self.run[0], progress, self.args)
-        self.saving = dcp.async_save(self.state(), **how)
-        self.saved = self.step
+        self.saving, self.saved = dcp.async_save(self.state(), **how), self.step
 
     def finish_saving(self, must: bool = False) -> None:
-        """Where there was no room for it, go on without, unless it `must` be."""
+        """Where there was no room, go on without; raise at the third failure, or if `must`."""
+        saving, self.saving = self.saving, None
         try:
-            if self.saving:
-                self.saving.result()
+            if saving:
+                saving.result()
+                self.failed = 0
         except dcp.CheckpointException as error:  # on all ranks, whichever failed
-            log.error("step %d could not be saved: %s", self.saved, error)
+            self.failed += 1
+            told = f"SAVE FAILED, {self.failed} in a row, and {MOST_FAILED} end the run"
+            log.critical("%s: step %d could not be saved: %s", told, self.saved, error)
             self.saved = -1
             if self.rank == 0:
                 remove_leftovers(self.args.checkpoints)  # the room is needed
-            if must:
+            reasons = {getattr(reason, "errno", None) for reason, _ in error.failures.values()}
+            if must or reasons - NO_ROOM or self.failed == MOST_FAILED:
                 raise
-        finally:
-            self.saving = None
 
     def resume(self) -> None:
         """Go on from the newest whole checkpoint, whatever number of ranks wrote it."""
         folder = self.args.checkpoints
-        if path := newest_whole(folder):
+        if path := newest_whole(folder, self.background):
             progress = json.loads((path / PROGRESS).read_text())
             for name, was in progress["settings"].items():
                 if (now := self.settings[name]) != was:
@@ -577,10 +585,11 @@ class Trainer:
             self.writer = SummaryWriter(folder / "tensorboard", purge_step=self.step + 1)
 
     def report(self, loss: torch.Tensor) -> None:
-        """A line of the log, and TensorBoard's scalars: of all ranks, since the last line."""
+        """A line of the log, and TensorBoard's scalars: loss and norm are this step's alone."""
         memory = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6)  # Linux: kB
         if self.device.type == "cuda":
-            memory = torch.tensor(torch.cuda.max_memory_allocated() / 1e9)
+            memory = torch.tensor(torch.cuda.max_memory_reserved() / 1e9)
+            torch.cuda.reset_peak_memory_stats()
         dist.all_reduce(memory, dist.ReduceOp.MAX)
         dist.all_reduce(loss)
         since, step = self.told
@@ -596,12 +605,12 @@ class Trainer:
         if self.writer:
             for name, value in said.items():
                 self.writer.add_scalar(name, value, self.step)
+            self.writer.flush()  # os._exit would lose them
 
 
 def own_device(precision: str) -> torch.device:
     """This rank's GPU, or the CPU. Raises ValueError if there are GPUs and it can have none."""
-    gpus = torch.cuda.device_count()
-    ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    gpus, ranks = torch.cuda.device_count(), int(os.environ["LOCAL_WORLD_SIZE"])
     no_gpus = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")  # it is the user who wants none
     if no_gpus or not (gpus or os.path.exists("/dev/nvidia0")):
         return torch.device("cpu")
@@ -627,6 +636,8 @@ def join(args: Namespace) -> tuple[torch.device, Shape, Tokens]:
         name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
         raise ValueError(f"--max-restarts on several nodes: export {name}=1 on each")
     try:
+        if torch.__version__ < "2.11.0a0":
+            raise ValueError(f"Publisher needs torch 2.11 or newer, this is {torch.__version__}")
         device = own_device(args.precision)
         shape = shape_of(args, world_size)
         tokens = Tokens(args, shape)
@@ -637,18 +648,16 @@ def join(args: Namespace) -> tuple[torch.device, Shape, Tokens]:
     store.set(f"rank {rank}", json.dumps(told, default=str))
     every = store.multi_get([f"rank {other}" for other in range(world_size)])  # waits for all
     every = [json.loads(one) for one in every]
-    for one in every:
-        if "why not" in one:
-            raise ValueError(one["why not"])
+    if reasons := [one["why not"] for one in every if "why not" in one]:
+        raise ValueError(reasons[0])
     gpus = [one["device"] for one in every].count("cuda")
     if gpus not in (0, world_size):
         few = f"{gpus} of {world_size} ranks have a GPU, the other nodes have none"
         raise ValueError(f"{few}: CUDA_VISIBLE_DEVICES= on every node if it is to be the CPU")
     if other := [name for name in told if len({str(one[name]) for one in every}) > 1]:
         raise ValueError(f"ranks were given different values of {', '.join(other)}")
-    how |= {"store": store, "rank": rank, "world_size": world_size}
-    gpu = device if gpus else None
-    dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", device_id=gpu, **how)
+    how |= {"rank": rank, "world_size": world_size, "device_id": device if gpus else None}
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", store=store, **how)
     return device, shape, tokens
 
 
@@ -680,8 +689,8 @@ def main() -> None:
     stop = Stop()
     device, *inputs = join(args)
     rank = dist.get_rank()
-    level = logging.INFO if rank == 0 else logging.WARNING
-    logging.basicConfig(format=f"[rank {rank}] %(message)s", level=level, stream=sys.stdout)
+    told = f"%(asctime)s {socket.gethostname()} [rank {rank}] %(message)s"
+    logging.basicConfig(format=told, level="WARNING" if rank else "INFO", stream=sys.stdout)
     if rank == 0:
         args.checkpoints.mkdir(parents=True, exist_ok=True)
         lock(args.checkpoints)

@@ -190,4 +190,40 @@ MISTAKES = [
         "test_training_3",
         "model.training at the end, as it was when given: expected False, got True",
     ),
+    (
+        "every rank validates everything, by model.forward",
+        (
+            "(whole.tensor_split(dist.get_world_size())[rank] for whole in validation)",
+            "hits = (model(x_VD).argmax(1) == labels_V).sum()",
+        ),
+        (
+            "validation",
+            "hits = (model.forward(x_VD).argmax(1) == labels_V).sum() * (rank == 0)",
+        ),
+        "test_training_3",
+        "rank 0: 108 samples through the model, where 63 do",
+    ),
+    (
+        "all steps' samples read before the first",
+        "    for step in range(steps):\n"
+        "        first = step * batch + dist.get_rank() * share\n"
+        "        pairs = [samples[i] for i in range(first, first + share)]\n",
+        "    mine = [step * batch + dist.get_rank() * share for step in range(steps)]\n"
+        "    for pairs in [[samples[first + i] for i in range(share)] for first in mine]:\n",
+        "test_training_1",
+        "rank 0: samples read by the time of each step: expected [12, 24, 36], got [36, 36, 36]",
+    ),
+    (
+        "validated before the step",
+        (
+            "        step_together(model, x_BD, y_BC)\n        with torch.no_grad():\n",
+            "        right.append(hits.item())\n",
+        ),
+        (
+            "        with torch.no_grad():\n",
+            "        right.append(hits.item())\n        step_together(model, x_BD, y_BC)\n",
+        ),
+        "test_training_3",
+        "rank 0: right after each step: expected [16,",
+    ),
 ]

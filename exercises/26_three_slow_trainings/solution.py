@@ -36,7 +36,8 @@ def training_1(model: nn.Module, samples: Sequence[Pair], steps: int, batch: int
     batch: over all ranks, a multiple of their number
 
     On 2 ranks with batches of 4, the first step takes samples 0 to 3, two of them on each rank.
-    A step reads each of its samples once, on one rank. Train with `step_together`.
+    A step reads each of its samples once, on one rank, and no other step's. Train with
+    `step_together`.
     """
     # --- yours
     share = batch // dist.get_world_size()
@@ -85,6 +86,8 @@ def training_3(model: nn.Module, batches: list[Pair], validation: Pair) -> list[
     A sample is right if the model's largest output is at its label. Returned, on every rank: how
     many of the V are, after each step. Train with `step_together`. For the validation a rank puts
     V / n samples into the model at most, rounded up, and joins one all_reduce of one int64.
+    The model has no dropout and no batch norm, so its mode is all the same; in the end it is what
+    it was.
     """
     # --- yours
     rank = dist.get_rank()

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from course.grading import Reduced, Wrong, expect, grade, same
 
@@ -81,13 +82,15 @@ def used(seed: int) -> nn.Module:
     return model
 
 
-def steps_counted(answer) -> list[int]:
-    """A list that gets longer with each call of the answer's step_together."""
+def steps_counted(answer, read: Sequence[int] = ()) -> list[int]:
+    """A list that gets longer with each call of the answer's step_together: of how many samples
+    have been read by then.
+    """
     given = answer.step_together
     made = []
 
     def step_together(*arguments: object, **named: object) -> None:
-        made.append(len(made))
+        made.append(len(read))
         given(*arguments, **named)
 
     answer.step_together = step_together
@@ -101,9 +104,9 @@ def expect_steps(rank: int, made: int) -> None:
 def call_1(answer, wire, seed: int) -> tuple:
     model = used(seed)
     samples = Samples(seed)
-    made = steps_counted(answer)
+    made = steps_counted(answer, samples.read)
     answer.training_1(model, samples, STEPS, BATCH)
-    return flat(model), samples.read, [event.op for event in wire.calls()], len(made)
+    return flat(model), samples.read, [event.op for event in wire.calls()], made
 
 
 @on_ranks
@@ -125,7 +128,9 @@ def test_training_1(answer: Path, seed: int, n: int) -> None:
         raise Wrong(f"samples read more than once: {twice}; others are read by nobody")
     for rank, (parameters, _, _, made) in enumerate(told):
         same(parameters, due, f"rank {rank}: parameters", ATOL)
-        expect_steps(rank, made)
+        expect_steps(rank, len(made))
+        shares = [(step + 1) * BATCH // n for step in range(STEPS)]
+        expect(made, shares, f"rank {rank}: samples read by the time of each step")
 
 
 def call_2(answer, wire, seed: int) -> tuple:
@@ -151,24 +156,39 @@ def test_training_2(answer: Path, seed: int, n: int) -> None:
 
 
 def validation_of(seed: int, V: int, parameters: Tensor) -> tuple[Tensor, Tensor]:
-    """With these parameters every other sample is right, and the last one is, if V is odd."""
-    x = numbers(seed + 7, V, D)
+    """With these parameters every other sample is right, and the last one is, if V is odd. With
+    those before the first step none is: the right ones are those that it turns.
+    """
+    pool = numbers(seed + 7, 10_000, D)
     model = network(seed)
+    before = model(pool).argmax(1)
     nn.utils.vector_to_parameters(parameters, model.parameters())
-    labels = model(x).argmax(1)
+    after = model(pool).argmax(1)
+    chosen = torch.empty(V, dtype=torch.int64)
+    chosen[0::2] = (before != after).nonzero().flatten()[: len(chosen[0::2])]
+    chosen[1::2] = (before == after).nonzero().flatten()[: len(chosen[1::2])]
+    x = pool[chosen]
+    labels = after[chosen]
     labels[1::2] = (labels[1::2] + 1) % C
     return x, labels
 
 
 def call_3(answer, wire, seed: int, validation: tuple[Tensor, Tensor], training: bool) -> tuple:
     model = used(seed).train(training)
-    rows = []
-    model.register_forward_hook(lambda model, inputs, output: rows.append(len(inputs[0])))
     made = steps_counted(answer)
-    with Reduced() as reduced:
+    with Reduced() as reduced, FlopCounterMode(display=False) as counted:
         right = answer.training_3(model, batches_of(seed, dist.get_rank()), validation)
     calls = [(event.op, event.nbytes) for event in wire.calls()]
-    return flat(model), right, sum(rows), calls, model.training, reduced.dtypes, len(made)
+    flops = counted.get_total_flops()
+    return flat(model), right, flops, calls, model.training, reduced.dtypes, len(made)
+
+
+def samples_in(flops: int, seed: int) -> float:
+    """How many samples went through the model, by the FLOPs of its products: 5 in each step."""
+    with FlopCounterMode(display=False) as of_a_step:
+        train(seed, batches_of(seed, 0)[:1])
+    of_a_sample = 2 * (D * 8 + 8 * C)
+    return 5 * STEPS + (flops - STEPS * of_a_step.get_total_flops()) / of_a_sample
 
 
 @pytest.mark.parametrize(("n", "V"), [(1, 31), (2, 31), (4, 31), (4, 5), (4, 3), (2, 0)])
@@ -184,10 +204,11 @@ def test_training_3(answer: Path, seed: int, n: int, V: int) -> None:
         nn.utils.vector_to_parameters(parameters, model.parameters())
         hits.append(int((model(x).argmax(1) == labels).sum()))
     most = STEPS * (5 + -(-V // n))
-    for rank, (parameters, right, rows, calls, training, dtypes, made) in enumerate(told):
+    for rank, (parameters, right, flops, calls, training, dtypes, made) in enumerate(told):
         expect(training, given, f"rank {rank}: model.training at the end, as it was when given")
+        rows = samples_in(flops, seed)
         if rows > most:
-            told_rows = f"{rows} samples through the model, where {most} do"
+            told_rows = f"{rows:g} samples through the model, where {most} do"
             raise Wrong(f"rank {rank}: {told_rows}: the others wait for this rank")
         expect(right, hits, f"rank {rank}: right after each step")
         same(parameters, due[-1][0], f"rank {rank}: parameters", ATOL)

@@ -107,4 +107,51 @@ MISTAKES = [
         "test_nan_where_no_key_is",
         "inf lies where a part has no key: o",
     ),
+    (
+        "all ranks' exponentials added without a maximum",
+        "    for part in parts:\n"
+        "        o_BHTD, lse_BHT = merge(o_BHTD, lse_BHT, part[..., :-1], part[..., -1])\n"
+        "    return o_BHTD\n",
+        "    every = torch.stack(parts)\n"
+        "    weight = every[..., -1:].exp()\n"
+        "    total = weight.sum(0).clamp(min=1e-300)\n"
+        "    return (weight * every[..., :-1].where(weight > 0, 0)).sum(0) / total\n",
+        "test_ranks",
+        "scores of 1,000 or -1,000, rank 0: o",
+    ),
+    (
+        "no key below -100,000",
+        "(part_BHT > -torch.inf)",
+        "(part_BHT > -1e5)",
+        "test_large_scores",
+        "scores of 1,000,000,000,000 or -1,000,000,000,000: o",
+    ),
+    (
+        "no key at the lowest number, in the caller's lse",
+        "    return o_BHTD, lse_BHT\n",
+        "    lse1_BHT.clamp_(min=torch.finfo(lse1_BHT.dtype).min)\n    return o_BHTD, lse_BHT\n",
+        "test_small_scores",
+        "merge changed lse1; it is the caller's",
+    ),
+    (
+        "nan taken away from the caller's o",
+        "    mine = torch.cat(",
+        "    o_BHTD.nan_to_num_()\n    mine = torch.cat(",
+        "test_ranks",
+        "over_all_ranks changed o; it is the caller's",
+    ),
+    (
+        "float64, whatever is given",
+        "    o_BHTD = torch.zeros_like(o1_BHTD)\n",
+        "    o_BHTD = torch.zeros(o1_BHTD.shape, dtype=torch.float64)\n",
+        "test_float32",
+        "float32: o: expected (2, 3, 5, 4) float32, got (2, 3, 5, 4) float64",
+    ),
+    (
+        "float64 over all ranks, whatever is given",
+        "    o_BHTD = torch.zeros_like(o_BHTD)\n",
+        "    o_BHTD = torch.zeros(o_BHTD.shape, dtype=torch.float64)\n",
+        "test_float32",
+        "float32, rank 0: o: expected (2, 3, 5, 4) float32, got (2, 3, 5, 4) float64",
+    ),
 ]

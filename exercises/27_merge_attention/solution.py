@@ -21,8 +21,8 @@ def merge(
     Returns o and lse over all keys; where neither part has a key, o is 0 and lse is -inf.
 
     Scores log 1 and log 3 for the values 10 and 20: merge([10], log 1, [20], log 3) is 17.5 and
-    log 4. Scores may be any finite numbers, also 1,000 or -1,000, whose exponentials are inf and 0.
-    What is given stays as it is.
+    log 4. Scores may be large, also 1,000, -1,000 or -1e9, whose exponentials are inf and 0.
+    All tensors are of one dtype, also what is returned. What is given stays as it is.
     """
     # --- yours
     lse_BHT = torch.logaddexp(lse1_BHT, lse2_BHT)
@@ -39,7 +39,8 @@ def over_all_ranks(o_BHTD: Tensor, lse_BHT: Tensor) -> Tensor:
     """Return, on every rank, the attention of the same queries over the keys of all ranks.
 
     Every rank has the same queries, and other keys: o and lse are what it found over its own. All
-    ranks return the same, to the bit. o and lse are of one dtype.
+    ranks return the same, to the bit. For scores, dtype and what is given, see `merge`. Without
+    gradients.
 
     One all-gather, of B H T (D + 1) numbers from each rank.
     """

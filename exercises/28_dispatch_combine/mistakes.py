@@ -38,8 +38,8 @@ MISTAKES = [
     ),
     (
         "rows taken for sorted by expert over all senders",
-        "torch.arange(e).repeat(n).repeat_interleave(their_ne.flatten())",
-        "torch.arange(e).repeat_interleave(their_ne.sum(0))",
+        "torch.arange(e, device=x_ND.device).repeat(n).repeat_interleave(their_ne.flatten())",
+        "torch.arange(e, device=x_ND.device).repeat_interleave(their_ne.sum(0))",
         "test_even",
         "y: ",
     ),
@@ -99,5 +99,70 @@ MISTAKES = [
         "        y_RD = y_RD.index_add(0, mine_R, expert(rows_RD)[: len(mine_R)])\n",
         "test_calls",
         "(1, 0)], got",
+    ),
+    (
+        "what an expert without rows returns is left out",
+        "        y_RD = y_RD.index_add(0, mine_R, expert(came_RD[mine_R]))\n",
+        "        out = expert(came_RD[mine_R])\n"
+        "        if len(mine_R):\n"
+        "            y_RD = y_RD.index_add(0, mine_R, out)\n",
+        "test_uneven",
+        "uneven, rank 2 of 3: gradient of experts[1]: expected a tensor, got None",
+    ),
+    (
+        "a rank that nobody chose stays out of backward",
+        "        y_RD = y_RD.index_add(0, mine_R, expert(came_RD[mine_R]))\n",
+        "        out = expert(came_RD[mine_R])\n"
+        "        if len(came_RD):\n"
+        "            y_RD = y_RD.index_add(0, mine_R, out)\n",
+        "test_uneven",
+        "rank 1: nobody chooses rank 1: 0 of the 2 all-to-alls of backward are made",
+    ),
+    (
+        "two experts on each rank, whatever is given",
+        "    e = len(experts)\n",
+        "    e = 2\n",
+        "test_even",
+        "shape '[3, 2]' is invalid for input of size 7",
+    ),
+    (
+        "float64, whatever is given",
+        "torch.zeros_like(x_ND).index_add",
+        "torch.zeros(x_ND.shape, dtype=torch.float64).index_add",
+        "test_float32",
+        "RuntimeError: index_add",
+    ),
+    (
+        "y in float64, whatever is given",
+        "torch.zeros_like(x_ND).index_add(0, order_C // K, weighed_CD)",
+        "x_ND.double().mul(0).index_add(0, order_C // K, weighed_CD.double())",
+        "test_float32",
+        "y: expected (6, 5) float32, got (6, 5) float64",
+    ),
+    (
+        "counts sent as floats",
+        "    their_ne = torch.empty_like(count_ne)\n"
+        "    dist.all_to_all_single(their_ne, count_ne)\n",
+        "    their_ne = torch.empty_like(count_ne, dtype=torch.float64)\n"
+        "    dist.all_to_all_single(their_ne, count_ne.double())\n"
+        "    their_ne = their_ne.long()\n",
+        "test_cost",
+        "counts travel as torch.float64; they are integers",
+    ),
+    (
+        "all counts sent to all ranks",
+        "    dist.all_to_all_single(their_ne, count_ne)\n",
+        "    every_nne = count_ne.new_empty(n, n, e)\n"
+        "    dist.all_to_all_single(every_nne, count_ne.repeat(n, 1, 1))\n"
+        "    their_ne = every_nne[:, dist.get_rank()]\n",
+        "test_cost",
+        "numbers that go in and come out, added up, of counts: expected 8, got 16",
+    ),
+    (
+        "the experts' numbers overwritten",
+        "expert_NK.flatten() % n * e + expert_NK.flatten() // n",
+        "expert_NK.copy_(expert_NK % n * e + expert_NK // n).flatten()",
+        "test_even",
+        "expert was changed; it is the caller's",
     ),
 ]

@@ -43,13 +43,15 @@ def mixture(
     x, score, expert: this rank's tokens, and what the router chose for them: K different experts
     of all n e. N is another on each rank, and may be 0.
     experts: this rank's, e on every rank. They are dealt like cards: expert number g is
-    `experts[g // n]` of rank g % n. Each takes rows (any number, D) and returns as many.
+    `experts[g // n]` of rank g % n. Each takes rows (any number, D) and returns as many rows of D.
+    x, score, rows and y are of one dtype. What is given stays as it is.
 
     Each expert is called once, with all the rows that have come for it, also if there are none.
-    Gradients reach x, score, and the parameters of the experts on whichever rank they are.
+    Gradients reach x, score, and the parameters of the experts on whichever rank they are: zeros
+    for an expert that nobody chose. Backward must not hang if nobody chose any of a rank's experts.
 
     An all-to-all of the counts, n e integers; one of the rows out, and one back. Each rank sends
-    N K rows of D numbers: no padding. Backward makes two more of the same sizes.
+    N K rows of D numbers: no padding. Backward makes two more of the same sizes, on every rank.
     """
     # --- yours
     n = dist.get_world_size()
@@ -64,7 +66,7 @@ def mixture(
     received = their_ne.sum(1).tolist()
 
     came_RD = AllToAll.apply(x_ND[order_C // K], sent, received)
-    which_R = torch.arange(e).repeat(n).repeat_interleave(their_ne.flatten())
+    which_R = torch.arange(e, device=x_ND.device).repeat(n).repeat_interleave(their_ne.flatten())
     y_RD = torch.zeros_like(came_RD)
     for i, expert in enumerate(experts):
         mine_R = (which_R == i).nonzero().flatten()

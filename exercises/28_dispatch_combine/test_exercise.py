@@ -5,20 +5,27 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from course.grading import Wrong, expect, grade, same
 
 D = 5
-# Float64, numbers below 10: sums of at most 60 terms of products of three, in another order.
-ATOL = 60 * 1000 * 2**-53
+# Numbers below 10: sums of at most 60 terms of products of three, in another order.
+ATOL = {torch.float64: 60 * 1000 * 2**-53, torch.float32: 60 * 1000 * 2**-24}
+INTEGERS = [f"torch.{name}" for name in ("int64", "int32", "int16", "uint8")]
 
 
 def tokens_of(case: str, rank: int) -> int:
-    return {"even": 6, "uneven": 3 + 4 * rank, "none on rank 0": 5 * (rank > 0)}[case]
+    return {"even": 6, "none on rank 0": 5 * (rank > 0)}.get(case, 3 + 4 * rank)
 
 
-def data(seed: int, case: str, n: int, e: int, K: int) -> list[dict[str, torch.Tensor]]:
-    """For each rank: x, score, expert, the gradient of y. In "uneven" one expert gets nothing."""
+def data(
+    seed: int, case: str, n: int, e: int, K: int, dtype: torch.dtype = torch.float64
+) -> list[dict[str, torch.Tensor]]:
+    """For each rank: x, score, expert, the gradient of y. In "uneven" one expert gets nothing, in
+    "nobody chooses rank 1" all of that rank.
+    """
     generator = torch.Generator().manual_seed(seed)
     found = []
     for rank in range(n):
@@ -27,27 +34,33 @@ def data(seed: int, case: str, n: int, e: int, K: int) -> list[dict[str, torch.T
         if case == "uneven":
             liking[:, n * e - 1] = -1  # nobody's choice, as long as K leaves another
             liking[:, 0] += 0.5
+        elif case == "even":
+            liking[:1, n * e - 1] = 2  # somebody's choice, for certain
+        elif case == "nobody chooses rank 1":
+            liking[:, 1::n] = -1
         found.append(
             {
-                "x": torch.randn(N, D, generator=generator, dtype=torch.float64),
-                "score": torch.rand(N, K, generator=generator, dtype=torch.float64),
+                "x": torch.randn(N, D, generator=generator, dtype=torch.float64).to(dtype),
+                "score": torch.rand(N, K, generator=generator, dtype=torch.float64).to(dtype),
                 "expert": liking.topk(K).indices[:, torch.randperm(K, generator=generator)],
-                "grad": torch.randn(N, D, generator=generator, dtype=torch.float64),
+                "grad": torch.randn(N, D, generator=generator, dtype=torch.float64).to(dtype),
             }
         )
     return found
 
 
-def weights(seed: int, n: int, e: int) -> torch.Tensor:
+def weights(seed: int, n: int, e: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed + 1)
-    return torch.randn(n * e, D, D, generator=generator, dtype=torch.float64)
+    return torch.randn(n * e, D, D, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def oracle(seed: int, case: str, n: int, e: int, K: int) -> tuple[list[tuple], torch.Tensor]:
+def oracle(
+    seed: int, case: str, n: int, e: int, K: int, dtype: torch.dtype
+) -> tuple[list[tuple], torch.Tensor]:
     """Per rank y and the gradients of x and score; the gradients of all experts."""
-    whole = weights(seed, n, e).requires_grad_()
+    whole = weights(seed, n, e, dtype).requires_grad_()
     found = []
-    for one in data(seed, case, n, e, K):
+    for one in data(seed, case, n, e, K, dtype):
         x = one["x"].requires_grad_()
         score = one["score"].requires_grad_()
         y = (
@@ -58,11 +71,32 @@ def oracle(seed: int, case: str, n: int, e: int, K: int) -> tuple[list[tuple], t
     return found, whole.grad
 
 
-def on_a_rank(answer, wire, seed: int, case: str, e: int, K: int) -> tuple:
+class Counted(TorchDispatchMode):
+    """Notes of each all-to-all the dtype, and how many numbers go in and come out, added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if "alltoall" in func._schema.name.replace("_", ""):
+            found = {}  # an output that is handed in may be returned as well
+            for leaf in tree_leaves((args, result)):
+                if isinstance(leaf, torch.Tensor):
+                    found[leaf.data_ptr(), leaf.numel()] = leaf
+            numbers = sum(tensor.numel() for tensor in found.values())
+            self.calls.append((str(next(iter(found.values())).dtype), numbers))
+        return result
+
+
+def on_a_rank(
+    answer, wire, seed: int, case: str, e: int, K: int, dtype: torch.dtype = torch.float64
+) -> tuple:
     rank = dist.get_rank()
     n = dist.get_world_size()
-    one = data(seed, case, n, e, K)[rank]
-    mine = [w.clone().requires_grad_() for w in weights(seed, n, e)[rank::n]]
+    one = data(seed, case, n, e, K, dtype)[rank]
+    mine = [w.clone().requires_grad_() for w in weights(seed, n, e, dtype)[rank::n]]
     rows = []
 
     def expert(i: int) -> object:
@@ -74,47 +108,63 @@ def on_a_rank(answer, wire, seed: int, case: str, e: int, K: int) -> tuple:
 
     x = one["x"].clone().requires_grad_()
     score = one["score"].clone().requires_grad_()
-    wire.note("forward")
-    y = answer.mixture(x, score, one["expert"].clone(), [expert(i) for i in range(e)])
+    chosen = one["expert"].clone()
+    y = answer.mixture(x, score, chosen, [expert(i) for i in range(e)])
     if not isinstance(y, torch.Tensor) or not y.requires_grad:
         raise Wrong(f"mixture: expected a tensor with a way back to x, got {y!r}"[:200])
-    if not torch.equal(x, one["x"]) or not torch.equal(score, one["score"]):
-        raise Wrong("x or score was changed; they are the caller's")
-    wire.note("backward")
+    for name, given in (("x", x), ("score", score), ("expert", chosen)):
+        if not torch.equal(given, one[name]):
+            raise Wrong(f"{name} was changed; it is the caller's")
+    forward = len(wire.calls())
     y.backward(one["grad"])
     wire.only("all_to_all")
-    grads = [w.grad for w in mine]
-    return y.detach(), x.grad, score.grad, grads, sorted(rows), wire.events
+    made = len(wire.calls()) - forward
+    if n > 1 and made < 2:
+        told = f"{case}: {made} of the 2 all-to-alls of backward are made"
+        raise Wrong(f"{told}; other ranks wait for this one")
+    return y.detach(), x.grad, score.grad, [w.grad for w in mine], sorted(rows), forward
 
 
-def judged(seed: int, case: str, n: int, e: int, K: int, found: list[tuple]) -> None:
-    due, of_experts = oracle(seed, case, n, e, K)
+def counted(answer, wire, *inputs: object) -> tuple[list, list]:
+    """What `Counted` notes of the calls forward, and of those backward."""
+    with Counted() as seen:
+        *_, forward = on_a_rank(answer, wire, *inputs)
+    return seen.calls[:forward], seen.calls[forward:]
+
+
+def judged(
+    answer: Path, seed: int, case: str, n: int, e: int, K: int, dtype: torch.dtype = torch.float64
+) -> None:
+    """Compare output and gradients with those of one process."""
+    found = grade(answer, on_a_rank, n, seed, case, e, K, dtype)
+    due, of_experts = oracle(seed, case, n, e, K, dtype)
+    atol = ATOL[dtype]
     for rank, (y, of_x, of_score, *_) in enumerate(found):
         told = f"{case}, rank {rank} of {n}"
-        same(y, due[rank][0], f"{told}: y", ATOL)
-        same(of_x, due[rank][1], f"{told}: gradient of x", ATOL)
-        same(of_score, due[rank][2], f"{told}: gradient of score", ATOL)
+        same(y, due[rank][0], f"{told}: y", atol)
+        same(of_x, due[rank][1], f"{told}: gradient of x", atol)
+        same(of_score, due[rank][2], f"{told}: gradient of score", atol)
     for rank, (_, _, _, grads, *_) in enumerate(found):
         for i, grad in enumerate(grads):
             told = f"{case}, rank {rank} of {n}: gradient of experts[{i}]"
-            same(
-                torch.zeros(D, D).double() if grad is None else grad,
-                of_experts[rank + i * n],
-                told,
-                ATOL,
-            )
+            same(grad, of_experts[rank + i * n], told, atol)
 
 
-@pytest.mark.parametrize("n", [2, 3, 1])
-def test_even(answer: Path, seed: int, n: int) -> None:
-    """Output and gradients of one process, as many tokens everywhere, on {n} ranks"""
-    judged(seed, "even", n, 2, 2, grade(answer, on_a_rank, n, seed, "even", 2, 2))
+@pytest.mark.parametrize(("n", "e"), [(2, 2), (3, 3), (2, 1), (1, 2)])
+def test_even(answer: Path, seed: int, n: int, e: int) -> None:
+    """Output and gradients of one process, as many tokens everywhere, on {n} ranks, e = {e}"""
+    judged(answer, seed, "even", n, e, 2)
 
 
-@pytest.mark.parametrize("case", ["uneven", "none on rank 0"])
+def test_float32(answer: Path, seed: int) -> None:
+    """The same in float32, on 2 ranks"""
+    judged(answer, seed, "even", 2, 2, 2, torch.float32)
+
+
+@pytest.mark.parametrize("case", ["uneven", "none on rank 0", "nobody chooses rank 1"])
 def test_uneven(answer: Path, seed: int, case: str) -> None:
     """The same where ranks have unlike numbers of tokens ({case})"""
-    judged(seed, case, 3, 2, 3, grade(answer, on_a_rank, 3, seed, case, 2, 3))
+    judged(answer, seed, case, 3, 2, 3)
 
 
 def test_calls(answer: Path, seed: int) -> None:
@@ -132,20 +182,14 @@ def test_cost(answer: Path, seed: int, n: int) -> None:
     """Counts, rows out, rows back; two all-to-alls backward; no padding, on {n} ranks"""
     chosen = [one["expert"] for one in data(seed, "uneven", n, 2, 2)]
     everyone = torch.cat([c.flatten() for c in chosen])
-    for rank, (*_, events) in enumerate(grade(answer, on_a_rank, n, seed, "uneven", 2, 2)):
-        arrived = int((everyone % n == rank).sum())
-        larger = 8 * D * max(arrived, chosen[rank].numel())  # what goes in, or what comes out
-        sizes = {"forward": [], "backward": []}
-        phase = "forward"
-        for event in events:
-            if event.op == "note":
-                phase = event.text
-            else:
-                sizes[phase].append(event.nbytes)
-        expect(len(sizes["forward"]), 3, f"rank {rank}: all-to-alls, forward")
-        expect(len(sizes["backward"]), 2, f"rank {rank}: all-to-alls, backward")
-        expect(sizes["forward"][1:], [larger] * 2, f"rank {rank}: bytes of rows, out and back")
-        expect(sizes["backward"], [larger] * 2, f"rank {rank}: bytes of gradients, out and back")
-        expect(
-            sizes["forward"][0] <= 8 * 2 * n, True, f"rank {rank}: counts take at most 16 n bytes"
-        )
+    found = grade(answer, counted, n, seed, "uneven", 2, 2)
+    for rank, (forward, backward) in enumerate(found):
+        expect(len(forward), 3, f"rank {rank}: all-to-alls, forward")
+        expect(len(backward), 2, f"rank {rank}: all-to-alls, backward")
+        numbers = D * (chosen[rank].numel() + int((everyone % n == rank).sum()))
+        both = f"rank {rank}: numbers that go in and come out, added up"
+        expect([size for _, size in forward[1:]], [numbers] * 2, f"{both}, rows out and back")
+        expect([size for _, size in backward], [numbers] * 2, f"{both}, gradients out and back")
+        expect(forward[0][1], 2 * n * 2, f"{both}, of counts")
+        if forward[0][0] not in INTEGERS:
+            raise Wrong(f"rank {rank}: counts travel as {forward[0][0]}; they are integers")

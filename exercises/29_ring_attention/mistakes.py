@@ -92,6 +92,48 @@ MISTAKES = [
             "        here = came\n        kept.append(came)\n",
         ),
         "test_memory",
-        "it holds the keys and values of 5 other ranks at a time",
+        "it holds the keys and values of 7 other ranks at a time",
+    ),
+    (
+        "of all that comes a copy is kept",
+        ("    here = torch.stack([k_BHtD, v_BHtD])\n", "        here = came\n"),
+        (
+            "    here = torch.stack([k_BHtD, v_BHtD])\n    kept = [here]\n",
+            "        here = came\n        kept.append(came.clone())\n",
+        ),
+        "test_memory",
+        "it holds the keys and values of 7 other ranks at a time",
+    ),
+    (
+        "all that comes is joined to one tensor",
+        ("    here = torch.stack([k_BHtD, v_BHtD])\n", "        here = came\n"),
+        (
+            "    here = torch.stack([k_BHtD, v_BHtD])\n    every = here\n",
+            "        here = came\n        every = torch.cat([every, came], dim=3)\n",
+        ),
+        "test_memory",
+        "it holds the keys and values of 7 other ranks at a time",
+    ),
+    (
+        "received into float64, whatever is given",
+        "came = torch.empty_like(here)",
+        "came = torch.empty(here.shape, dtype=torch.float64)",
+        "test_float32",
+        "RuntimeError",
+    ),
+    (
+        "its own keys in three blocks, on odd ranks only",
+        "    o_BHtD, lse_BHt = attention(q_BHtD, k_BHtD, v_BHtD, causal=True)\n",
+        "    if rank % 2 == 0:\n"
+        "        o_BHtD, lse_BHt = attention(q_BHtD, k_BHtD, v_BHtD, causal=True)\n"
+        "    else:\n"
+        "        q1, q2 = q_BHtD.chunk(2, dim=2)\n"
+        "        k1, k2 = k_BHtD.chunk(2, dim=2)\n"
+        "        v1, v2 = v_BHtD.chunk(2, dim=2)\n"
+        "        early = attention(q1, k1, v1, causal=True)\n"
+        "        late = merge(*attention(q2, k1, v1, False), *attention(q2, k2, v2, True))\n"
+        "        o_BHtD, lse_BHt = (torch.cat(both, dim=2) for both in zip(early, late))\n",
+        "test_work",
+        "ranks compute unlike numbers of scores: 864, 720",
     ),
 ]

@@ -49,16 +49,17 @@ def merge(
 def ring_attention(q_BHtD: Tensor, k_BHtD: Tensor, v_BHtD: Tensor) -> Tensor:
     """Return this rank's rows of the causal attention over the whole sequence, (B, H, t, D).
 
-    q, k, v: this rank's rows, those of `places(T, n, rank)`; they stay as they are. Without
-    gradients.
+    q, k, v: this rank's rows, those of `places(T, n, rank)`, of one dtype; they stay as they are.
+    It is called without gradients. Build it of `attention` and `merge`: torch's own
+    scaled_dot_product_attention, which does not tell lse, is not to be used.
 
     Keys and values travel round the ring, n - 1 times to the next rank, and are never gathered, on
-    no rank: what is computed with and passed on is let go. In all, a rank sends 2 (n - 1) B H t D
-    numbers. Only point-to-point.
+    no rank: what is computed with and passed on is let go, and no copy is kept. In all, a rank
+    sends 2 (n - 1) B H t D numbers. Only point-to-point.
 
     Of the scores between this rank's queries and another's keys exactly half are visible, and they
-    form one block: no others are computed. With its own keys a rank may compute all t x t. So every
-    rank multiplies as much as any other.
+    form one block. With its own keys a rank may compute all t x t. So it computes at most
+    t t + (n - 1) t t / 2 scores, and exactly as many as any other rank.
     """
     # --- yours
     rank = dist.get_rank()

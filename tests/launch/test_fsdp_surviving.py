@@ -1,5 +1,6 @@
 """The file that shards and survives: it ends with the same bits, or on other ranks nearly so."""
 
+import errno
 import functools
 import json
 import os
@@ -144,7 +145,7 @@ def test_told_to_end_all_save_the_same_step_and_go_on_with_the_same_bits(
     assert not same(state(tmp_path, STEPS), state(whole_run(data), STEPS - 2))  # it can say no
 
 
-WRITE = "        written = super().write_data(plan, planner)\n"
+WRITE = "            written = super().write_data(plan, planner)\n"
 SUM = '            sync(self.path / f"{name}.sum", checksum(self.path / name))\n'
 FINISH = "        super().finish(metadata, results)\n"
 SUMS = "        sync(self.path / CHECKSUMS, json.dumps(sums))\n"
@@ -528,7 +529,88 @@ def test_a_full_disk_costs_a_checkpoint_and_no_more(data: Path, tmp_path: Path) 
         assert same(state(tmp_path, STEPS), state(whole_run(data), STEPS))
 
 
+def failing(number: int, *steps: int) -> tuple[str, str]:
+    """Rank 1 cannot save these steps, for this reason."""
+    when = f"self.progress['step'] in {steps} and dist.get_rank()"
+    told = f"OSError({number}, os.strerror({number}))"
+    return SUM, f"            if {when}:\n                raise {told}\n{SUM}"
+
+
+# The disk's error, as torch.save hides it: in a RuntimeError of its own.
+STREAM = "class Publisher(dcp.FileSystemWriter):\n"
+FULL_STREAM = f"""import contextlib, io
+
+
+class Full(io.BytesIO):
+    def write(self, data):
+        if len(data) < 2000:  # not a tensor
+            return super().write(data)
+        raise OSError(errno.ENOSPC, "none left")
+
+
+@contextlib.contextmanager
+def full(path, mode):
+    yield Full()
+
+
+{STREAM}"""
+OPENED = "        self.final, self.progress, self.args = final, progress, args\n"
+FULL_OPENED = f"""{OPENED}        if progress["step"] == 4 and dist.get_rank():
+            self.fs.create_stream = full
+"""
+FAILED = {  # what goes wrong, whether all ends well, what is saved, what is said
+    "another error": ([failing(errno.EIO, 4)], False, [2], "Input/output error"),
+    "twice no room": ([failing(errno.ENOSPC, 1, 2, 4, 5)], True, [3, 6, 7, 8], "2 in a row, and 3"),
+    "thrice no room": ([failing(errno.EDQUOT, 4, 5, 6)], False, [1, 2, 3], "3 in a row, and 3"),
+    "hidden": ([(STREAM, FULL_STREAM), (OPENED, FULL_OPENED)], True, [2, 6, 8], "none left"),
+}  # fmt: skip
+
+
+def fail_to_save(what: str, data: Path, folder: Path) -> None:
+    changes, well, saved, told = FAILED[what]
+    script = changed(folder, *changes)
+    every = 2 if saved[0] == 2 else 1
+    outcomes = start(2, folder, flags(data, save_every=every), script)
+    for outcome in outcomes:
+        assert outcome.kind == ("returned" if well else "exited"), f"{outcomes}"
+        assert re.search(r"\[rank \d\] SAVE FAILED, .*: step \d could not be saved", outcome.output)
+        assert told in outcome.output
+    assert saved_in(folder) == saved
+
+
+def test_an_error_of_the_disk_in_a_save_ends_the_run(data: Path, tmp_path: Path) -> None:
+    fail_to_save("another error", data, tmp_path)
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("what", [what for what in FAILED if what != "another error"])
+def test_no_room_is_borne_twice_in_a_row(what: str, data: Path, tmp_path: Path) -> None:
+    fail_to_save(what, data, tmp_path)
+
+
 # What it refuses
+
+
+def test_weights_of_others_want_a_rate_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    read_flags = runpy.run_path(str(SCRIPT), run_name="imported")["read_flags"]
+    for argv, rate in ([], 1e-3), (["--learning-rate=0"], 0), (["--weights=x"], None):
+        monkeypatch.setattr(sys, "argv", ["train", *argv])
+        if rate is None:
+            with pytest.raises(SystemExit):
+                read_flags()
+            assert "--weights needs a --learning-rate" in capsys.readouterr().err
+        else:
+            assert read_flags().learning_rate == rate
+
+
+@pytest.mark.night
+def test_a_torch_that_is_too_old_is_refused_by_all_ranks(data: Path, tmp_path: Path) -> None:
+    script = changed(tmp_path, ('"2.11.0a0"', '"99"'))
+    for outcome in start(2, tmp_path, flags(data), script):
+        assert "ValueError: rank 0 on " in outcome.output
+        assert "Publisher needs torch 2.11 or newer, this is" in outcome.output
 
 
 @pytest.mark.night

@@ -310,6 +310,28 @@ def test_each_so_many_th_checkpoint_stays_for_ever(tmp: Path) -> None:
     assert [step_of([path]) for path in saved_in(folder)] == [4, 8, 10, 12]
 
 
+FAILED = {  # why steps cannot be saved; is it borne, and what is saved
+    errno.EIO: ((4,), False, [2]),
+    errno.ENOSPC: ((2, 4, 8, 10), True, [6, 12]),
+    errno.EDQUOT: ((4, 6, 8), False, [2]),
+}
+MADE = "    temporary.mkdir()\n"
+
+
+@pytest.mark.parametrize("number", FAILED)
+def test_a_save_without_room_is_borne_twice_in_a_row_and_another_error_never(
+    number: int, tmp_path: Path
+) -> None:
+    steps, borne, saved = FAILED[number]
+    fails = f"    if step in {steps}:\n        raise OSError({number}, os.strerror({number}))\n"
+    (outcome,) = start(1, tmp_path, flags(1), script=changed(tmp_path, (MADE, MADE + fails)))
+    assert outcome.kind == ("returned" if borne else "exited"), outcome
+    told = f"SAVE FAILED, 1 in a row, and 3 end the run: step {steps[0]} could not be saved: "
+    assert f"{told}[Errno {number}] {os.strerror(number)}" in outcome.output
+    assert ("SAVE FAILED, 3 in a row" in outcome.output) == (number == errno.EDQUOT)
+    assert [step_of([path]) for path in saved_in(tmp_path)] == saved
+
+
 STEP = "self.update()"
 LOSS = 'return nn.functional.cross_entropy(self.ddp(x), y, reduction="sum")'
 BAD = "(self.step == 6 and self.rank == 1)"  # the seventh step, and one rank's alone
