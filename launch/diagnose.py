@@ -1,7 +1,7 @@
 """Who hangs, who is slow, what died: point this file at your own job
 ===================================================================
 
-    python diagnose.py --job train.py               # it stands still: look into this node's ranks
+    python diagnose.py --job train.py               # it stands still, or is slow: this node's ranks
     python diagnose.py --pids 4711 4712 4713 4714   # the same, by number
     python diagnose.py --dumps DIR                  # flight-recorder dumps, gathered from all nodes
     python diagnose.py --log train.log ...          # what it printed before it died; - reads a pipe
@@ -12,18 +12,17 @@ It prints what happened in one sentence; the guilty rank, host, line, collective
 who waits for whom; the evidence; what to type next; or, if it cannot tell, what to collect. It
 exits with 0 if nothing is wrong, 1 if it names a fault, 2 if it cannot tell.
 
-Copy this file alone. It needs Python 3.11; --job and --pids need Linux, py-spy (`pip install
-py-spy`) and the right to trace: the job's own user, or root where the system asks for it. It leaves
-the job as it is: py-spy reads a process without stopping it, files are only read, and a dump, which
-is a pickle, is refused if it would run code.
+Copy this file alone. It needs Python 3.11; --job and --pids need Linux, py-spy and the right
+to trace: the job's own user, or root where the system asks for it. It leaves the job as it is:
+py-spy reads without stopping a process, and a dump, a pickle, is refused if it would run code.
 
 Dumps: torch 2.4 to 2.15, gloo and both NCCL backends, pickle or JSON, in any folders below DIR,
 named as torch names them (..._rank_7). Logs: torchrun's, Slurm's, Kubernetes' with prefixes, .gz,
 of any size. Steps: a file per rank, a number per line; or CSV with columns own (seconds until a
 rank is ready to communicate) and perhaps rank, step (the whole), data (waiting for the loader).
 
-Limits: looks 6 s apart accuse a rank in a 60 s upload: look again, with --seconds; a copied dump
-looks as old as its file. Stacks have no sequence numbers, so among stacks it votes; with tensor or
+Limits: looks for 6 s accuse a rank in a 60 s upload or loop: look again, --seconds 90; a copied
+dump looks as old as its file. Stacks have no sequence numbers: it votes, and with tensor or
 pipeline groups only dumps are sure. Two ranks cannot outvote each other. Tried on gloo with torch
 2.15, on made-up dumps and logs in NCCL's formats, on words of public reports; not on several GPUs.
 """
@@ -34,6 +33,7 @@ import functools
 import gc
 import gzip
 import json
+import linecache
 import math
 import os
 import pickle
@@ -44,6 +44,7 @@ import sys
 import time
 from collections import Counter, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -177,16 +178,17 @@ class Finding(NamedTuple):
     kind: str  # "healthy", "cannot tell", or what is wrong: mostly the name of a row above
     what: str  # one sentence
     guilty: Sequence[str] = ()
+    stack: Sequence[str] = ()  # of the first of these
     waits: Sequence[str] = ()  # who waits for whom
     evidence: Sequence[str] = ()
     type_next: Sequence[str] = ()
 
     def __str__(self) -> str:
         lines = [f"{self.kind.upper()}: {self.what}"]
-        for title, said in zip(["guilty", "waits", "evidence", "type next"], self[2:], strict=True):
+        for title, said in zip(self._fields[2:], self[2:], strict=True):
             more = [f"... and {len(said) - 12} more"] if len(said) > 12 else []
             for i, line in enumerate([*said[:12], *more]):
-                lines.append(f"  {'' if i else title:10} {line}")
+                lines.append(f"  {'' if i else title.replace('_', ' '):10} {line}")
         return "\n".join(lines)
 
 
@@ -334,22 +336,22 @@ def accuse(guilty: list[int], old: list, records: dict[int, Record]) -> Finding:
     """Name these ranks. `old` holds (rank, call) of those that wait for one of them."""
     rank, call = next((one for one in old if one[0] not in guilty), old[0])
     them = some(guilty)
-    waiting = some({r for r, _ in old} - {*guilty})
+    rest = some({r for r, _ in old} - {*guilty})
     record = records.get(guilty[0])
     asked = guilty if rank in guilty else guilty[:1]
     theirs = [records[one].at(call) for one in asked if one in records and call.peer is None]
     own = next((one for one in theirs if one and not one.like(call)), None)
     kind = "calls differ" if own else "hang in training"
-    what = f"{them} did not come to {call}, where {waiting} wait."
+    what = f"{them} did not come to {call}, where {rest} wait."
     if rank in guilty:
-        where = "; ".join([f"rank {r} in {c} ({c.tensors})" for r, c in old[:4]])
+        where = "; ".join([f"rank {r} in {c.name} ({c.tensors or c.where})" for r, c in old[:4]])
         what = f"{them} wait for each other, and no majority says who is wrong: {where}."
     elif record is None:
-        what = f"{them} left no record (dead, or not gathered), and {waiting} wait in {call}."
+        what = f"{them} left no record (dead, or not gathered), and {rest} wait in {call}."
     elif call.peer is not None:
         what = f"rank {rank} waits in {call}, and {them} does not answer with the same size."
     elif kind == "calls differ":
-        what = f"{them} called {own.name} ({own.tensors}), {waiting} {call} ({call.tensors})."
+        what = f"{them} called {own.name} ({own.tensors}), but {rest} {call.name} ({call.tensors})."
     evidence = [f"{records[r].file}: {c} ({c.tensors})" for r, c in old[:3]]
     for mine in record.calls if record and call.peer is None else []:
         theirs = records[rank].at(mine) if mine.group == call.group and mine.peer is None else None
@@ -359,7 +361,7 @@ def accuse(guilty: list[int], old: list, records: dict[int, Record]) -> Finding:
     places = [str(records.get(one, f"rank {one}: no record, so no line")) for one in guilty]
     ask = ["this tool with --job on that node shows the stack; dmesg -T | tail"]
     ask += ["in the source: what condition, loop or exception takes this rank another way?"]
-    return Finding(kind, what, places, [], evidence, ask)
+    return Finding(kind, what, places, evidence=evidence, type_next=ask)
 
 
 # Flight-recorder dumps. NCCL's calls are scheduled, started, completed; retired, not completed is
@@ -531,9 +533,7 @@ answer undef writing param too srun family found lost ranks: EXIT denied thread 
 ssh: died receive such
 """
 HINTS = HINT_WORDS.split()
-RANK = re.compile(
-    r"\[(?:rank|default|Rank |RANK )(\d+)\]|^(\d+): |^\[\d+,(\d+)\]<|process (\d+) terminated"
-)
+RANK = re.compile(r"\[(?:default|(?i:rank) ?)(\d+)\]|^(\d+): |^\[\d+,(\d+)\]<|process (\d+) term")
 PLACE = re.compile(
     r"\[pod/([\w.-]+)/|srun: error: ([\w.-]+): |^([\w.-]+):\d+:\d+ \[\d|(?<!\S)(\S+) kernel:"
 )
@@ -666,12 +666,9 @@ class Log:
 
 def row_of(line: str, thrown: re.Pattern) -> int | None:
     """The row that a line fits: by its words, or as an exception's last line."""
-    for row, pattern in enumerate(PATTERNS):
-        if pattern.search(line):
-            return row
-    if thrown.search(line) and not FAILED.search(line) and not SOURCE.search(line):
-        return RAISED
-    return None
+    raised = thrown.search(line) and not FAILED.search(line) and not SOURCE.search(line)
+    rows = (row for row, pattern in enumerate(PATTERNS) if pattern.search(line))
+    return next(rows, RAISED if raised else None)
 
 
 def diagnose_logs(files: list[str]) -> Finding:
@@ -707,12 +704,12 @@ def diagnose_logs(files: list[str]) -> Finding:
     return finding._replace(evidence=evidence, type_next=[remedy])
 
 
-# Stacks, by py-spy, three times. A job hangs if nothing changes: neither stacks nor, where somebody
-# is not in a collective, what its main thread has computed; and somebody is waited for.
+# Stacks, by py-spy, two a second. A job hangs if nothing changes: neither stacks nor, where a rank
+# is in no call, what its main thread computed; and somebody is waited for. It hangs, too, if one
+# rank runs in one function, and the others stand in one call. If all move on, the last is slow.
 
-WAITING = re.compile(
-    r"distributed_c10d\.py (?!_|wrapper)(\w+)|(_engine_run_backward|wait_tensor|synchronize)$"
-)
+WAITING = re.compile(r"_c10d\.py (?!_|wrapper)(\w+)|_engine_run_(\w+)$|(wait_tensor|synchronize)$")
+BELOW = re.compile(r"\.(wait|item|tolist|cpu|synchronize)\(")  # waits in C++: the text tells
 
 
 class Look(NamedTuple):
@@ -721,18 +718,13 @@ class Look(NamedTuple):
     rank: int
     pid: int
     alive: bool
-    stack: tuple[str, ...] = ()  # innermost first
+    stack: tuple[str, ...] = ()  # "file:line in function: text", innermost first
     line: str = ""  # the program's
-    call: str = ""  # the collective, or what waits for the GPU
+    call: str = ""  # the collective, or what waits for one or for the GPU
     peer: int | None = None  # of a send or recv
     error: str = ""  # of py-spy
     slept: str = ""  # how often the main thread has waited for something
     computed: tuple[str, ...] = ()  # its ticks, and how often it was made to wait for a core
-
-    @property
-    def place(self) -> tuple:
-        """What a rank that waits does not change, though it may spin in the meantime."""
-        return self[:-1]
 
 
 def proc(pid: int, name: str) -> str:
@@ -749,94 +741,150 @@ def look_at(rank: int, pid: int, py_spy: str) -> Look:
         return Look(rank, pid, False)
     slept, *forced = re.findall(r"ctxt_switches:\s(\d+)", proc(pid, f"task/{pid}/status")) or "0"
     command = [py_spy, "dump", "--json", "--nonblocking", "--locals", "--pid", str(pid)]
-    for _ in range(3):  # what runs may change while it is read
+    for _ in range(5):  # what runs may change while it is read
         ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
         if ran.returncode == 0:
             break
     else:
-        if not proc(pid, "cmdline"):  # it has just ended
-            return Look(rank, pid, False)
-        return Look(rank, pid, True, error=ran.stderr.strip().partition("\n")[0] or "no stack")
+        said = ran.stderr.strip().partition("\n")[0] or "no stack"
+        return Look(rank, pid, True, error=said) if proc(pid, "cmdline") else Look(rank, pid, False)
     threads = json.loads(ran.stdout)
     frames = next((t for t in threads if t["os_thread_id"] == pid), threads[0])["frames"]
-    stack = tuple(f"{frame['filename']}:{frame['line']}" for frame in frames)
-    computed = (*stat[11:13], *forced)
-    look = Look(rank, pid, True, stack, line_of(frames), slept=slept, computed=computed)
+    look = Look(rank, pid, True, (), line_of(frames), slept=slept, computed=(*stat[11:13], *forced))
     for frame in frames:
-        if found := WAITING.search(f"{frame['filename']} {frame['name']}"):
-            call = found[1] or found[2]
+        file, number, name = frame["filename"], frame["line"], frame["name"]
+        text = linecache.getline(f"/proc/{pid}/root{file}", number).strip()
+        found = WAITING.search(f"{file} {name}") or (not look.stack and BELOW.search(text))
+        look = look._replace(stack=(*look.stack, f"{file}:{number} in {name}: {text[:90]}"))
+        if found and not look.call:
+            call = found[found.lastindex]
             values = {one["name"]: one["repr"] or "" for one in frame.get("locals") or []}
             to = values.get("dst" if call == "send" else "src", "")
             peer = int(to) if call in ("send", "recv") and to.isdigit() else None
-            return look._replace(call=call, peer=peer)
+            look = look._replace(call=call, peer=peer)
     return look
 
 
-def find_jobs(name: str) -> list[dict[int, int]]:
-    """{rank: pid} on this node, 0 for a missing one, of each job whose command has `name`."""
-    ranks = []
-    for path in Path("/proc").glob("[0-9]*"):
-        pid = int(path.name)
-        about = dict(re.findall(r"(\w+)=([^\0]*)\0", proc(pid, "environ")))
-        if "RANK" in about and name in proc(pid, "cmdline").replace("\0", " "):
-            ranks.append((pid, about))
+def find_jobs(name: str, given: Sequence[int] = ()) -> list[dict[int, int]]:
+    """{rank: pid} of each job whose command has `name`, 0 if one is missing; or of `given` pids."""
+    pids = given or [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    pids = [pid for pid in pids if name in proc(pid, "cmdline").replace("\0", " ")]
+    ranks = [(pid, dict(re.findall(r"(\w+)=([^\0]*)\0", proc(pid, "environ")))) for pid in pids]
+    ranks = [one for one in ranks if "RANK" in one[1]]
     # A pod's RANK is its node's, also in torchrun's environment; torchrun gives each a LOCAL_RANK.
     jobs: dict[tuple, dict[int, int]] = defaultdict(dict)
     for pid, about in sorted([one for one in ranks if "LOCAL_RANK" in one[1]] or ranks):
         rank = int(about["RANK"])
         first = rank - int(about.get("LOCAL_RANK", 0))
         job = jobs[about.get("MASTER_ADDR"), about.get("MASTER_PORT")]
-        for one in range(first, first + int(about.get("LOCAL_WORLD_SIZE", 1))):
+        for one in [] if given else range(first, first + int(about.get("LOCAL_WORLD_SIZE", 1))):
             job.setdefault(one, 0)
         if pid != os.getpid():
             job[rank] = job.get(rank) or pid  # its loader's workers came later
-    return list(jobs.values())
+    return [*jobs.values()] or ([dict(enumerate(given))] if given else [])  # none has a RANK
 
 
 def diagnose_ranks(pids: dict[int, int], seconds: float) -> Finding:
-    """Three looks at the processes of some ranks."""
+    """The verdict on the processes of some ranks, after so many seconds."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     py_spy = shutil.which("py-spy", path=path)
     if not py_spy or not pids:
         what = "no such ranks on this node." if py_spy else "py-spy is missing."
-        ask = ["pip install py-spy; pgrep -af python, then --pids"]
-        return Finding("cannot tell", what, type_next=ask)
-    history = []
-    for pause in (0, seconds / 2, seconds / 2):
-        time.sleep(pause)
-        history.append([look_at(rank, pid, py_spy) for rank, pid in sorted(pids.items())])
-    return judge(history)
+        return Finding("cannot tell", what, type_next=["pip install py-spy; pgrep -af python"])
+    world = re.search(r"\bWORLD_SIZE=(\d+)", proc(max(pids.values()), "environ"))
+    looks: list[list[Look]] = []
+    pauses = max(2, min(round(2 * seconds), 60))
+    begin = time.monotonic()
+    with ThreadPoolExecutor(32) as pool:
+        while len(looks) <= pauses:
+            time.sleep(max(0, begin + len(looks) * seconds / pauses - time.monotonic()))
+            looks.append([*pool.map(lambda one: look_at(*one, py_spy), sorted(pids.items()))])
+            if len(looks) > 6 < time.monotonic() - begin and judge(looks).kind == "calls differ":
+                break  # all stand still, and nobody computes or uploads
+    return judge(looks, int(world[1]) if world else 0, time.monotonic() - begin)
 
 
-def judge(history: list[list[Look]]) -> Finding:
-    """The verdict on looks at all ranks."""
-    now = history[-1]
-    errors = [f"pid {look.pid}: {look.error}" for look in now if look.error]
-    if errors or not any(look.alive for look in now):
-        ask = f"sudo {sys.executable} {' '.join(sys.argv)}; in a container --cap-add SYS_PTRACE"
-        return Finding("cannot tell", "no stack to read.", evidence=errors, type_next=[ask])
+def stands(row: Sequence[Look]) -> bool:
+    """Whether a rank stayed in one call, perhaps spinning, or slept outside of calls."""
+    return len({look._replace(computed=()) if row[-1].call else look for look in row}) == 1
+
+
+def judge(history: list[list[Look]], world: int = 0, seconds: float = 0) -> Finding:
+    """The verdict on looks at ranks of a job of `world`: on those that could always be read."""
+    every = {row[0].rank: row for row in zip(*history, strict=True)}
+    rows = {rank: row for rank, row in every.items() if not any(look.error for look in row)}
+    evidence = [f"{len(history)} looks in {seconds:.0f} s"]
+    for rank, row in every.items():
+        said = [o.error or f"{o.call or 'no known call'} at {o.line}" for o in row if o.alive]
+        usual, often = Counter(said or ["dead"]).most_common(1)[0]
+        evidence.append(f"rank {rank}, pid {row[0].pid}: {usual}, in {often} looks")
+    alive = any(row[-1].alive for row in rows.values())
+    finding = verdict(rows) if alive else Finding("cannot tell", "no stack to read.")
+    missing = {*every, *range(world)} - {*rows}
+    if missing and finding.kind == "cannot tell":
+        what = f"{finding.what} Not looked at, and perhaps waited for: {some(missing)}."
+        ask = f"on their nodes: sudo {sys.executable} {' '.join(sys.argv)}; --cap-add SYS_PTRACE"
+        finding = finding._replace(what=what, type_next=[ask, *finding.type_next])
+    if finding.guilty:
+        row = rows[int(re.findall(r"\d+", finding.guilty[0])[0])]
+        look = ([look for look in row if not look.call] or row)[-1]
+        stack = [s for s in look.stack if s == look.stack[0] or is_own(s.partition(":")[0])]
+        ask = f"py-spy dump --locals --pid {look.pid}, if it lives; dmesg -T | tail"
+        finding = finding._replace(stack=stack, type_next=[ask, *finding.type_next[-1:]])
+    return finding._replace(evidence=evidence)
+
+
+def verdict(rows: dict[int, Sequence[Look]]) -> Finding:
+    """The verdict on several looks at each rank."""
+    alive = {rank: row for rank, row in rows.items() if row[-1].alive}
+    if not all(map(stands, alive.values())):
+        return late_one(alive)
+    known = any(row[-1].call for row in alive.values())
+    line, many = Counter(row[-1].line for row in alive.values()).most_common(1)[0]
+    if not known and 2 * many <= len(alive):
+        return Finding("cannot tell", "all stand still, in no known call, and each elsewhere.")
     records = {}
-    busy = set()
-    places = {look.rank: place for place, look in enumerate(now)}
-    evidence = []
-    for look, *before in zip(*reversed(history), strict=True):
-        still = all(other.place == look.place for other in before)
-        asleep = all(other == look for other in before)
-        evidence.append(f"rank {look.rank}, pid {look.pid}: {look.call or '-'} at {look.line}")
-        if look.alive and not (still and (look.call or asleep)):
-            busy.add(look.rank)
+    places = {rank: place for place, rank in enumerate(rows)}
+    for rank, (*_, look) in alive.items():  # most wait in a way that this tool may not know
+        name = look.call or ("a wait" if not known and line == look.line else "")
         said = "" if look.peer is not None else look.line
         peer = None if look.peer is None else places.get(look.peer, -1)
-        call = Call(("", "", str([*places])), 0, look.call, said, peer, True, look.line)
-        calls = [call] if look.call and still else []
-        if look.alive:
-            file = f"pid {look.pid}, at {look.line}"
-            records[look.rank] = Record(look.rank, calls, HOST, file)
-    if busy:
-        what = f"{some(busy)} moved or computed, and the others may wait for that."
-        ask = ["look again in a minute: what is then at the same line is slow, or loops for ever"]
-        return Finding("healthy", what, evidence=evidence, type_next=ask)
-    return explain(records)._replace(evidence=evidence)
+        call = Call(("", "", str([*rows])), 0, name, said, peer, True, look.line)
+        about = f"pid {look.pid}" if name else f"pid {look.pid}, at {look.line}"
+        records[rank] = Record(rank, [call] if name else [], HOST, about)
+    return explain(records)
+
+
+def late_one(rows: dict[int, Sequence[Look]]) -> Finding:
+    """The verdict if some rank moves or computes: is it always the same that is waited for?"""
+    free = [sum(not look.call for look in looks) for looks in zip(*rows.values(), strict=True)]
+    late = {}
+    for r, row in rows.items():  # in which looks it is free, in no call, and half of them wait
+        late[r] = [n for n, o in zip(free, row, strict=True) if not o.call and 2 * n <= len(rows)]
+    rank = max(rows, key=lambda one: len(late[one]))
+    often, looks = len(late[rank]), [look for look in rows[rank] if not look.call] or rows[rank]
+    others = {one: row for one, row in rows.items() if one != rank}
+    still = {one for one, row in rows.items() if stands(row)}
+    if not still and 3 * often < 2 * len(free):
+        return Finding("healthy", f"{some(rows)} move on, and none is waited for in most looks.")
+    lines = " and ".join([line for line, _ in Counter(o.line for o in looks).most_common(2)])
+    guilty = [f"rank {rank}, {HOST}, pid {looks[0].pid}, at {lines}"]
+    said = f"rank {rank} is at {lines}, in no call in {often} of {len(free)} looks; the others"
+    ask = ["look longer: --seconds 60", "what takes long there: data, disk, a lock, a hot GPU?"]
+    functions = {(look.call, re.sub(r":\d+", "", look.line)) for look in rows[rank]}
+    calls = {(row[-1].call, row[-1].line) for row in others.values()}
+    own = any(is_own(text.partition(":")[0]) for look in looks for text in look.stack[:1])
+    if len(functions) == len(calls) == 1 and still == {*others} and own and often >= 7:
+        what = f"{said} stand still: it loops, or takes longer than this look."
+        return Finding("hang in training", what, guilty, type_next=ask[:1])
+    # By chance a rank is one of n free ones in n / ranks of the looks; others must move in between.
+    moves = min([len({(o.stack, o.slept) for o in row}) for row in others.values()], default=0)
+    chance = math.prod([n / len(rows) for n in late[rank]]) ** min(1, moves / max(often, 1))
+    ways = len(rows) * math.comb(sum(0 < 2 * n <= len(rows) for n in free), often)
+    if not still and ways * chance < 1e-4:
+        return Finding("slow", f"{said} wait for it, and all move on.", guilty, type_next=ask)
+    what = f"{some(still)} stood still, others moved." if still else f"{said} wait: by chance?"
+    return Finding("cannot tell", what, type_next=ask[:1])
 
 
 # Step times. A healthy rank is later than the median of the others in half of the steps, as a coin
@@ -877,21 +925,19 @@ def diagnose_steps(files: list[str]) -> Finding:
     if len(own) < 3 or min(map(len, own.values())) < WINDOW:
         ask = f"3 ranks' own times of {WINDOW} steps: from an all-reduce's end to the next call"
         return Finding("cannot tell", "too few ranks or steps.", type_next=[ask])
-    enough = WINDOW + 1  # so many late steps that chance would make an alarm in 1 of 100 windows
+    enough = 0  # so many late steps that chance would make an alarm in 1 of 100 windows
     chance = FALSE_ALARM * 2**WINDOW / len(own)
-    while sum(math.comb(WINDOW, i) for i in range(enough - 1, WINDOW + 1)) <= chance:
-        enough -= 1
+    while sum(math.comb(WINDOW, i) for i in range(enough, WINDOW + 1)) > chance:
+        enough += 1
     late = late_in(own)
     slow = [rank for rank, windows in late.items() if median(windows) >= enough]
-    total = Counter()
-    for one in [one for found in steps.values() for one in found]:
-        total.update(one)
+    total = sum([Counter(one) for found in steps.values() for one in found], Counter())
     if slow:
         what = f"{some(slow)} took {LATE} times the others' median or more, not by chance."
         evidence = [f"rank {rank}: late in {late[rank]} of {WINDOW} steps each" for rank in slow]
         evidence += [f"{enough} of {WINDOW} would be chance in one of 100 windows"]
         ask = ["on its node nvidia-smi -q -d CLOCK,PERFORMANCE: heat, power cap? longer data?"]
-        return Finding("straggler", what, [some(slow)], ["all others, each step"], evidence, ask)
+        return Finding("straggler", what, [some(slow)], (), ["all others, always"], evidence, ask)
     if total["data"] > 0.3 * total["own"]:
         what = f"all ranks wait for their loaders: {total['data'] / total['own']:.0%} of own time."
         ask = ["more workers, pin_memory, faster decoding or storage"]
@@ -907,25 +953,18 @@ def main() -> int:
     """Answer from each kind of evidence that is given."""
     as_it_is = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_it_is)
-    parser.add_argument("--job", metavar="NAME")
-    parser.add_argument("--pids", metavar="P", nargs="+", type=int)
+    parser.add_argument("--job", metavar="NAME", default="")
+    parser.add_argument("--pids", metavar="P", nargs="+", type=int, default=[])
     parser.add_argument("--dumps", metavar="DIR")
     for flag in ("--log", "--nccl-logs", "--steps"):
         parser.add_argument(flag, metavar="FILE", nargs="+")
     parser.add_argument("--seconds", type=float, default=6, help="how long to look at processes")
     given = parser.parse_args()
-    answers = {
-        "pids": lambda pids: diagnose_ranks(dict(enumerate(pids)), given.seconds),
-        "dumps": diagnose_dumps,
-        "log": diagnose_logs,
-        "nccl_logs": diagnose_nccl_logs,
-        "steps": diagnose_steps,
-    }
-    jobs = find_jobs(given.job) or [{}] if given.job else []
+    jobs = (find_jobs(given.job, given.pids) or [{}]) if given.job or given.pids else []
     findings = [diagnose_ranks(pids, given.seconds) for pids in jobs]
-    for name, answer in answers.items():
-        if getattr(given, name):
-            findings.append(answer(getattr(given, name)))
+    answers = [diagnose_dumps, diagnose_logs, diagnose_nccl_logs, diagnose_steps]
+    files = [given.dumps, given.log, given.nccl_logs, given.steps]
+    findings += [one(read) for one, read in zip(answers, files, strict=True) if read]
     if not findings:
         parser.error("what is there to look at? --help says what it takes")
     print(*findings, sep="\n\n")

@@ -425,8 +425,8 @@ def wants_a_core(process: psutil.Process) -> bool:
 # `skipped_collective` into a file job.py that joins gloo, start it with torchrun, and ask:
 #
 #     python launch/diagnose.py --job job.py       # stacks, by py-spy; --dumps DIR reads recorders
-#     CALLS DIFFER: rank 2 called barrier (.../job.py:12 in skipped_collective), ranks 0, 1, 3
-#     all_reduce at .../job.py:11 in skipped_collective ...
+#     CALLS DIFFER: rank 2 called barrier (.../job.py:12 in skipped_collective), but ranks 0, 1, 3
+#     all_reduce (.../job.py:11 in skipped_collective).
 
 
 # %%

@@ -900,10 +900,10 @@ def watch(pids: list[int], seconds: float) -> None:
 # communication/nccl_debugging.md has their settings.
 #
 # **Does it hang, or is it slow?** If it hangs, there is nothing to count. launch/diagnose.py, to be
-# copied alone, reads each rank's stack three times. While this lesson runs, it says:
+# copied alone, reads each rank's stack twice a second. It tells a job that stands still from one in
+# which all ranks move on, and then names the rank that the others wait for in most looks:
 #
-#     python launch/diagnose.py --job 07_tracing_with_ebpf.py
-#     HEALTHY: ranks 0, 1, 2, 3 moved or computed, and the others may wait for that.
+#     python launch/diagnose.py --job train.py --seconds 30
 #
 # **On a real cluster** one rank in a hundred is slow, and nobody knows which. Attach on each node
 # for ten seconds (`--attach`, with the pids of its ranks), and compare what they spend inside.

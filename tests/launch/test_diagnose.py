@@ -129,7 +129,9 @@ def test_a_rank_in_another_collective_is_outvoted(tmp_path: Path) -> None:
     right, wrong = [entry(3, line=20)], [entry(3, "broadcast", line=30)]
     found = dumped(tmp_path, right, right, wrong, right)
     assert found.kind == "calls differ"
-    assert found.what.startswith("rank 2 called broadcast (Float[4]), ranks 0, 1, 3 all_reduce #3")
+    assert found.what == (
+        "rank 2 called broadcast (Float[4]), but ranks 0, 1, 3 all_reduce (Float[4])."
+    )
     assert "me/train.py:30" in found.guilty[0]
 
 
@@ -764,10 +766,14 @@ def test_who_stands_elsewhere_is_named() -> None:
     waits = [look(0), look(1), look(3)]
     found = judged(waits[0], waits[1], look(2, "barrier", "train.py:20"), waits[2])
     assert found.kind == "calls differ"
-    assert found.what.startswith("rank 2 called barrier (train.py:20), ranks 0, 1, 3 all_reduce")
+    said = "rank 2 called barrier (train.py:20), but ranks 0, 1, 3 all_reduce (train.py:10)."
+    assert found.what == said
+    assert found.stack == ["train.py:20"]
     found = judged(waits[0], waits[1], look(2, "", "train.py:30"), waits[2])
     assert found.what.startswith("rank 2 did not come to all_reduce at train.py:10")
     assert "pid 102, at train.py:30" in found.guilty[0]
+    assert found.stack == ["train.py:30"]
+    assert "--pid 102" in found.type_next[0]
     dead = diagnose().Look(2, 102, False)
     found = judged(waits[0], waits[1], dead, waits[2])
     assert found.what.startswith("rank 2 left no record (dead")
@@ -785,18 +791,172 @@ def test_messages_are_followed_among_stacks() -> None:
 
 
 def test_what_moves_or_computes_is_not_accused() -> None:
+    """In three looks; nor is a job healthy in which some stand still."""
     waits = [look(0), look(1)]
     busy = look(2, "", computed=("5",))
     found = judged(*waits, busy, before=[*waits, look(2, "", computed=("4",))])
-    assert found.kind == "healthy"
-    assert found.what.startswith("rank 2 moved or computed")
+    assert found.kind == "cannot tell"
+    assert found.what == "ranks 0, 1 stood still, others moved."
     moved = [look(0, line="train.py:9"), look(1), look(2, "")]
-    assert judged(*waits, look(2, ""), before=moved).kind == "healthy"
+    assert judged(*waits, look(2, ""), before=moved).kind == "cannot tell"
     spins = [look(0, computed=("4",)), look(1), look(2, "barrier")]
     assert judged(*waits, look(2, "barrier"), before=spins).kind == "calls differ"
     slept = [look(0, slept="4"), look(1), look(2, "")]
-    assert judged(look(0, slept="5"), look(1), look(2, ""), before=slept).kind == "healthy"
-    assert judged(look(0), look(1, error="Permission denied")).kind == "cannot tell"
+    assert judged(look(0, slept="5"), look(1), look(2, ""), before=slept).kind == "cannot tell"
+    went_on = [look(rank, slept="4", line="train.py:9") for rank in range(3)]
+    assert judged(*[look(rank) for rank in range(3)], before=went_on).kind == "healthy"
+    assert judged(look(0, ""), before=[look(0, "", computed=("4",))]).kind == "healthy"
+
+
+def over_time(*ranks: Callable, looks: int = 13, seed: int = 1) -> object:
+    """The verdict on looks at ranks, each a function of a look's number and of chance."""
+    chance = random.Random(seed)
+    history = [[one(i, chance)._replace(slept=str(i)) for one in ranks] for i in range(looks)]
+    return diagnose().judge(history, len(ranks), looks / 2)
+
+
+def still(rank: int, *where: str) -> Callable:
+    """A rank that has stopped moving; `over_time` must not let it sleep anew."""
+    return lambda i, chance: Stopped(look(rank, *where))
+
+
+class Stopped:
+    """A look at a rank that sleeps all the time."""
+
+    def __init__(self, one: object) -> None:
+        self.one = one
+
+    def _replace(self, slept: str) -> object:
+        return self.one
+
+
+def runs(i: int, chance: random.Random) -> object:
+    return look(1, "", f"train.py:{117 + i % 2} in draw", computed=(str(i),))
+
+
+def test_a_loop_without_end_is_a_hang() -> None:
+    """A rank in one function of its own, in seven looks or more, while all others stand still."""
+    rest = [still(rank, "backward", "train.py:299") for rank in (0, 2, 3)]
+    found = over_time(rest[0], runs, *rest[1:])
+    assert found.kind == "hang in training"
+    assert found.what.startswith(
+        "rank 1 is at train.py:117 in draw and train.py:118 in draw, in no call in 13 of 13 looks"
+    )
+    assert found.guilty[0].startswith("rank 1, ")
+    assert over_time(*rest, runs, looks=6).kind == "cannot tell"  # it may only be late
+    two_places = [*rest[:2], still(3, "barrier", "train.py:20"), runs]
+    assert over_time(*two_places).kind == "cannot tell"
+
+    def saves(i: int, chance: random.Random) -> object:
+        library = "/env/lib/python3.11/site-packages/torch/serialization.py:9 in save: text"
+        return runs(0, chance)._replace(stack=(library, "train.py:117 in draw: text"))
+
+    assert over_time(*rest, saves).kind == "cannot tell"  # rank 0 writes a checkpoint, perhaps
+    walks = [f"model.py:{line} in {name}" for line, name in [(1, "attend"), (9, "forward")]]
+    assert over_time(*rest, lambda i, _: look(1, "", walks[i % 2])).kind == "cannot tell"
+
+
+def late(rank: int, share: float) -> Callable:
+    """A rank that is in no call in this share of looks, and in the next call else."""
+    return lambda i, chance: look(rank, "" if chance.random() < share else "all_reduce")
+
+
+@pytest.mark.parametrize("share", [1, 0.95])
+def test_a_rank_that_is_always_waited_for_is_slow(share: float) -> None:
+    found = over_time(late(0, 0), late(1, 0), late(2, share), late(3, 0))
+    assert found.kind == "slow"
+    assert re.match(r"rank 2 is at train.py:10, in no call in 1[1-3] of 13 looks", found.what)
+    assert found.guilty[0].startswith("rank 2, ")
+    assert over_time(late(0, 0), late(1, 0), late(2, share), looks=3).kind != "slow"
+    assert over_time(late(0, 0), late(1, share)).kind != "slow"  # of two ranks, it may be chance
+    assert over_time(late(0, 0), late(1, share), looks=61).kind == "slow"
+
+
+def test_looks_within_one_step_count_once() -> None:
+    """Rank 2 is late in three long steps, which is no proof; then in ten."""
+    for steps, kind in [(3, "cannot tell"), (20, "slow")]:
+        history = []
+        for i in range(60):
+            step = str(i * steps // 60)
+            history.append([look(rank, slept=step) for rank in (0, 1, 3)])
+            history[-1].append(look(2, "", slept=str(i)))
+        assert diagnose().judge(history).kind == kind
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("waits", [0.3, 0.7, 1])
+@pytest.mark.parametrize("looks", [3, 13, 61])
+def test_a_healthy_job_s_last_rank_changes(ranks: int, waits: float, looks: int) -> None:
+    """In so many looks all wait for one, whichever it is; in the others all compute or all wait."""
+    for seed in range(100):
+        chance = random.Random(seed)
+        history = []
+        for i in range(looks):
+            last = chance.randrange(ranks)
+            outside = {last} if chance.random() < waits else chance.choice([{*range(ranks)}, ()])
+            calls = ["" if rank in outside else "all_reduce" for rank in range(ranks)]
+            history.append([look(r, call, slept=str(i)) for r, call in enumerate(calls)])
+        found = diagnose().judge(history, ranks)
+        assert found.kind in ("healthy", "cannot tell")
+        assert found.guilty == ()
+        if looks == 61 and ranks != 2:
+            assert found.kind == "healthy"
+
+
+def test_who_sleeps_elsewhere_is_named_though_no_call_is_known() -> None:
+    waits = [look(rank, "", "train.py:13") for rank in (0, 1, 3)]
+    found = judged(*waits, look(2, "", "train.py:8"))
+    assert found.kind == "hang in training"
+    assert found.what.startswith("rank 2 did not come to a wait at train.py:13, where ranks 0, 1, ")
+    assert "pid 102, at train.py:8" in found.guilty[0]
+    assert "rank 0, pid 100: no known call at train.py:13, in 3 looks" in found.evidence
+    assert judged(*waits).kind == "cannot tell"
+    assert judged(waits[0], look(1, "", "train.py:8")).kind == "cannot tell"  # which of the two?
+
+
+def test_ranks_that_were_not_looked_at_are_named_if_nobody_else_is() -> None:
+    everybody = [look(rank) for rank in range(4)]
+    found = diagnose().judge([everybody] * 3, 6)
+    assert found.kind == "cannot tell"
+    assert found.what.endswith("Not looked at, and perhaps waited for: ranks 4, 5.")
+    assert found.type_next[0].startswith("on their nodes: ")
+    assert "Not looked at" not in diagnose().judge([everybody] * 3, 4).what
+    accused = diagnose().judge([[*everybody[:3], look(3, "barrier")]] * 3, 6)
+    assert accused.guilty[0].startswith("rank 3, ")
+
+
+def test_a_process_that_cannot_be_read_does_not_hide_the_others() -> None:
+    closed = look(3, error="Permission denied")
+    found = judged(look(0), look(1), closed)
+    assert found.kind == "cannot tell"
+    assert found.what.endswith("Not looked at, and perhaps waited for: rank 3.")
+    assert "sudo " in found.type_next[0]
+    assert "rank 3, pid 103: Permission denied, in 3 looks" in found.evidence
+    found = judged(look(0), look(1), look(2, "barrier"), closed)
+    assert found.guilty[0].startswith("rank 2, ")
+    assert judged(closed).what.startswith("no stack to read. ")
+
+
+def test_source_text_tells_a_wait_below_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`handle.wait()` has no frame; the innermost line's text tells, an outer line's does not."""
+    program = tmp_path / "train.py"
+    program.write_text("handle.wait()\nx = loss.item()\nprepare(data.cpu())\n")
+    library = {"filename": "/env/lib/python3.11/site-packages/m.py", "line": 5, "name": "f"}
+    frames = [{"filename": str(program), "line": line, "name": "train"} for line in (1, 2, 3)]
+    spy = tmp_path / "py-spy"
+    calls = []
+    for stack in [[frames[0]], [frames[1]], [frames[2]], [library, frames[0]]]:
+        thread = [{"os_thread_id": os.getpid(), "frames": stack}]
+        spy.write_text(f"#!/bin/sh\necho '{json.dumps(thread)}'\n")
+        spy.chmod(0o700)
+        calls.append(diagnose().look_at(0, os.getpid(), str(spy)))
+    assert [one.call for one in calls] == ["wait", "item", "cpu", ""]
+    assert calls[0].stack == (f"{program}:1 in train: handle.wait()",)
+    outer = calls[3]._replace(rank=3)
+    found = judged(look(0), look(1), look(2), outer)
+    assert found.stack == ["/env/lib/python3.11/site-packages/m.py:5 in f: ", outer.stack[1]]
 
 
 def test_ranks_are_found_by_name_and_one_that_is_missing_is_noticed() -> None:
@@ -815,6 +975,11 @@ def test_ranks_are_found_by_name_and_one_that_is_missing_is_noticed() -> None:
         job = {8: pids[1], 9: min(pids[2:4]), 10: 0}
         assert diagnose().find_jobs("look_for_me.py") == [job, {0: pids[4]}]
         assert diagnose().find_jobs("nobody.py") == []
+        assert diagnose().find_jobs("", [pids[2], pids[0], pids[1]]) == [{8: pids[1], 9: pids[2]}]
+        nameless = subprocess.Popen(code, env={}, **how)
+        started.append(nameless)
+        nameless.stdout.readline()
+        assert diagnose().find_jobs("", [nameless.pid]) == [{0: nameless.pid}]
     finally:
         for one in started:
             one.kill()
@@ -900,7 +1065,7 @@ def test_a_rank_that_ends_while_it_is_looked_at_is_dead(
 
 
 def test_it_is_short() -> None:
-    assert len(SCRIPT.read_text().splitlines()) <= 945
+    assert len(SCRIPT.read_text().splitlines()) <= 980
     assert "import torch" not in SCRIPT.read_text()
 
 
@@ -940,7 +1105,7 @@ def bugs() -> dict[str, int]:
 
 def check_hangs(jobs: list[str]) -> None:
     (answers,) = run(look_into, 1, jobs, 1.0, group=False, deadline=250)
-    for job, (kind, what, guilty, _, evidence, asked, untouched) in answers.items():
+    for job, (kind, what, guilty, stack, _, evidence, asked, untouched) in answers.items():
         assert untouched, job
         if not MAY_TRACE:
             assert kind == "cannot tell"
@@ -949,12 +1114,65 @@ def check_hangs(jobs: list[str]) -> None:
         accused = [2, 3] if job == "both_send_first" else [2]
         assert [int(re.match(r"rank (\d+)", one)[1]) for one in guilty] == accused, (job, what)
         assert f"04_debugging_hangs.py:{bugs()[job]} in {job}" in guilty[0], (job, guilty)
+        assert any(f":{bugs()[job]} in {job}: " in line for line in stack), (job, stack)
         assert kind in ("hang in training", "calls differ")
         assert evidence
 
 
 # Stacks have no sizes: what differs in those only looks alike.
 BY_STACK = ["skipped_collective", "another_order", "uneven_batches", "both_send_first"]
+
+
+def loops(rank: int, guilty: bool) -> None:
+    while guilty:
+        pass
+    dist.barrier()
+
+
+def waits_for_a_handle(rank: int, guilty: bool) -> None:
+    if guilty:
+        os.read(os.pipe()[0], 1)
+    dist.all_reduce(torch.ones(4), async_op=True).wait()
+
+
+JOBS = {"loops": loops, "waits_for_a_handle": waits_for_a_handle}
+
+
+def look_from_outside(name: str, seconds: float) -> object:
+    """The verdict on four ranks of one of these jobs, or of one of profiling/04."""
+    alone = load(HANGS)
+    job = JOBS.get(name) or getattr(alone, name)
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        processes = [alone.fork_rank(job, rank, 4, folder, "OFF") for rank in range(4)]
+        try:
+            alone.wait_until(lambda: all((folder / f"{r}.look").exists() for r in range(4)))
+            pids = {rank: process.pid for rank, process in enumerate(processes)}
+            return (*diagnose().diagnose_ranks(pids, seconds),)
+        finally:
+            for process in processes:
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(
+    ("job", "kind", "seconds"),
+    [
+        ("loops", "hang in training", 6),
+        ("waits_for_a_handle", "hang in training", 1),
+        pytest.param("healthy", "slow", 10, marks=pytest.mark.night),
+    ],
+)
+def test_real_loops_waits_and_slow_ranks_are_named(job: str, kind: str, seconds: float) -> None:
+    (found,) = run(look_from_outside, 1, job, seconds, group=False, deadline=250)
+    said, _, guilty, stack, *_ = found
+    if not MAY_TRACE:
+        assert said == "cannot tell"
+        return
+    assert said == kind, found
+    assert guilty[0].startswith("rank 2, "), found
+    assert any(f" in {job}: " in line for line in stack), found
 
 
 @pytest.mark.deep
