@@ -799,7 +799,8 @@ def diagnose_ranks(pids: dict[int, int], seconds: float) -> Finding:
         while len(looks) <= pauses:
             time.sleep(max(0, begin + len(looks) * seconds / pauses - time.monotonic()))
             looks.append([*pool.map(lambda one: look_at(*one, py_spy), sorted(pids.items()))])
-            if len(looks) > 6 < time.monotonic() - begin and judge(looks).kind == "calls differ":
+            enough = len(looks) >= 7 and time.monotonic() - begin > 6
+            if enough and judge(looks).kind == "calls differ":
                 break  # all stand still, and nobody computes or uploads
     return judge(looks, int(world[1]) if world else 0, time.monotonic() - begin)
 

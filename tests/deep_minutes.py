@@ -21,6 +21,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
     """Count it apart: it was not skipped for want of anything."""
-    if report.skipped and report.longrepr[2] == f"Skipped: {LEFT}":
+    if report.skipped and str(report.longrepr).endswith(f"'Skipped: {LEFT}')"):
         return LEFT, "-", LEFT.upper()
     return None

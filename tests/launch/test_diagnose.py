@@ -1065,7 +1065,7 @@ def test_a_rank_that_ends_while_it_is_looked_at_is_dead(
 
 
 def test_it_is_short() -> None:
-    assert len(SCRIPT.read_text().splitlines()) <= 980
+    assert len(SCRIPT.read_text().splitlines()) <= 985
     assert "import torch" not in SCRIPT.read_text()
 
 
