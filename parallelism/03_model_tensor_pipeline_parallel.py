@@ -29,7 +29,7 @@ and does the model still learn? In `loss_of` replace `/ B` by `/ len(y_bD)`: whi
 
 **Before.** parallelism/02_fsdp_zero.py: how far one gets by splitting only what each rank stores.
 
-**Next.** parallelism/04_buckets_and_overlap.py or, on the spine, fsdp/01_fsdp_basics.py
+**Next.** fsdp/01_fsdp_basics.py, on the spine; or parallelism/04_buckets_and_overlap.py
 """
 
 import argparse

@@ -25,8 +25,8 @@ claims fail? Put it back, and delete the last line of `gradient_is_ready`: what 
 
 **Before.** parallelism/01_data_parallelism_ddp.py: why gradients are averaged.
 
-**Next.** exercises/05_data_parallel_hooks; then communication/06_overlap.py measures how much of
-the communication is hidden, and parallelism/05_zero2_and_zero3.py lets go of the gradients.
+**Next.** exercises/05_data_parallel_hooks; then parallelism/05_zero2_and_zero3.py lets go of the
+gradients. How much of the communication is hidden: communication/06_overlap.py.
 """
 
 import argparse

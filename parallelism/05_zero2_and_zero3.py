@@ -27,8 +27,8 @@ out the division by WORLD_SIZE in `Gather.backward`: is the training still right
 
 **Before.** parallelism/02_fsdp_zero.py: sixteen bytes per parameter, and stage 1.
 
-**Next.** exercises/21_gather_and_free. fsdp/01_fsdp_basics.py uses PyTorch's `fully_shard`;
-parallelism/06_tensor_parallel.py splits the multiplications themselves.
+**Next.** exercises/21_gather_and_free. parallelism/06_tensor_parallel.py splits the
+multiplications themselves; fsdp/01_fsdp_basics.py uses PyTorch's `fully_shard`.
 """
 
 import argparse

@@ -12,9 +12,13 @@ into eight stages, two per rank: rank r holds stages r and r + 4.
 
 1. What share of the time does a rank idle?
 2. How many times as many messages are sent as under 1F1B?
-3. Before its first backward pass each rank runs ahead with as few forward passes as it can without
-   more waiting. How many micro-batches does rank 0 hold at most? (The activations of half as large
-   a stage count half.)
+3. Before its first backward pass each rank does as many forward passes as it takes to add no
+   waiting, and no more. How many micro-batches does rank 0 hold at most? (The activations of half
+   as large a stage count half.)
+4. Now a message takes a slot, as long as a forward pass through one of the eight stages. Under both
+   schedules the ranks run further ahead, until a step waits only for the first micro-batch's
+   messages on their way out and for the last gradient's on their way back. How many slots shorter
+   than under 1F1B is a step?
 
 **Run.**
 
@@ -25,8 +29,8 @@ into eight stages, two per rank: rank r holds stages r and r + 4.
 Not run on several GPUs.
 
 **Try.** Set `MICRO_BATCHES` to 64: by what share do two stages per rank shorten a step now? Put it
-back, and in `interleaved` run ahead by `2 * (p - 1 - rank)` instead of `p - 1 - rank`: which claims
-fail, and which do not?
+back, and in `interleaved` let no rank run ahead for its hops, `num_warmup = (v - 1) * p`: how long
+does a step take, and which claims do not fail?
 
 **Before.** parallelism/07_pipeline_schedules.py: GPipe, 1F1B, and how large their bubble is.
 
@@ -34,7 +38,6 @@ fail, and which do not?
 """
 
 import argparse
-import copy
 import ctypes
 import json
 import logging
@@ -46,7 +49,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from fractions import Fraction
 
@@ -97,22 +100,24 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 # large stage again.) Forward, it takes p micro-batches through its first stage, the same p through
 # its second, and so on, and then the next p. Backward it does the same with the stages in reverse.
 # As in 1F1B it first runs ahead with forwards (warm-up), then does one forward and one backward in
-# turn (steady state), and then the backwards that are left (cooldown):
+# turn (steady state), and then the backwards that are left (cooldown). The last grid as lists:
 #
-#     p = 2, v = 2, m = 4    warm-up   steady state                         cooldown
-#     rank 0                 F0 F1 f0  f1 b0 F2 b1 F3 B0 f2 B1 f3 b2        b3 B2 B3
-#     rank 1                 F0 F1     f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3  B2 B3
+#     p = 2, v = 2, m = 2    warm-up     steady state    cooldown
+#     rank 0                 F0 F1 f0    f1 b0           b1 B0 B1
+#     rank 1                 F0 F1       f0 b0 f1 b1     B0 B1
+#                            -----                       (v-1) p forwards
+#                                  --                    one per hop to the last rank: 1, 0
 #
-# How far must it run ahead? Its last stage is due only after (v-1) p forwards through the others:
-# F0 and F1 here. Then it is as in 1F1B: one more for each hop between it and the last rank. With v
-# = 1 the list is 1F1B. A shorter warm-up would add waiting. The libraries' is longer, for the sake
-# of messages (section 5).
+# How far must it run ahead? Its first backward pass is through its last stage. Before it can do a
+# forward pass there, it takes p micro-batches through each of its other stages: (v-1) p passes, F0
+# and F1. Then it is as in 1F1B: one more for each hop between it and the last rank, f0 on rank 0.
+# With v = 1 the list is 1F1B.
 
 # %%
 Action = tuple[str, int, int]  # ("F" or "B", stage, micro-batch): f0 on rank 0 is ("F", p, 0)
 
 
-def interleaved(rank: int, p: int, m: int, v: int) -> list[Action]:
+def interleaved(rank: int, p: int, m: int, v: int, per_hop: int = 1) -> list[Action]:
     """Interleaved 1F1B: the order in which a rank of p works on its v stages; p divides m."""
     stages = range(rank, v * p, p)
     forwards = []
@@ -122,7 +127,7 @@ def interleaved(rank: int, p: int, m: int, v: int) -> list[Action]:
             forwards += [("F", stage, k) for k in range(first, first + p)]
         for stage in reversed(stages):
             backwards += [("B", stage, k) for k in range(first, first + p)]
-    num_warmup = min((v - 1) * p + p - 1 - rank, v * m)
+    num_warmup = min((v - 1) * p + per_hop * (p - 1 - rank), v * m)
     order = forwards[:num_warmup]  # fill the pipeline
     for i in range(v * m - num_warmup):  # steady state: one forward, one backward
         order.append(forwards[num_warmup + i])
@@ -133,41 +138,58 @@ def interleaved(rank: int, p: int, m: int, v: int) -> list[Action]:
 # %% [markdown]
 # Two of its costs can be counted on the list.
 #
-# - **Messages.** A micro-batch crosses v p - 1 borders between stages each way, instead of p-1. A
-#   message is as large as before: one activation.
+# - **Messages.** A micro-batch crosses v p - 1 borders between stages each way, instead of p-1: it
+#   also goes from the last rank to rank 0. A message is as large as before, one activation.
 # - **Memory.** When rank r does its first backward, (v-1) p + p-1-r + 1 = v p - r forwards are
 #   under way, each of 1/v of its layers. That makes p - r/v micro-batches, where 1F1B holds p - r.
-#   On rank 0, the fullest, both are p. All other ranks hold more than under 1F1B: on four ranks 4,
-#   3.5, 3 and 2.5 with two stages each, instead of 4, 3, 2 and 1.
+#   On rank 0, the fullest, both are p.
 
 # %% [markdown]
-# ## 3. Play the lists
+# ## 3. Where messages leave slots empty
+#
+# The two stages per rank of section 1 once more. But now a message takes a slot:
+#
+#     v = 2    slot    0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15 16 17 18 19 20
+#     layers 0, 2     F0 F1  .  . f0 f1  .  .  .  . b0 b0  . b1 b1  . B0 B0  . B1 B1
+#     layers 1, 3      .  . F0 F1  .  . f0 b0 b0 f1 b1 b1  . B0 B0  . B1 B1  .  .  .
+#
+# Six slots more are empty: micro-batch 0 is under way between stages in slots 1, 3 and 5, and the
+# gradient of micro-batch 1 in slots 12, 15 and 18. 1F1B has one border each way instead of three,
+# and takes 20 slots instead of 18: here it is faster. With more micro-batches than ranks, one
+# forward per hop is too few: a rank then waits for messages in the steady state too. Two per hop
+# (`per_hop=2`) are enough, as in Megatron's and PyTorch's interleaved lists. This costs memory:
+# rank 0 holds (v-1) p + 2 (p-1) + 1 passes of a stage, p + (p-1)/v micro-batches instead of p.
+
+# %% [markdown]
+# ## 4. Play the lists
 #
 # How long a step takes follows from the lists. An action starts when its rank has done what stands
-# before it on the list, and the neighboring stage has done the same micro-batch. `play` notes the
-# slots of each action. Their lengths are assumed, so what is claimed of them is "simulated".
+# before it on the list, and the neighboring stage's result for the same micro-batch has arrived.
+# The lengths of passes and messages are assumed, so what is claimed of them is "simulated".
 
 # %%
 LAYERS_PER_RANK = 2  # so that a stage is both of them or one
-SLOTS = {"F": 1, "B": 2}  # of one layer; a message takes none
+SLOTS = {"F": 1, "B": 2}  # of one layer
 
 
-def play(orders: list[list[Action]], v: int) -> list[dict[Action, range]]:
+def play(orders: list[list[Action]], v: int, message: int = 0) -> list[dict[Action, range]]:
     """Follow the lists of all ranks; return the slots of each rank's actions."""
     stages = range(v * len(orders))
-    ends = {}  # the slot after an action, if it is done
+    arrivals = {}  # the slot in which a neighbor has an action's result, if it is done
     played = [{} for _ in orders]
     now = [0] * len(orders)  # each rank's clock
-    for _ in range(sum(map(len, orders))):  # each round brings a rank further
+    for _ in range(sum(map(len, orders))):  # in each round at least one rank does an action
         for rank, order in enumerate(orders):
-            for kind, stage, k in order[len(played[rank]) :]:
-                neighbor = stage - 1 if kind == "F" else stage + 1
-                if neighbor in stages and (kind, neighbor, k) not in ends:
-                    break  # the rank waits
-                start = max(now[rank], ends.get((kind, neighbor, k), 0))
-                now[rank] = start + SLOTS[kind] * LAYERS_PER_RANK // v
-                ends[kind, stage, k] = now[rank]
-                played[rank][kind, stage, k] = range(start, now[rank])
+            if len(played[rank]) == len(order):
+                continue  # its list is done
+            kind, stage, k = order[len(played[rank])]
+            neighbor = stage - 1 if kind == "F" else stage + 1
+            if neighbor in stages and (kind, neighbor, k) not in arrivals:
+                continue  # it waits
+            start = max(now[rank], arrivals.get((kind, neighbor, k), 0))
+            now[rank] = start + SLOTS[kind] * LAYERS_PER_RANK // v
+            arrivals[kind, stage, k] = now[rank] + message
+            played[rank][kind, stage, k] = range(start, now[rank])
     return played
 
 
@@ -182,161 +204,171 @@ def idle_share(ranks: list[dict]) -> Fraction:
     return 1 - Fraction(busy, length(ranks) * len(ranks))
 
 
+def most_held(order: list[Action]) -> int:
+    """How many forward passes wait at most for their backward pass."""
+    held = 0
+    most = 0
+    for kind, _, _ in order:
+        held += 1 if kind == "F" else -1
+        most = max(most, held)
+    return most
+
+
 # %% [markdown]
-# ## 4. How it is measured: follow the lists for real
-#
-# Each rank also follows its list with real layers and messages: for each action it receives what
-# the action needs, does it, and sends the result on without waiting. Messages sent and activations
-# held are counted there. Activations and gradients have a process group each, so that a rank
-# receives each kind in the order in which its neighbor sends it. (This runs on CPUs by gloo, also
-# where there are GPUs. On NCCL use PyTorch's class, section 5.)
+# First 1F1B, then two stages per rank, then both where a message takes a slot. What was played is
+# printed as grids: a letter in each slot, small for the second stage, and under its first slot the
+# number of the micro-batch. The rows on what is held are rank 0's.
 
 
 # %%
-def run_step(
-    stages: dict[int, nn.Module],
-    order: list[Action],
-    inputs: Sequence[torch.Tensor],
-    loss_of: Callable,
-    groups: dict[str, dist.ProcessGroup],
-) -> tuple[int, int]:
-    """Follow a list; return how many messages were sent, and the most activations held.
+def check_schedules() -> dict[str, list[dict]]:
+    """Play 1F1B and two stages per rank; claim what they cost; return all slots."""
+    p = WORLD_SIZE
+    runs = {"1F1B": play(lists(1), 1)}
+    show("1F1B", runs["1F1B"])
+    held = most_held(lists(1)[RANK])
+    claim("1F1B: micro-batches held", p, held, kind="simulated", rank=0)
+    if p == 1:
+        blocked("several stages per rank, and messages", needs="2 ranks")
+        return runs
+    runs["v = 2"] = play(lists(2), 2)
+    show("v = 2", runs["v = 2"])
+    bubble = Fraction(p - 1, 2 * MICRO_BATCHES + p - 1)
+    idle = idle_share(runs["v = 2"])
+    claim("v = 2: share of slots idle", bubble, idle, question=1, kind="simulated")
+    held = most_held(lists(2)[RANK]) / 2  # each is half of the rank's layers
+    claim("v = 2: micro-batches held", p, held, question=3, kind="simulated", rank=0)
 
-    stages: {number: layers}. inputs: the micro-batches, which are shaped like every activation.
-    loss_of(y, k): what the output of micro-batch k adds to the loss.
-    """
-    last = WORLD_SIZE * len(stages) - 1  # the number of the model's last stage
-    held = {}  # (stage, k): input and output
-    most_held = 0
-    sends = []
-    for kind, stage, k in order:
-        if kind == "F":
-            x = inputs[k] if stage == 0 else receive(inputs[k], stage - 1, groups["F"])
-            y = stages[stage](x.requires_grad_())
-            if stage < last:
-                sends.append(send(y.detach(), stage + 1, groups["F"]))
-            else:
-                y = loss_of(y, k)
-            held[stage, k] = (x, y)
-            most_held = max(most_held, len(held))
-        else:
-            x, y = held.pop((stage, k))
-            y.backward(receive(y, stage + 1, groups["B"]) if stage < last else None)
-            if stage > 0:
-                sends.append(send(x.grad, stage - 1, groups["B"]))
-    for work in sends:
-        work.wait()
-    return len(sends), most_held
+    slots = {}
+    for v, name in ((1, "1F1B"), (2, "v = 2")):
+        slow = f"{name}, 2 per hop, a message takes a slot"
+        runs[slow] = play(lists(v, per_hop=2), v, message=1)
+        show(slow, runs[slow])
+        slots[v] = length(runs[slow])
+    due = 3 * (p - 1) - 2 * p  # so much less bubble; p more messages out and p back
+    saved = slots[1] - slots[2]
+    claim("v = 2: slots saved if a message takes one", due, saved, question=4, kind="simulated")
+    return runs
 
 
-def send(result: torch.Tensor, stage: int, group: dist.ProcessGroup) -> dist.Work:
-    """Start to send a result to the rank of another stage."""
-    return dist.isend(result, stage % WORLD_SIZE, group)
-
-
-def receive(like: torch.Tensor, stage: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return what the rank of another stage sends."""
-    arrived = torch.empty_like(like)
-    dist.recv(arrived, stage % WORLD_SIZE, group)
-    return arrived
+def lists(v: int, per_hop: int = 1) -> list[list[Action]]:
+    """Every rank's list."""
+    return [interleaved(r, WORLD_SIZE, MICRO_BATCHES, v, per_hop) for r in range(WORLD_SIZE)]
 
 
 # %% [markdown]
-# **The oracle** for the gradients is the whole model on the whole batch in one process, in float64.
+# ## 5. How it is measured: PyTorch's own
+#
+# `torch.distributed.pipelining` has the schedule as a class. **The oracle** for its gradients is
+# the whole model on the whole batch in one process, in float64.
 
 # %%
 ROWS, WIDTH = 4, 16  # of one micro-batch
 MICRO_BATCHES = WORLD_SIZE * max(2, math.ceil(8 / WORLD_SIZE))  # 8 on 1, 2 and 4 ranks
 LAYERS = LAYERS_PER_RANK * WORLD_SIZE
 TOLERANCE = 2 * (LAYERS + 1) * WIDTH * 2**-53  # sums of WIDTH terms, LAYERS there and back
+Gradients = dict[str, torch.Tensor]  # by the names of the parameters
 
 
-class Case:
-    """A model, a batch, and the gradients that one process finds."""
-
-    def __init__(self, groups: dict[str, dist.ProcessGroup]) -> None:
-        self.groups = groups  # gloo; for activations ("F") and gradients ("B")
-        torch.manual_seed(0)  # the same on every rank
-        layers = []
-        for _ in range(LAYERS):
-            layers.append(nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=torch.float64), nn.Tanh()))
-        self.model = nn.Sequential(*layers)
-        self.x = torch.randn(MICRO_BATCHES * ROWS, WIDTH, dtype=torch.float64)
-        self.target = torch.randn_like(self.x)
-        F.mse_loss(self.model(self.x), self.target).backward()
-
-    def stages(self, v: int) -> dict[int, nn.Module]:
-        """Copies of this rank's v stages, without gradients."""
-        size = LAYERS_PER_RANK // v
-        mine = {}
-        for stage in range(RANK, v * WORLD_SIZE, WORLD_SIZE):
-            mine[stage] = copy.deepcopy(self.model[stage * size : (stage + 1) * size])
-            mine[stage].zero_grad()
-        return mine
-
-    def loss(self, y: torch.Tensor, k: int) -> torch.Tensor:
-        return F.mse_loss(y, self.target.chunk(MICRO_BATCHES)[k]) / MICRO_BATCHES
-
-    def run(self, order: list[Action], v: int) -> tuple[float, int, int]:
-        """Run a step; return the gradients' error, the messages sent and the activations held."""
-        stages = self.stages(v)
-        inputs = self.x.chunk(MICRO_BATCHES)
-        sent, held = run_step(stages, order, inputs, self.loss, self.groups)
-        return self.error(stages), sent, held
-
-    def error(self, stages: dict[int, nn.Module]) -> float:
-        """How far the gradients are from one process's."""
-        errors = []
-        for stage, layers in stages.items():
-            expected = self.model[stage * len(layers) : (stage + 1) * len(layers)]
-            for ours, whole in zip(layers.parameters(), expected.parameters(), strict=True):
-                errors.append(relative_error(ours.grad.cpu(), whole.grad))
-        return torch.tensor(errors, dtype=torch.float64).max().item()  # NaN if one is
+def model_and_batch() -> tuple[nn.Sequential, torch.Tensor, torch.Tensor, Gradients]:
+    """The model, the batch and its targets, and the oracle; the same on every rank."""
+    torch.manual_seed(0)
+    layers = []
+    for _ in range(LAYERS):
+        layers.append(nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=torch.float64), nn.Tanh()))
+    model = nn.Sequential(*layers)
+    x = torch.randn(MICRO_BATCHES * ROWS, WIDTH, dtype=torch.float64)
+    target = torch.randn_like(x)
+    F.mse_loss(model(x), target).backward()
+    return model, x, target, {name: weight.grad for name, weight in model.named_parameters()}
 
 
-def relative_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest difference, relative to the largest element; inf if one is no number."""
-    error = (ours - expected).abs().max() / expected.abs().max()
-    return error.nan_to_num(nan=torch.inf).item()
+def my_stages(model: nn.Sequential, v: int) -> dict[int, nn.Module]:
+    """This rank's v stages of the model, {number: layers}."""
+    size = LAYERS_PER_RANK // v
+    mine = {}
+    for stage in range(RANK, v * WORLD_SIZE, WORLD_SIZE):
+        mine[stage] = model[stage * size : (stage + 1) * size]
+    return mine
+
+
+def gradient_error(modules: dict[int, nn.Module], oracle: Gradients) -> float:
+    """How far the stages' gradients are from the oracle's."""
+    errors = []
+    for layers in modules.values():
+        for name, weight in layers.named_parameters():  # the same names as in the whole model
+            difference = (weight.grad.cpu() - oracle[name]).abs().max()
+            errors.append(difference / oracle[name].abs().max())
+    return torch.stack(errors).max().item()  # NaN if one is
 
 
 # %% [markdown]
-# First 1F1B, then two stages per rank. What was played is printed as grids: a letter in each slot,
-# small for the second stage, and under its first slot the number of the micro-batch. The rows on
-# what is held are rank 0's.
+# The class takes this rank's stages, makes every rank's list (`pipeline_order`) and follows its own
+# with gloo or NCCL. The list is ours with two forwards per hop, and so it holds more. Our stages
+# count the activations that they send; as many gradients come back.
 
 
 # %%
-def check_schedules(case: Case) -> dict[str, list[dict]]:
-    """Play and run 1F1B and two stages per rank; claim what they cost; return all slots."""
+class CountingStage(PipelineStage):
+    """PyTorch's stage, and how many activations it has sent."""
+
+    sent = 0
+
+    def get_fwd_send_ops(self, k: int) -> list[dist.P2POp]:
+        ops = super().get_fwd_send_ops(k)  # one, or none from the last stage
+        self.sent += len(ops)
+        return ops
+
+
+Schedule = pipelining.Schedule1F1B | pipelining.ScheduleInterleaved1F1B
+
+
+def pytorchs(
+    modules: dict[int, nn.Module], micro_batches: int, device: torch.device
+) -> tuple[Schedule, list[CountingStage]]:
+    """PyTorch's schedule for this rank's stages, {number: layers}, and the stages that count."""
+    stages = []
+    for stage, module in modules.items():
+        num_stages = len(modules) * WORLD_SIZE
+        stages.append(CountingStage(module.to(device), stage, num_stages, device))
+    if len(stages) == 1:
+        schedule = pipelining.Schedule1F1B(stages[0], micro_batches, loss_fn=F.mse_loss)
+    else:
+        schedule = pipelining.ScheduleInterleaved1F1B(stages, micro_batches, loss_fn=F.mse_loss)
+    return schedule, stages
+
+
+def step(schedule: Schedule, x: torch.Tensor, target: torch.Tensor) -> None:
+    """All micro-batches; the first rank gives the inputs, the last one the targets."""
+    inputs = [x] if RANK == 0 else []
+    targets = {"target": target} if RANK == WORLD_SIZE - 1 else {}
+    schedule.step(*inputs, **targets)
+
+
+def check_torchs(device: torch.device) -> None:
+    """Claim what gradients PyTorch's class finds, what it sends, and which list it follows."""
     p = WORLD_SIZE
-    m = MICRO_BATCHES
-    lists = [interleaved(rank, p, m, 1) for rank in range(p)]
-    runs = {"1F1B": play(lists, 1)}
-    show("1F1B", runs["1F1B"])
-    error, sent_1f1b, held = case.run(lists[RANK], 1)
-    claim("1F1B: error of the gradients", 0, error, atol=TOLERANCE)
-    claim("1F1B: share of slots idle", bubble(1), idle_share(runs["1F1B"]), kind="simulated")
-    claim("1F1B: micro-batches held", p, held, rank=0)
-    if p == 1:
-        blocked("several stages per rank, and messages", needs="2 ranks")
-        return runs
-    lists = [interleaved(rank, p, m, 2) for rank in range(p)]
-    runs["v = 2"] = play(lists, 2)
-    show("v = 2", runs["v = 2"])
-    error, sent, held = case.run(lists[RANK], 2)
-    claim("v = 2: error of the gradients", 0, error, atol=TOLERANCE)
-    idle = idle_share(runs["v = 2"])
-    claim("v = 2: share of slots idle", bubble(2), idle, question=1, kind="simulated")
-    ratio = sum(gather_objects(sent)) / sum(gather_objects(sent_1f1b))
-    claim("v = 2: messages / 1F1B's", (2 * p - 1) / (p - 1), ratio, question=2)
-    claim("v = 2: micro-batches held", p, held / 2, question=3, rank=0)
-    return runs
+    model, x, target, oracle = model_and_batch()
+    sent = {}
+    for v in (1, 2):
+        model.zero_grad()
+        modules = my_stages(model, v)
+        schedule, stages = pytorchs(modules, MICRO_BATCHES, device)
+        step(schedule, x.to(device), target.to(device))
+        sent[v] = sum(gather_objects(sum(stage.sent for stage in stages)))
+    claim("v = 2: messages / 1F1B's", (2 * p - 1) / (p - 1), sent[2] / sent[1], question=2)
+    error = gradient_error(modules, oracle)  # of v = 2, as the schedule below
+    claim("torch's Interleaved1F1B: error of the gradients", 0, error, atol=TOLERANCE)
 
-
-def bubble(v: int) -> Fraction:
-    """The share of slots that a rank idles by the formula: (p-1) / (v m + p-1)."""
-    return Fraction(WORLD_SIZE - 1, v * MICRO_BATCHES + WORLD_SIZE - 1)
+    theirs = []
+    for one in schedule.pipeline_order[RANK]:
+        if one is not None:  # so it marks where the rank idles
+            theirs.append((one.computation_type.value, one.stage_index, one.microbatch_index))
+    ours = lists(2, per_hop=2)[RANK]
+    different = sum(one != other for one, other in zip(theirs, ours, strict=True))
+    claim("torch's list: actions unlike ours, 2 per hop", 0, different)
+    held = most_held(theirs) / 2
+    claim("torch's list: micro-batches held", p + (p - 1) / 2, held, kind="simulated", rank=0)
 
 
 def gather_objects(value: object) -> list:
@@ -346,108 +378,37 @@ def gather_objects(value: object) -> list:
     return values
 
 
-def show(name: str, ranks: list[dict]) -> None:
-    """Print a grid, if the screen is wide enough; a number stands in an action's first slot."""
-    print0(f"\n  {name}: {length(ranks)} slots")
-    for rank, actions in enumerate(ranks):
-        letters = ["."] * length(ranks)
-        numbers = [" "] * length(ranks)
-        for (kind, stage, k), slots in actions.items():
-            numbers[slots.start] = str(k % 10)
-            for slot in slots:
-                letters[slot] = kind if stage == rank else kind.lower()
-        if length(ranks) <= 88:
-            print0(f"  rank {rank}  {''.join(letters)}\n{'':10}{''.join(numbers)}".rstrip())
-    print0()
-
-
-# %% [markdown]
-# ## 5. PyTorch's own, which holds more
-#
-# `torch.distributed.pipelining` has it as a class, which takes this rank's stages and brings a
-# runtime that works on NCCL too. Its list, `pipeline_order`, differs from ours in one number: a
-# rank runs ahead by two forwards per hop instead of one, as Megatron's does. So it has work while a
-# gradient travels back and the next activation comes.
-#
-# That pays where messages take time. Say that one takes a slot, with four ranks and eight
-# micro-batches. By PyTorch's list a step then waits for 14 messages: those of the first micro-batch
-# on its way to the last stage, and of the last gradient on its way back. It takes 57 + 14 = 71
-# slots. By our list it waits for 30 messages and takes 87, which is more than 1F1B's 82. (No row
-# shows this, since in `play` messages are free. Then all lists of two stages per rank have the same
-# bubble.)
-#
-# The price is memory. Rank r has (v-1) p + 2 (p-1-r) + 1 forwards under way. On four ranks with two
-# stages each these are 5.5, 4.5, 3.5 and 2.5 micro-batches: on rank 0, p + (p-1)/v instead of p.
-# Below, our step also follows PyTorch's list.
-
-
-# %%
-def check_torchs(case: Case, device: torch.device) -> list[dict]:
-    """Claim that PyTorch's class finds the same gradients, and what its list costs; play it."""
-    p = WORLD_SIZE
-    modules = case.stages(2)
-    stages = []
-    for stage, module in modules.items():
-        stages.append(PipelineStage(module.to(device), stage, 2 * p, device))
-    schedule = pipelining.ScheduleInterleaved1F1B(stages, MICRO_BATCHES, loss_fn=F.mse_loss)
-    inputs = [case.x.to(device)] if RANK == 0 else []
-    target = {"target": case.target.to(device)} if RANK == WORLD_SIZE - 1 else {}
-    schedule.step(*inputs, **target)
-    error = case.error(modules)
-    claim("torch's Interleaved1F1B: error of the gradients", 0, error, atol=TOLERANCE)
-
-    lists = [actions_of(schedule.pipeline_order[rank]) for rank in range(p)]
-    played = play(lists, 2)
-    idle = idle_share(played)
-    claim("torch's list: share of slots idle", bubble(2), idle, kind="simulated")
-    _, _, held = case.run(lists[RANK], 2)
-    claim("torch's list: micro-batches held", p + (p - 1) / 2, held / 2, rank=0)
-    return played
-
-
-def actions_of(pipeline_order: list) -> list[Action]:
-    """PyTorch's list of one rank as one of ours; it has None where the rank idles."""
-    order = []
-    for one in pipeline_order:
-        if one is not None:
-            order.append((one.computation_type.value, one.stage_index, one.microbatch_index))
-    return order
-
-
 # %% [markdown]
 # ## 6. On GPUs: the share that real stages idle
 #
-# A rank's 16 layers make one stage or two, and a step of PyTorch's class is timed. In turn with it
+# A rank's 32 layers make one stage or two, and a step of PyTorch's class is timed. In turn with it
 # each rank does the same work alone, with no neighbor to wait for. What the step takes longer is
-# bubble, and messages that were not hidden. With only p micro-batches the bubbles are large. A
-# message is 34 MB: less than 0.1 ms over NVLink. Over PCIe it takes a millisecond or more, for
-# which the slack has no room.
+# bubble, and messages that were not hidden. With only p micro-batches the bubbles are large. (A
+# message is 34 MB: under 0.1 ms over an H100's NVLink, 0.5 to 1.1 ms over PCIe. The forward
+# pass of the smaller stage is 4.4 TFLOP, 11 ms at 400 TFLOP/s.)
 
 
 # %%
 def idle_on_gpu(v: int, device: torch.device) -> float:
-    """The share of a step in which a rank does not work, with v stages of 16 / v layers."""
+    """The share of a step in which a rank does not work, with v stages of 32 / v layers."""
     factory = {"bias": False, "device": device, "dtype": torch.bfloat16}
-    stages = []
+    modules = {}
     for stage in range(RANK, v * WORLD_SIZE, WORLD_SIZE):
-        layers = [nn.Linear(8192, 8192, **factory) for _ in range(16 // v)]
-        stages.append(PipelineStage(nn.Sequential(*layers), stage, v * WORLD_SIZE, device))
-    schedule_class = pipelining.ScheduleInterleaved1F1B if v > 1 else pipelining.Schedule1F1B
-    schedule = schedule_class(stages if v > 1 else stages[0], WORLD_SIZE, loss_fn=F.mse_loss)
+        layers = [nn.Linear(8192, 8192, **factory) for _ in range(32 // v)]
+        modules[stage] = nn.Sequential(*layers)
+    schedule, _ = pytorchs(modules, WORLD_SIZE, device)
     x = torch.randn(WORLD_SIZE * 2048, 8192, device=device, dtype=torch.bfloat16)
-    inputs = [x] if RANK == 0 else []
-    target = {"target": x} if RANK == WORLD_SIZE - 1 else {}
 
     def alone() -> None:
         for micro_batch in x.chunk(WORLD_SIZE):
-            for stage in stages:  # the model's own input needs no gradient
-                given = micro_batch.detach().requires_grad_(stage.stage_index > 0)
-                stage.submod(given).sum().backward()
+            for stage, layers in modules.items():  # the model's own input needs no gradient
+                given = micro_batch.detach().requires_grad_(stage > 0)
+                layers(given).sum().backward()
 
     steps = []
     own = []
     for _ in range(6):
-        steps.append(seconds(lambda: schedule.step(*inputs, **target)))
+        steps.append(seconds(lambda: step(schedule, x, x)))
         own.append(seconds(alone))
     return share_idle(steps[1:], own[1:])  # the first of each warms up
 
@@ -480,10 +441,25 @@ def check_gpus(device: torch.device) -> None:
 
 
 # %% [markdown]
-# `--figure` draws every schedule that was played, all on one scale of time.
+# Every schedule is printed as a grid. `--figure` draws them all on one scale of time.
 
 
 # %%
+def show(name: str, ranks: list[dict]) -> None:
+    """Print a grid, if the screen is wide enough; a number stands in an action's first slot."""
+    print0(f"\n  {name}: {length(ranks)} slots")
+    for rank, actions in enumerate(ranks):
+        letters = ["."] * length(ranks)
+        numbers = [" "] * length(ranks)
+        for (kind, stage, k), slots in actions.items():
+            numbers[slots.start] = str(k % 10)
+            for slot in slots:
+                letters[slot] = kind if stage == rank else kind.lower()
+        if length(ranks) <= 88:
+            print0(f"  rank {rank}  {''.join(letters)}\n{'':10}{''.join(numbers)}".rstrip())
+    print0()
+
+
 def draw(path: str, runs: dict[str, list[dict]]) -> None:
     """One panel per schedule, one row per rank; a rank's second stage is lighter."""
     from matplotlib.figure import Figure
@@ -513,29 +489,28 @@ def draw(path: str, runs: dict[str, list[dict]]) -> None:
 #    stays, so a step gets shorter by less: by 14%, from 66 slots to 57.
 # 2. 7/3 as many: seven borders between stages instead of three.
 # 3. Four, as many as under 1F1B: eight halves. But this is rank 0, the fullest. The other ranks
-#    hold more than under 1F1B, up to 2.5 instead of 1 on the last. And the lists of PyTorch and
-#    Megatron hold 5.5 on rank 0, 38% more, in return for messages that are hidden.
+#    hold more than under 1F1B, up to 2.5 instead of 1 on the last.
+# 4. One: 71 slots instead of 72. With free messages it is nine, but now a step waits for seven
+#    messages each way instead of three. That takes a warm-up of two forwards per hop, with which
+#    rank 0 holds 5.5 micro-batches. With one per hop interleaving loses, 87 to 82.
 #
 # **Try.** With 64 micro-batches 1F1B idles 3/67 = 4.5%, and interleaving 3/131 = 2.3%: a step takes
-# 393 slots instead of 402, which is 2.2% less, for 7/3 as many messages. If a rank runs ahead by
-# two forwards per hop, only the two claims on what our lists hold fail. They hold 7 micro-batches
-# with one stage per rank, and 5.5 with two, which is PyTorch's list then. The bubbles stay.
+# 393 slots instead of 402, which is 2.2% less, for 7/3 as many messages. If no rank runs ahead for
+# its hops, a step takes 156 slots, and under 1F1B 192, each micro-batch alone. Only three claims on
+# PyTorch do not fail: its gradients, its messages, and what its list holds.
 #
-# **When to use it.** With few micro-batches: the batch of a step is limited, so with many replicas
-# m falls to a few times p. (This list wants m to be a multiple of p; PyTorch's takes some others.)
-# Not when m is large compared with p, as above. Not when rank 0 has no room for 5.5 micro-batches
-# instead of 4. Not when the model has too few layers: it takes v p stages of equal size, and the
-# embedding and the head count as layers. Not under FSDP, which would gather a stage for each
-# micro-batch: there all micro-batches go through a stage before the next one (breadth first,
-# Lamy-Poirier, 2022; in PyTorch `ScheduleLoopedBFS`).
+# **When to use it.** With few micro-batches, m a few times p: the batch of a step is limited, and
+# many replicas share it. With v = 2 half of the bubble goes, with v = 4 half of the rest, and each
+# time about twice as many messages are sent. On a thousand GPUs p and m of one replica count: with
+# p = 16 and m = 32, 1F1B idles 32%, v = 2 19% and v = 5 9% (of 80 layers one per stage). It takes
+# v p stages of equal size (the embedding and the head count as layers), room for the longer
+# warm-up, and an m that p divides (PyTorch's takes some others). With FSDP keep each stage's
+# weights gathered, as Llama 3's training did.
 #
-# **What messages cost.** Under PyTorch's list 14 messages are waited for, as in section 5, compared
-# with 6 if a rank has one stage and runs ahead by two per hop as well. So messages of a slot leave
-# little of the gain: 71 slots against 72. The others travel while ranks work, if a stage's forward
-# pass takes longer than its message. For Llama 3 70B, 4,096 tokens and bfloat16 an activation is 67
-# MB: 1.3 ms through a network card of 400 Gb/s. The forward pass of one of its 80 layers is 7
-# TFLOP, 18 ms at 400 TFLOP/s: even a stage of one layer hides its messages. With tensor parallelism
-# over eight GPUs the layer takes 2.2 ms, which still hides them.
+# **What messages cost.** For Llama 3 70B an activation of 4,096 tokens in bfloat16 is 67 MB, 1.3 ms
+# through a network card of 400 Gb/s. The forward pass of one of its 80 layers is 7 TFLOP: 18 ms on
+# a GPU at 400 TFLOP/s, 2.2 ms on each of eight with tensor parallelism. If each of these sends the
+# whole activation, and a stage is a layer, a message takes 0.6 of a forward pass.
 
 
 # %%
@@ -544,10 +519,9 @@ def main() -> None:
     options = command_line({"--figure": figure})
     launch()
     device = setup()
-    case = Case({kind: dist.new_group(backend="gloo") for kind in SLOTS})
-    runs = check_schedules(case)
+    runs = check_schedules()
     if WORLD_SIZE > 1:
-        runs["PyTorch's list"] = check_torchs(case, device)
+        check_torchs(device)
     check_gpus(device)
     if options.figure and RANK == 0:
         draw(options.figure, runs)

@@ -6,30 +6,30 @@ the most loaded GPU hold, and of what?
 
 **Predict**, and write it down before you run:
 
-1. A layer of a Llama trains in bfloat16. It is h wide, its keys and values h/8 each, and the three
-   matrices of its MLP are 3.5 h wide. Attention is one kernel (FlashAttention), and so is SwiGLU.
-   How many bytes does a token leave in the layer for the backward pass, in units of h?
-2. Four ranks train by FSDP, each on a sequence of its own. By how much are the *activations* that a
-   rank holds divided: by 4, by 2 or by 1?
-3. Llama 3 70B on 64 H100 of 80 GB: FSDP over all of them, one sequence of 8,192 tokens per GPU. All
-   that is kept per parameter is 18.5 GiB per GPU. Does the step fit without recomputation?
-4. A pipeline of four stages (1F1B) becomes one of eight, so that each stage has half as many
-   layers. A step has 64 micro-batches. What happens to the activations that the first stage holds:
-   a half, the same or twice?
+1. A layer of a Llama trains in bfloat16, two bytes per element. Keys and values are h/8 wide each,
+   the inside of the MLP 3.5 h, all else h. Its operations are: norm; q, k and v; attention, as one
+   kernel; output matrix; norm; gate and up; SiLU of gate; its product with up; down. Each keeps the
+   arrays that its backward pass needs, and an array that two need is kept once. How many bytes per
+   token is that, in units of h?
+2. Four ranks train by FSDP, each on a sequence of its own. Between two layers a rank holds a
+   quarter of the weights. What part of its activations does it hold: a quarter, a half or all?
+3. Llama 3 70B (80 layers, 8,192 wide) trains on 64 H100 of 80 GB, by FSDP over all of them. In a
+   step each GPU takes two micro-batches, one sequence of 8,192 tokens each. Does that fit without
+   recomputation?
+4. The loss is softmax and cross-entropy on float32 logits, an array of tokens x vocabulary. How
+   many bytes per token and entry of the vocabulary are held in its backward pass: 4, 8 or 12?
 
 **Run.**
 
     torchrun --standalone --nproc-per-node=4 16_planning_memory.py    # NCCL on 4 GPUs, else gloo
     python 16_planning_memory.py                                      # the same, started for you
 
-Not run on several GPUs. Rows marked t are arithmetic, or hold the sum against what others have
-measured.
+Not run on several GPUs. Rows marked t are arithmetic.
 
-**Try.** In `memory` let `in_flight` be 1: which claims fail? Put it back, and divide the
-activations by `dp`, as if ZeRO sharded them too: which fail now?
+**Try.** In `fsdp_memory` divide the activations by `n`, as if FSDP sharded them too: which claims
+fail? Put it back, and leave out `.float()` in `log_softmax_float32`: which fail now, and at what?
 
 **Before.** parallelism/05_zero2_and_zero3.py: what ZeRO shards.
-parallelism/07_pipeline_schedules.py: micro-batches in flight.
 
 **Next.** parallelism/17_planning_time.py: how long a step takes. For a model of your own, `course
 plan --model llama-70b --gpus 64 --gpu h100`.
@@ -46,6 +46,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
@@ -66,35 +67,30 @@ RANK = int(os.environ.get("RANK", "0"))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
 # %% [markdown]
-# ## 1. A sum of six parts, each divided by axes of its own
+# ## 1. What a rank of FSDP holds
 #
-# A GPU that trains holds two kinds of bytes. **Those per parameter can be divided by every axis.
-# Those per token cannot: more replicas or a longer pipeline leave them as they are.** What reduces
-# them is ranks that share a sequence, a smaller micro-batch, or recomputation. That is the idea;
-# what is left is to count both.
+# A GPU that trains holds two kinds of bytes. **FSDP divides those per parameter by the number n of
+# its ranks. It leaves those per token as they are, for each rank has tokens of its own.** What
+# lowers these is recomputation, fewer tokens per GPU, or ranks that share a sequence. That is the
+# idea; what is left is to count both.
 #
-# In detail there are six parts. h is the width of the model, V its vocabulary. A *token* is one of
-# the micro-batch that a GPU works on.
+# Here is the whole sum, for torch's FSDP as it is mostly used: it keeps the weights in float32,
+# computes in bfloat16, and reduces the gradients in float32. h is the width of the model, V the
+# size of its vocabulary. The columns on the right are GiB per GPU for Llama 3 70B on 64 GPUs, with
+# micro-batches of 8,192 tokens: first as it is, then with all layers recomputed.
 #
-#     part               bytes                                      divided by
-#     weights             2 per parameter, bfloat16                 tp, pp; from ZeRO-3 on dp
-#     gradients           4 per parameter, added up in float32      tp, pp; from ZeRO-2 on dp
-#     optimizer states   12 per parameter, in float32: a copy of    tp, pp; from ZeRO-1 on dp
-#                        the weights and Adam's two moments
-#     activations        about 34 h per token and layer             tp
-#     logits              6 V per token, on the last stage          tp
-#     one layer          what exists of it for a moment only        tp
+#     part              bytes                        divided by       70B  recomputed
+#     weights            4 per parameter             n                4.1         4.1
+#     gradients          4 per parameter             n                4.1         4.1
+#     optimizer states   8 per parameter             n                8.2         8.2
+#     activations       40.5 h per token and layer   nothing        202.5        10.0
+#     at work           (12 tokens + 2 h) V          nothing         13.7        13.7
+#     sum                                                           232.6        40.1
 #
-# The first three are 18 bytes per parameter, as Megatron trains. (torch's FSDP has 16: weights in
-# float32, which need no copy, then 4 + 4 + 8.)
-#
-# - **dp** ranks each train the model on other sequences. ZeRO keeps only 1/dp of the first three
-#   parts on each of them, one part more with every stage; FSDP is stage 3.
-# - **tp** ranks share each layer and, by sequence parallelism, the tokens between the layers.
-#   (Context parallelism shares the tokens too; it is not in this sum.)
-# - **pp** stages hold 1/pp of the layers each. That divides the first three parts and not the
-#   activations: under 1F1B the first stage has pp micro-batches in flight, and pp x 1/pp is 1. This
-#   is so if a step has at least pp micro-batches. Later stages have fewer in flight, and hold less.
+# The optimizer's states are Adam's two moments. The sum is that of the moment when a backward pass
+# begins. **Gradients** are there only from the second micro-batch of a step on: the first one's
+# backward pass makes them, and `zero_grad` drops them. A step of one micro-batch needs 4.1 GiB
+# less, 228.5 or 36.0: its gradients grow while its activations go. Sections 2 to 4 count the rows.
 
 # %% [markdown]
 # ## 2. Bytes per parameter
@@ -103,6 +99,9 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 # output are h x h. Keys and values have fewer heads, so their matrices are h x kv. The MLP (SwiGLU)
 # computes `down(silu(gate(x)) * up(x))`, with three matrices of h x ff. Outside of the layers there
 # are two tables of V x h: the embedding and the head. All this stands in a model's config.json.
+#
+# 70B has 855.7 million parameters per layer and 70.55 billion in all. Each takes 4 + 4 + 8 = 16
+# bytes, 1,051 GiB in all, and a 64th of that is 16.4.
 
 
 # %%
@@ -132,26 +131,12 @@ def parameters(model: Model) -> int:
     return model.layers * layer_parameters(model) + tables + model.hidden  # and a last norm
 
 
-def bytes_per_parameter(zero: int, dp: int) -> dict[str, float]:
-    """Bytes that a rank keeps per parameter, of each of the three parts."""
-    weights = 2
-    gradients = 4
-    states = 12
-    if zero >= 1:
-        states = states / dp
-    if zero >= 2:
-        gradients = gradients / dp
-    if zero >= 3:
-        weights = weights / dp
-    return {"weights": weights, "gradients": gradients, "states": states}
-
-
 # %% [markdown]
 # ## 3. Bytes per token
 #
-# The backward pass of a matrix product needs the product's input again. A norm and SwiGLU need
-# their inputs, attention its queries, keys, values and output. In bfloat16 that is two bytes per
-# element. Go through a layer from top to bottom, and count per token:
+# The backward pass of a matrix product needs the product's input again. So do a norm, SiLU and an
+# elementwise product; attention needs its queries, keys, values and output. In bfloat16 that is two
+# bytes per element. Go through a layer from top to bottom, and count per token:
 #
 #     operation                what it keeps                      bytes
 #     norm                     its input                          2 h
@@ -160,214 +145,123 @@ def bytes_per_parameter(zero: int, dp: int) -> dict[str, float]:
 #     output matrix            attention's output                 2 h
 #     norm                     its input                          2 h
 #     gate and up              the norm's output, once for both   2 h
-#     SwiGLU                   its two inputs                     4 ff
+#     SiLU                     its input                          2 ff
+#     product                  its two inputs                     4 ff
 #     down                     its input                          2 ff
-#                                                                12 h + 4 kv + 6 ff
+#                                                                12 h + 4 kv + 8 ff
 #
-# Llama 3 70B has kv = h/8 and ff = 3.5 h: 33.5 h. (GPT-3's layer, with dropout and two matrices of
-# h x 4h, has 34 h; Korthikanti et al., 2022.)
-#
-# Two things are taken for granted. FlashAttention stores no matrix of scores, which would be
-# heads x tokens more elements per token. And SwiGLU is one kernel, as in Megatron. In plain torch
-# it is two operations, and also keeps silu(gate): 2 ff bytes more, 40.5 h in all.
+# Llama 3 70B has kv = h/8 and ff = 3.5 h: 40.5 h. FlashAttention is taken for granted: it stores no
+# matrix of scores, which would be heads x tokens more elements per token. (If one kernel computes
+# SwiGLU, what SiLU puts out is not kept, and 33.5 h are left.)
 #
 # **Recomputation** of whole layers keeps a layer's input alone, 2 h, and runs its forward pass once
-# more when its backward pass comes. Then all 33.5 h exist, but of one layer at a time.
+# more when its backward pass comes. Then all 40.5 h exist, but of one layer at a time.
 
 
 # %%
 def saved_per_token(model: Model) -> int:
     """Bytes that one token leaves in one layer for the backward pass."""
-    return 12 * model.hidden + 4 * model.kv + 6 * model.ff
+    return 12 * model.hidden + 4 * model.kv + 8 * model.ff
 
 
 # %% [markdown]
-# ## 4. The sum
+# ## 4. At work: the loss
 #
-# Here is the table of section 1 as code, for one stage of a pipeline. The first stage holds the
-# embedding, and the last one the head and the logits. A logit is kept in bfloat16 and its softmax
-# in float32, 6 bytes, if the loss is one kernel; in torch's own operations it is about twice that.
+# All activations are there when the backward pass begins, and it begins with the loss. Then
+# log-softmax and cross-entropy hold three float32 arrays of tokens x V: the logarithms of the
+# probabilities, kept by the forward pass, their gradient, and the gradient of the logits. That is
+# 12 bytes per token and entry. FSDP gathers by **units**: each layer is one, and so is each of the
+# two tables. The head is needed again at once, so its weights stay gathered in bfloat16
+# (`reshard_after_forward=False`): 2 bytes each. For 70B these are 11.7 and 2.0 GiB. (A loss that
+# takes a part of the tokens at a time holds fewer logits.)
 #
-# "One layer" exists for a moment only: its gradients in bfloat16, before they are added to the
-# float32 ones; under ZeRO-3 its gathered weights, and those of the next layer; with recomputation
-# its activations.
+# The last layer comes soon after, with 2 bytes per parameter for its weights, 2 for its gradients
+# and 2 for the layer before it, while the head's gradients are reduced, 4 bytes each: 8.7 GiB, or
+# 11.2 with its activations recomputed. Few tokens, or layers as wide as those of 405B, make that
+# the worst moment.
 #
-# The sum has two errors, of opposite signs. It adds the logits and "one layer", though the logits
-# are gone when the backward pass reaches a layer: in the table below that is 5.9 GiB too much at
-# most. And it leaves out what libraries need for themselves: on B200 it comes out 0.2 to 0.6 GiB
-# below what was measured (section 6).
+# `fsdp_memory` is the table of section 1, line by line. It leaves out what is small: a few arrays
+# of h per token outside of the layers, and what libraries need for themselves.
 
 
 # %%
-class Layout(NamedTuple):
-    """How a model is split over dp x tp x pp GPUs, and how it runs there."""
-
-    dp: int = 1
-    tp: int = 1  # with sequence parallelism
-    pp: int = 1  # must divide the layers
-    zero: int = 1
-    recompute: bool = False  # all layers
-    micro_batch: int = 1  # sequences
-
-
-def memory(
-    model: Model, layout: Layout, sequence: int, micro_batches: int, stage: int
-) -> dict[str, float]:
-    """Bytes on each GPU of a stage at the worst moment of a step, by part."""
-    _, tp, pp = layout[:3]
-    layers = model.layers / pp
-    P = layers * layer_parameters(model)
-    if stage == 0:
-        P += model.vocab * model.hidden  # the embedding
-    if stage == pp - 1:
-        P += model.vocab * model.hidden  # the head
-    P = P / tp
-    tokens = layout.micro_batch * sequence / tp
-    in_flight = min(pp - stage, micro_batches)  # 1F1B
-    kept = 2 * model.hidden if layout.recompute else saved_per_token(model)
-
-    parts = {}
-    for part, each in bytes_per_parameter(layout.zero, layout.dp).items():
-        parts[part] = each * P
-    parts["activations"] = tokens * kept * layers * in_flight
-    parts["logits"] = 6 * tokens * model.vocab if stage == pp - 1 else 0
-    parts["one layer"] = 2 * layer_parameters(model) / tp  # its gradients
-    if layout.zero == 3:
-        parts["one layer"] += 2 * 2 * layer_parameters(model) / tp  # two layers' weights
-    if layout.recompute:
-        parts["one layer"] += tokens * saved_per_token(model)
-    return parts
-
-
-def most_loaded(
-    model: Model, layout: Layout, sequence: int, micro_batches: int
-) -> dict[str, float]:
-    """The same on the first or the last stage, whichever holds more: those between have less."""
-    first = memory(model, layout, sequence, micro_batches, stage=0)
-    last = memory(model, layout, sequence, micro_batches, stage=layout.pp - 1)
-    return max(first, last, key=lambda parts: sum(parts.values()))
+def fsdp_memory(model: Model, n: int, tokens: int, recompute: bool = False) -> dict[str, float]:
+    """Bytes on each of n ranks at the loss of a micro-batch of so many tokens, by part."""
+    P = parameters(model)
+    kept = 2 * model.hidden if recompute else saved_per_token(model)
+    return {
+        "weights": 4 * P / n,
+        "gradients": 4 * P / n,  # from the second micro-batch on
+        "optimizer states": 8 * P / n,
+        "activations": tokens * model.layers * kept,
+        "at work": (12 * tokens + 2 * model.hidden) * model.vocab,
+    }
 
 
 # %% [markdown]
-# ## 5. Llama 3 70B on 64 H100
-#
-# Sequences have 8,192 tokens, a micro-batch is one of them, and a step has 128. Take tp = 8 inside
-# each node, pp = 4, and the dp = 2 that remain, with ZeRO-1. By hand, on a GPU of the first stage:
-#
-#     P               20 layers x 855.7 million + 1,050.7 million, / 8      2.27 billion
-#     weights          2 P                                                   4.2 GiB
-#     gradients        4 P                                                   8.5 GiB
-#     states          12 P / 2                                              12.7 GiB
-#     activations     8,192 / 8 tokens x 33.5 h x 20 layers x 4 in flight   20.9 GiB
-#     one layer        2 x 855.7 million / 8                                 0.2 GiB
-#                                                                           46.5 GiB
+# ## 5. Does it fit?
 #
 # How much room is there? CUDA and NCCL need about a GiB of an H100's 79.6. And the allocator
 # *reserves* more than the tensors take, as freed pieces do not always fit what comes next. So plan
-# to 85% of the rest: **66.8 GiB**. The run prints this layout and six others:
-#
-#     layout              weights  gradients  states  activations  logits  one layer     sum
-#     FSDP alone              2.1        4.1    12.3        167.5     5.9        4.8   196.6  no
-#     FSDP, recomputed        2.1        4.1    12.3         10.0     5.9        6.9    41.2
-#     FSDP x TP 4             2.1        4.1    12.3         41.9     1.5        1.2    63.0
-#     FSDP x TP 8             2.1        4.1    12.3         20.9     0.7        0.6    40.7
-#     TP 8, DP 8             16.4       32.9    12.3         20.9     0.7        0.2    83.5  no
-#     TP 8, PP 4, DP 2        4.2        8.5    12.7         20.9     0.0        0.2    46.5
-#     TP 8, PP 8              2.2        4.5    13.4         20.9     0.0        0.2    41.3
-#
-# Read it by columns. FSDP shrinks the first three and leaves the fourth as it is. Recomputation
-# does the reverse, and so does tp within FSDP. From PP 1 to PP 8 the activations do not move.
-#
-# **Which program?** All rows are Megatron's sum, those of FSDP too. torch's FSDP has 16 bytes per
-# parameter, which takes 2.1 GiB off each FSDP row. But torch's own sequence parallelism keeps more
-# per token. Two inputs of each layer are gathered along tp, 4 h of the 33.5 h. Megatron gathers
-# them once more for the backward pass; torch keeps them, whole on each rank. So TP 4 leaves
-# 29.5/4 + 4 = 11.4 h instead of 8.4 h. In torch's own program:
-#
-#                         per parameter  activations  logits  one layer     sum
-#     FSDP x TP 4, torch           16.4         56.9     1.5        1.2    76.0  no
-#     FSDP x TP 8, torch           16.4         38.4     0.7        0.6    56.2
+# to 85% of the rest: **66.8 GiB**. 70B needs 232.6, and 40.1 with all layers recomputed.
 #
 # **When a plan does not fit, find the largest part, and turn a knob that divides that part.** Too
-# much per parameter: ZeRO first, as it costs the least; then tp inside the NVLink domain, then pp.
-# Too much per token: a smaller micro-batch, then tp or context parallelism, then recomputation of
-# whole layers, a third more of the computing. What each knob costs in time is the next lesson.
+# much per parameter: more ranks of FSDP. Too much per token: fewer sequences per GPU; then
+# recomputation, a third more of the computing; then ranks that share a sequence.
+#
+# Two other axes split the model as well:
+#
+# - **tp** ranks share each layer, and by sequence parallelism the tokens between the layers. So tp
+#   divides both kinds of bytes. torch's own keeps two inputs of each layer whole on each rank, the
+#   4 h that it gathers: TP 8 leaves 36.5/8 + 4 = 8.6 h per token. (Context parallelism,
+#   10_context_parallelism.py, shares the tokens alone.)
+# - **pp** stages hold 1/pp of the layers each. That divides the bytes per parameter and not the
+#   activations: under 1F1B (parallelism/07_pipeline_schedules.py) the first stage has pp
+#   micro-batches in flight, if a step has so many, and pp x 1/pp is 1. Later stages have fewer in
+#   flight, but the last one has the head and the logits.
+#
+# What each knob costs in time is the next lesson.
 
 # %%
 GiB = 2**30
 ROOM = 66.8 * GiB  # to plan for on an H100
-LAYOUTS = {  # 64 GPUs
-    "FSDP alone": Layout(dp=64, zero=3),
-    "FSDP, recomputed": Layout(dp=64, zero=3, recompute=True),
-    "FSDP x TP 4": Layout(dp=16, tp=4, zero=3),
-    "FSDP x TP 8": Layout(dp=8, tp=8, zero=3),
-    "TP 8, DP 8": Layout(tp=8, dp=8),
-    "TP 8, PP 4, DP 2": Layout(tp=8, pp=4, dp=2),
-    "TP 8, PP 8": Layout(tp=8, pp=8),
-}
 
 
 def check_70b() -> None:
-    """Print the table above; claim what fits, and what a longer pipeline changes."""
-    heads = "weights  gradients  states  activations  logits  one layer"
-    print0(f"\n  {'GiB per GPU':18}{heads}     sum")
-    parts = {}
-    total = {}
-    for name, layout in LAYOUTS.items():
-        parts[name] = most_loaded(LLAMA_70B, layout, 8192, micro_batches=128 // layout.dp)
-        total[name] = sum(parts[name].values()) / GiB
-        cells = "  ".join(f"{parts[name][head] / GiB:{len(head)}.1f}" for head in heads.split("  "))
-        no = "no" if total[name] * GiB > ROOM else ""
-        print0(f"  {name:18}{cells}  {total[name]:6.1f}  {no}".rstrip())
+    """Print the table of section 1; claim what fits."""
+    alone = fsdp_memory(LLAMA_70B, n=64, tokens=8192)
+    again = fsdp_memory(LLAMA_70B, n=64, tokens=8192, recompute=True)
+    print0(f"\n  {'GiB per GPU':18}     70B  recomputed")
+    for part in alone:
+        print0(f"  {part:18}{alone[part] / GiB:8.1f}{again[part] / GiB:12.1f}")
     room = ROOM / GiB
-    alone = total["FSDP alone"]
-    claim("70B, FSDP over 64 H100: GiB per GPU", room, alone, ">=", question=3, kind="theory")
-    again = total["FSDP, recomputed"]
-    claim("the same, all layers recomputed: GiB", room, again, "<=", kind="theory")
-    four = parts["TP 8, PP 4, DP 2"]["activations"]
-    eight = parts["TP 8, PP 8"]["activations"]
-    claim("first stage's activations, 8 stages / 4", 1, eight / four, question=4, kind="theory")
+    total = sum(alone.values()) / GiB
+    claim("70B on 64 H100, too much: GiB per GPU", room, total, ">=", question=3, kind="theory")
+    total = sum(again.values()) / GiB
+    claim("all layers recomputed, it fits: GiB per GPU", room, total, "<=", kind="theory")
 
 
 # %% [markdown]
 # ## 6. How it is measured
 #
-# A layer of Llama in torch. Its parameters are counted in 70B's size, on the meta device, where a
-# tensor has a shape and takes no memory. It runs in the proportions of 70B, and small. Two parts
-# are not torch's own, so that each keeps what its GPU kernel does: `OneKernel` stands for a fused
-# SwiGLU, and LayerNorm for RMSNorm, whose CPU version keeps copies in float32. Rotary positions are
-# left out; they keep nothing more.
+# A Llama in torch, small and in the proportions of 70B. The parameters of a layer are counted in
+# 70B's size, on the meta device, where a tensor has a shape and takes no memory. One part is not
+# Llama's: LayerNorm stands for RMSNorm, whose CPU version keeps copies in float32 that its GPU
+# kernel does not keep. Rotary positions are left out; they keep nothing more.
 
 # %%
-SMALL = Model(layers=2, hidden=512, kv=64, ff=1792, vocab=0)
+SMALL = Model(layers=2, hidden=512, kv=64, ff=1792, vocab=2048)
 HEAD = 64  # width of a head: 8 heads of queries share one of keys and values
 TOKENS = 96  # no side of a weight is that long
-
-
-class OneKernel(torch.autograd.Function):
-    """silu(gate) * up, which keeps its two inputs alone."""
-
-    @staticmethod
-    def forward(ctx, gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(gate_TF, up_TF)
-        return F.silu(gate_TF) * up_TF
-
-    @staticmethod
-    def backward(ctx, grad_TF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        gate_TF, up_TF = ctx.saved_tensors
-        s_TF = gate_TF.sigmoid()
-        slope_TF = s_TF * (1 + gate_TF * (1 - s_TF))  # of silu
-        return grad_TF * up_TF * slope_TF, grad_TF * gate_TF * s_TF
 
 
 class CountedLayer(nn.Module):
     """A layer of a Llama on one sequence: (T, h) -> (T, h)."""
 
-    def __init__(self, model: Model, fused: bool = True) -> None:
+    def __init__(self, model: Model) -> None:
         super().__init__()
         h = model.hidden
         linear = partial(nn.Linear, bias=False)
-        self.fused = fused  # SwiGLU is one kernel
         self.norm1 = nn.LayerNorm(h, bias=False)
         self.q = linear(h, h)
         self.k = linear(h, model.kv)
@@ -386,10 +280,7 @@ class CountedLayer(nn.Module):
         z_BHTK = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
         x_TD = x_TD + self.out(z_BHTK.transpose(1, 2).reshape(TOKENS, -1))
         y_TD = self.norm2(x_TD)
-        gate_TF = self.gate(y_TD)
-        up_TF = self.up(y_TD)
-        product_TF = OneKernel.apply(gate_TF, up_TF) if self.fused else F.silu(gate_TF) * up_TF
-        return x_TD + self.down(product_TF)
+        return x_TD + self.down(F.silu(self.gate(y_TD)) * self.up(y_TD))
 
 
 # %% [markdown]
@@ -402,8 +293,8 @@ class CountedLayer(nn.Module):
 SLACK = (4 * 8 + 4 * 4) / SMALL.hidden  # of eight heads a sum; of two norms two numbers each
 
 
-def forward_counted(layers: nn.Module, recompute: bool = False) -> tuple[torch.Tensor, int]:
-    """Return the output on random tokens, and the bytes of activations that autograd keeps."""
+def forward_counted(run: Callable, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return run(x), and the bytes of activations that autograd keeps for the backward pass."""
     kept = {}  # by address
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -412,12 +303,9 @@ def forward_counted(layers: nn.Module, recompute: bool = False) -> tuple[torch.T
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    device = next(layers.parameters()).device
-    x_TD = torch.randn(TOKENS, SMALL.hidden, device=device).to(torch.bfloat16)
-    run = partial(checkpoint, layers, use_reentrant=False) if recompute else layers
     with saved_tensors_hooks(keep, lambda tensor: tensor):
-        y_TD = run(x_TD)
-    return y_TD, sum(kept.values())
+        y = run(x)
+    return y, sum(kept.values())
 
 
 def check_layer(device: torch.device) -> None:
@@ -426,98 +314,141 @@ def check_layer(device: torch.device) -> None:
         counted = sum(weight.numel() for weight in CountedLayer(LLAMA_70B).parameters())
     claim("70B: parameters of a layer", layer_parameters(LLAMA_70B), counted)
     layer = CountedLayer(SMALL).to(device, torch.bfloat16)
-    separate = CountedLayer(SMALL, fused=False).to(device, torch.bfloat16)
+    x_TD = torch.randn(TOKENS, SMALL.hidden, device=device).to(torch.bfloat16)
     unit = TOKENS * SMALL.hidden
     expected = saved_per_token(SMALL) / SMALL.hidden
-    _, kept = forward_counted(layer)
+    _, kept = forward_counted(layer, x_TD)
     claim("a layer: bytes kept per token / h", expected, kept / unit, atol=SLACK, question=1)
-    _, kept = forward_counted(separate)
-    more = 2 * SMALL.ff / SMALL.hidden
-    claim("SwiGLU in separate operations", expected + more, kept / unit, atol=SLACK)
-    _, kept = forward_counted(layer, recompute=True)
+    again = partial(checkpoint, layer, use_reentrant=False)
+    _, kept = forward_counted(again, x_TD)
     claim("recomputed", 2, kept / unit)
     if device.type == "cpu":
         blocked("a layer, by the GPU's allocator", needs="1 GPU")
         return
     before = torch.cuda.memory_allocated()
-    output = forward_counted(layer)  # it keeps what backward needs
-    grown = torch.cuda.memory_allocated() - before - 2 * unit  # and is itself no part of it
+    output = forward_counted(layer, x_TD)  # it is new and not kept; x_TD is kept and not new
+    grown = torch.cuda.memory_allocated() - before  # so this is what is kept, as both are 2 h
     del output
     claim("a layer, by the GPU's allocator", expected, grown / unit, atol=1.5)
 
 
 # %% [markdown]
-# **FSDP** on all ranks, each with a sequence of its own. What is kept per parameter after a step is
-# read off the tensors themselves: torch's 16 bytes, divided by the ranks. What is kept per token is
-# held against `memory`.
+# **FSDP** on all ranks, each with a sequence of its own: the whole model, each layer and each table
+# a unit.
 
 
 # %%
-def check_fsdp(device: torch.device) -> None:
-    """Claim what a rank holds per parameter, and of activations."""
-    layers = nn.Sequential(CountedLayer(SMALL), CountedLayer(SMALL)).to(device)  # in float32
-    P = sum(weight.numel() for weight in layers.parameters())
+class CountedModel(nn.Module):
+    """A Llama on one sequence: tokens (T,) -> logits (T, V)."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(model.vocab, model.hidden)
+        self.layers = nn.Sequential(*[CountedLayer(model) for _ in range(model.layers)])
+        self.norm = nn.LayerNorm(model.hidden, bias=False)
+        self.head = nn.Linear(model.hidden, model.vocab, bias=False)
+        self.kept = 0  # bytes of activations in the layers
+
+    def forward(self, tokens_T: torch.Tensor) -> torch.Tensor:
+        x_TD, self.kept = forward_counted(self.layers, self.embedding(tokens_T))
+        return self.head(self.norm(x_TD))
+
+
+def sharded_model(device: torch.device) -> CountedModel:
+    model = CountedModel(SMALL).to(device)  # in float32
     mesh = init_device_mesh(device.type, (WORLD_SIZE,))
-    for layer in layers:  # computes in bfloat16
-        fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
-    optimizer = torch.optim.AdamW(layers.parameters())
-    y_TD, activations = forward_counted(layers)
-    y_TD.sum().backward()
-    optimizer.step()
-    held = 0
-    for weight in layers.parameters():
-        moments = optimizer.state[weight]
-        for tensor in (weight, weight.grad, moments["exp_avg"], moments["exp_avg_sq"]):
-            held += tensor.to_local().nbytes
-    share = 16 / WORLD_SIZE  # shards differ by a row, if ranks do not divide the rows
-    claim("FSDP: bytes per parameter", share, held / P, atol=0.01 * share)
-    sums = memory(SMALL, Layout(dp=WORLD_SIZE, zero=3), TOKENS, micro_batches=1, stage=0)
-    found = activations / sums["activations"]
-    slack = SLACK * SMALL.hidden / saved_per_token(SMALL)
-    claim("FSDP: activations of a rank / undivided", 1, found, atol=slack, question=2)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    shard = partial(fully_shard, mesh=mesh, mp_policy=policy)
+    for unit in (model.embedding, *model.layers):
+        shard(unit)
+    shard(model.head, reshard_after_forward=False)
+    return shard(model)
 
 
 # %% [markdown]
-# **The whole sum** is held against peaks that others have measured: rows of kind theory. SimuMax
-# (Moore Threads, version 1.2) has what Megatron allocated on each of 8 B200, for 12 layers of Llama
-# 3 70B, four micro-batches of 4,096 tokens, and ZeRO-1. Nothing in the sum is fitted. There is no
-# such peak for FSDP here: keep more room for it until you have measured your own.
+# A step has two micro-batches, and what is held at the loss of the second is compared with
+# `fsdp_memory`, part by part. What is kept per parameter is read off the tensors. Of the three
+# arrays of logits, the hook above counts the one that the forward pass keeps. A second hook runs as
+# log-softmax ends its backward pass: it counts the gradient that came in, the one that goes out,
+# and the head's weights.
+#
+# No moment after the loss is measured. Before you fill a GPU, measure the peak of your own step, by
+# `torch.cuda.max_memory_allocated`.
+
 
 # %%
-B200 = {  # GiB, docs/b200/b200_release_v1.2_summary.md
-    Layout(dp=4, pp=2): 66.55,
-    Layout(dp=4, tp=2): 60.68,
-    Layout(dp=2, tp=4): 39.07,
-    Layout(dp=1, tp=8): 28.29,
-}
+def log_softmax_float32(logits_TV: torch.Tensor) -> torch.Tensor:
+    return F.log_softmax(logits_TV.float(), dim=-1)
 
 
-def check_published() -> None:
-    misses = []
-    for layout, measured in B200.items():
-        parts = most_loaded(LLAMA_70B._replace(layers=12), layout, 4096, micro_batches=4)
-        total = sum(parts.values()) / GiB
-        axes = f"TP {layout.tp}, PP {layout.pp}, DP {layout.dp}"
-        print0(f"{'':13}8 B200, {axes}: {total:.1f} of {measured:.1f} GiB")
-        misses.append(abs(total / measured - 1))
-    claim("8 B200: largest miss", 0, max(misses), atol=0.01, kind="theory")
+def held_at_loss(
+    model: CountedModel, optimizer: torch.optim.Optimizer, tokens_T: torch.Tensor
+) -> Counter:
+    """Run a micro-batch forward and backward; return the bytes held in the loss's backward."""
+    log_p_TV, kept = forward_counted(log_softmax_float32, model(tokens_T))  # frees the logits
+    held = Counter({"activations": model.kept})
+    for weight in optimizer.param_groups[0]["params"]:  # the shards
+        held["weights"] += weight.to_local().nbytes
+        if weight.grad is not None:
+            held["gradients"] += weight.grad.to_local().nbytes
+        moments = optimizer.state[weight]  # empty before the first step
+        for name in moments.keys() & {"exp_avg", "exp_avg_sq"}:
+            held["optimizer states"] += moments[name].to_local().nbytes
+
+    def note(grad_inputs: tuple, grad_outputs: tuple) -> None:
+        gradients = {grad.data_ptr(): grad.nbytes for grad in (*grad_inputs, *grad_outputs)}
+        held["logits"] = kept + sum(gradients.values())
+        held["head"] = model.head.weight.nbytes
+
+    log_p_TV.grad_fn.register_hook(note)
+    F.nll_loss(log_p_TV, tokens_T).backward()  # any targets will do
+    return held
+
+
+def check_fsdp(device: torch.device) -> None:
+    """Claim what a rank holds, part by part."""
+    model = sharded_model(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.manual_seed(RANK)
+    tokens_T = torch.randint(SMALL.vocab, (TOKENS,), device=device)
+    for _ in range(2):  # the first step makes Adam's moments
+        optimizer.zero_grad()
+        first = held_at_loss(model, optimizer, tokens_T)
+        second = held_at_loss(model, optimizer, tokens_T)
+        optimizer.step()
+    sums = fsdp_memory(SMALL, WORLD_SIZE, TOKENS)
+    P = parameters(SMALL)
+    for part in ("weights", "gradients", "optimizer states"):
+        share = sums[part] / P
+        slack = 0.01 * share  # shards differ by a row, if ranks do not divide the rows
+        claim(f"FSDP: {part}, bytes per parameter", share, second[part] / P, atol=slack)
+    claim("FSDP: gradients at a step's first loss, bytes", 0, first["gradients"])
+    found = second["activations"] / sums["activations"]
+    slack = SLACK * SMALL.hidden / saved_per_token(SMALL)
+    claim("FSDP: activations of a rank / undivided", 1, found, atol=slack, question=2)
+    found = second["logits"] / (TOKENS * SMALL.vocab)
+    claim("the loss: bytes per token and entry", 12, found, question=4)
+    found = second["logits"] + second["head"]
+    claim("FSDP: bytes at work, at the loss", sums["at work"], found)
 
 
 # %% [markdown]
 # ## What you should have seen
 #
-# 1. 33.5: 12 h + 4 x h/8 + 6 x 3.5 h. A token of 70B, 8,192 wide, leaves 268 KiB in each layer; if
+# 1. 40.5: 12 h + 4 x h/8 + 8 x 3.5 h. A token of 70B, 8,192 wide, leaves 324 KiB in each layer; if
 #    the layer is recomputed, 2 h or 16 KiB.
-# 2. By 1. Each rank has 16/4 = 4 bytes per parameter, and all 33.5 h of each of its own tokens.
-# 3. No. It needs 197 GiB, of which 168 are activations, and FSDP divides none of them. With all
-#    layers recomputed it needs 41 GiB. More GPUs would not help: each has a sequence of its own.
-# 4. The same: half as many layers, and twice as many micro-batches in flight. (If a step had six
-#    micro-batches, a first stage of eight could have only six in flight, and would hold 6/8.)
+# 2. All. On four ranks each has 16/4 = 4 bytes per parameter, and all 40.5 h of each of its own
+#    tokens.
+# 3. No. It needs 233 GiB, of which 202.5 are activations, and FSDP divides none of them. With all
+#    layers recomputed it needs 40 GiB. More GPUs would not help: each has sequences of its own.
+# 4. 12: three arrays in float32. For a sequence of 70B they are 11.7 GiB, more than a fourth of
+#    what the recomputed step holds.
 #
-# **Try.** With one micro-batch in flight two rows fail: *8 stages / 4*, and the largest miss on
-# B200, where two stages now seem too light. With activations divided by dp four rows fail: those of
-# questions 2, 3 and 4, and B200's. FSDP alone then seems to fit, and a job planned so ends in its
-# first forward pass: "CUDA out of memory".
+# **Try.** With activations divided by n two rows fail: that of question 2, and question 3's. 70B
+# then seems to fit without recomputation, and a job planned so ends in its first forward pass:
+# "CUDA out of memory". Without `.float()` the logits stay in bfloat16. Two rows fail: question 4's,
+# at 6 bytes, and the bytes at work. That saves memory and costs precision: near 12, the loss of
+# 70B's vocabulary at chance, bfloat16 has steps of 1/16.
 #
 # **Where it goes wrong in practice.** The first forward pass fails if activations were forgotten,
 # the first `optimizer.step()` if the states were: Adam makes its moments there, not before. What
@@ -527,10 +458,11 @@ def check_published() -> None:
 # fails: the allocator has to empty its cache and ask the driver again. And if tp exceeds the heads
 # of keys and values (8 here), those are copied.
 #
-# **At a thousand GPUs** bytes per parameter are nearly free under FSDP, 1.2 GiB of 70B's 1,183, and
-# what decides is bytes per token. For long sequences context parallelism divides them. Experts and
-# adapters follow the same two questions: per parameter or per token, and which axis divides it.
-# `course plan` has the general sum, and `course plan --validate` holds it against published runs.
+# **At a thousand GPUs** bytes per parameter are nearly free under FSDP, 1.0 GiB of 70B's 1,051, and
+# what decides is bytes per token. For long sequences context parallelism (parallelism/10) divides
+# them. Experts (parallelism/11) and adapters follow the same two questions: per parameter or per
+# token, and which axis divides it. `course plan` has the general sum, for all axes together, and
+# `course plan --validate` holds it against published runs.
 
 
 # %%
@@ -541,7 +473,6 @@ def main() -> None:
     check_layer(device)
     check_fsdp(device)
     check_70b()
-    check_published()
     finish()
 
 

@@ -433,6 +433,10 @@ def median_ms(work: Callable, repeats: int = 20) -> float:
 # so did Llama 3, for packed documents. Each rank then keeps the keys and values of all tokens: with
 # its queries five units here, where Ulysses keeps two. For 131,072 tokens of Llama 3 8B these keys
 # and values are 0.54 GB per layer, whatever n is.
+# By length, forward: hops hide from 2 (G/H) F/W tokens per rank on (lesson 10), and from
+# 1 - (1+H/G)/n of that on a ring costs less than Ulysses, if its pieces run as fast as one kernel.
+# For Llama 3 8B on 8 H100s (below) that is 167 tokens over NVLink, and 1,500 over 50 GB/s. A gather
+# hides nothing: it never costs less than this ring, nor than Ulysses on more than 1 + H/G ranks.
 #
 # **Where it bites.** Rotary embeddings are applied before the exchange, with positions counted in
 # the whole sequence. Weights' gradients are combined over the ranks as in data parallelism, for

@@ -83,7 +83,8 @@ STD = 0.125  # of initial values: 1 / sqrt(D)
 #
 # So a rank needs two generators of random numbers: torch's own, which all ranks seed alike, and one
 # that each rank seeds with its number. The seeds are those of Megatron-LM, which has a third
-# generator for experts besides, and gives each stage of a pipeline seeds of its own.
+# generator for experts (parallelism/11) besides, and gives each stage of a pipeline seeds of its
+# own.
 #
 # f does nothing forward, and backward adds up the ranks' gradients. g adds up the ranks' outputs
 # forward, and does nothing backward (06_tensor_parallel.py; their code stands at the end).

@@ -29,7 +29,8 @@ every expert compute all tokens, `SEQUENCE` for `rows_E[e]`: which now?
 **Before.** parallelism/11_expert_parallelism.py: how tokens reach their experts.
 parallelism/20_expert_balance.py: what uneven routing costs.
 
-**Next.** parallelism/12_gpt_on_a_mesh.py: several ways to split a model at once.
+**Next.** parallelism/28_expert_capacity.py (optional): a bound on what an expert gets. Or go on to
+parallelism/12_gpt_on_a_mesh.py: several ways to split a model at once.
 """
 
 import argparse

@@ -2,19 +2,20 @@
 =============================================================================
 
 **Question.** Attention cuts long sequences along cp. Experts are dealt out along ep, over the same
-1,024 ranks. Which shards does one rank hold, and how many MB does it hand over along each axis?
+1,024 ranks. Which shards does one rank hold, and how much does each axis carry per token?
 
 **Predict**, and write it down before you run. The model is a layer of Qwen3-30B in bfloat16: 2,048
-wide, each token goes to 8 of 128 experts. On 1,024 ranks, cp 8 ranks share a sequence of 32,768
-tokens, and ep 16 ranks share the experts. The MB of a collective are those of its whole array, of
-which each of n ranks sends (n-1)/n.
+wide, and each token goes to 8 of 128 experts. On 1,024 ranks, cp 8 ranks share a sequence of 32,768
+tokens, and ep 16 ranks share the experts. "kB per token" are the bytes of a collective's whole
+array, divided by the number of the rank's own tokens.
 
 1. Parameters are sharded as far as possible. Into how many shards are those of attention cut?
 2. And the matrices of one expert?
 3. Each of a rank's tokens is sent to its 8 experts, and comes back; so do the gradients. How many
-   MB does rank 517 hand to these four all-to-alls together?
-4. cp becomes 16; sequence and ep stay. How many MB does it hand to the all-to-alls now?
-5. cp is 8 again, and ep becomes 32. How many MB now?
+   kB per token are these four all-to-alls together?
+4. Along cp a rank gathers the keys and values of the sequence, and their gradients go back: 33 kB
+   per token. cp becomes 16; sequence and ep stay. How many kB per token are there along cp now?
+5. cp is 8 again, and ep becomes 32. How many kB per token are the four all-to-alls now?
 
 **Run.**
 
@@ -60,35 +61,35 @@ import torch.nn.functional as F
 RANK = int(os.environ.get("RANK", "0"))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
-# Shapes: T tokens of a sequence, t = T / cp of them on a rank; D width of the model, h heads of
+# Shapes: B sequences of T tokens, t = T / cp of them on a rank; D width of the model, h heads of
 # queries, g of keys, K features of a head; E experts, e = E / ep of them on a rank, k per token, R
-# tokens that a rank sends to an expert.
+# rows that a rank sends to an expert, n ranks along ep.
 
 # %% [markdown]
 # ## 1. The same ranks in two kinds of groups
 #
-# Eight ranks, cp 2, ep 4. Two neighbors share a sequence; four neighbors share the experts:
+# Eight ranks, cp 4, ep 2. Four neighbors share a sequence, A or B. Two neighbors share the four
+# experts:
 #
 #     rank               0     1     2     3     4     5     6     7
-#     its tokens         A 1/2 A 2/2 B 1/2 B 2/2 C 1/2 C 2/2 D 1/2 D 2/2
-#     its experts        0 1   2 3   4 5   6 7   0 1   2 3   4 5   6 7
+#     its tokens         A 1/4 A 2/4 A 3/4 A 4/4 B 1/4 B 2/4 B 3/4 B 4/4
+#     its experts        0 1   2 3   0 1   2 3   0 1   2 3   0 1   2 3
 #
 # Attention does not know of ep, and experts do not know of cp. Each of the two parts of a layer has
 # a group in which ranks exchange activations:
 #
-#     cp       01 23 45 67          keys and values of one sequence
-#     ep       0123 4567            tokens on their way to experts
+#     cp       0123 4567            keys and values of one sequence
+#     ep       01 23 45 67          tokens on their way to experts
 #
 # and a group in which ranks shard parameters. The rule for it is one sentence: **parameters are
 # sharded over all ranks that use the same ones.** Every rank uses the same matrices of attention,
 # along cp too. An expert is used by every ep-th rank:
 #
 #     fsdp     01234567             shards of attention and router
-#     copies   04 15 26 37          shards of the same experts
+#     copies   0246 1357            shards of the same experts
 #
-# Megatron calls it parallel folding that experts may have groups of their own, over the same ranks.
-# In code there are four lists of groups. (Sections 2 and 3 are a program that uses them. How many
-# MB it sends is section 4, which you may read first.)
+# Megatron calls it parallel folding that experts have groups of their own, over the same ranks. In
+# code there are four lists of groups:
 
 
 # %%
@@ -104,14 +105,169 @@ def lines_of(world_size: int, cp: int, ep: int) -> dict[str, list[list[int]]]:
 
 
 # %% [markdown]
-# ## 2. Every collective goes through one function
+# ## 2. The plan
 #
-# `call` runs a collective along an axis and notes it: the axis, the operation, and the bytes of the
-# larger one of input and output. That is the whole array. Of it each of n ranks sends (n-1)/n: an
-# all-gather or a reduce-scatter around a ring, an all-to-all straight to the others.
+# Now 1,024 ranks, cp 8 and ep 16. A rank has t = 4,096 tokens of one sequence. What it gathers or
+# sends forward has a way back for the gradients, so each array counts twice. Tokens that went to
+# experts come home as well, which makes four. A number has 2 bytes:
 #
-# Backward, the gradient takes the way back: a reduce-scatter answers an all-gather, and an
-# all-to-all answers an all-to-all.
+#     axis    ranks  the whole array                       numbers    times     MB   kB per token
+#     fsdp    1,024  attention and router             19.1 million        2   76.5           18.7
+#     copies     64  the rank's 8 experts             37.7 million        2  151.0           36.9
+#     cp          8  keys and values: 2 T g K         33.6 million        2  134.2           32.8
+#     ep         16  k copies of each token: t k D    67.1 million        4  536.9          131.1
+#
+# Divide the last two rows by t = T / cp. A token has 2 x cp x 2 g K numbers along cp, and 4 k D
+# along ep. **For each token of its own a rank gathers the keys and values of cp tokens. To the
+# experts it sends each copy once, wherever they lie.** So per token the traffic of cp grows with
+# cp, and that of ep depends on neither axis.
+#
+# Parameters are gathered once per micro-batch, here of one sequence. With cp 16 a rank has half as
+# many tokens of it, so fsdp and copies double per token as well. Two sequences would make up for
+# that, and not for what cp carries.
+
+
+# %%
+class Model(NamedTuple):
+    """The shape of a layer; this one is of Qwen3-30B."""
+
+    D: int = 2048  # width
+    heads: int = 32  # h, of queries
+    kv_heads: int = 4  # g
+    K: int = 128  # features of a head
+    experts: int = 128  # E
+    top_k: int = 8  # k
+    expert_width: int = 768
+    T: int = 32768  # tokens of a sequence
+
+
+def numbers_used(m: Model, ep: int) -> dict[str, int]:
+    """Return how many parameters a rank uses of each kind, by the axis that shards them."""
+    four_matrices = 2 * m.D * (m.heads + m.kv_heads) * m.K
+    one_expert = 3 * m.D * m.expert_width
+    return {"fsdp": four_matrices + m.D * m.experts, "copies": m.experts // ep * one_expert}
+
+
+def planned(m: Model, cp: int, ep: int) -> dict[str, float]:
+    """Return the kB per token of a rank's collectives along each axis, forward and backward."""
+    t = m.T // cp
+    numbers = {axis: 2 * used / t for axis, used in numbers_used(m, ep).items()}
+    numbers["cp"] = 2 * (2 * m.T * m.kv_heads * m.K) / t
+    numbers["ep"] = 4 * (m.top_k * m.D)
+    return {axis: 2 * count / 1e3 for axis, count in numbers.items()}  # 2 bytes each
+
+
+# %% [markdown]
+# ## 3. How it is measured: one process plays rank 517
+#
+# Does a program send what the plan says? If no value decides what it calls, one process can be rank
+# 517 without the other 1,023. PyTorch has a process group named "fake", which waits for nobody and
+# moves nothing (lesson 26). Fake tensors have shapes and no bytes, so the layer has its real size.
+# This is a whole dry run:
+#
+#     with pretended(517, 1024):
+#         mesh = Mesh(lines_of(1024, cp=8, ep=16))
+#         train_layer(m, shards, x_tD, mesh)
+#
+# Then `mesh.calls` lists each collective that rank 517 would join. Values are wrong. Groups, calls
+# and shapes are right. (`Mesh` and `train_layer` are section 4.)
+
+
+# %%
+@contextlib.contextmanager
+def pretended(rank: int, world_size: int) -> Iterator[None]:
+    """Be one rank of a world that does not exist. All that is private to torch stands here."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    with FakeTensorMode():
+        yield
+    dist.destroy_process_group()
+
+
+class Found(NamedTuple):
+    calls: list[tuple[str, str, int]]
+    held: dict[str, int]  # numbers in this rank's shards, by axis
+    tokens: int  # of this rank
+
+
+def dry_run(m: Model, rank: int, world_size: int, cp: int, ep: int, dtype: torch.dtype) -> Found:
+    """Play one rank, and count."""
+    with pretended(rank, world_size):
+        mesh = Mesh(lines_of(world_size, cp, ep))
+        shards = {}
+        for axis, shapes in shapes_of(m, ep).items():
+            numbers = sum(math.prod(shape) for shape in shapes.values())
+            length = -(-numbers // mesh.size(axis))  # rounded up: padding
+            shards[axis] = torch.zeros(length, dtype=dtype, requires_grad=True)
+        x_tD = torch.zeros(m.T // cp, m.D, dtype=dtype)
+        train_layer(m, shards, x_tD, mesh)
+    return Found(mesh.calls, {axis: len(shard) for axis, shard in shards.items()}, len(x_tD))
+
+
+# %% [markdown]
+# Three meshes are played, and a small one that our own ranks will fill in section 5. Each of our
+# ranks plays another one of the 1,024; rank 0 plays 517. A process has one world at a time, so the
+# dry runs come before our ranks meet.
+#
+# The bytes of all calls along an axis, per token, must be the plan's. The two rows of shards divide
+# the numbers that a rank uses by those that it holds. Rows of the 1,024 ranks are marked simulated:
+# the program is real, and its world is not.
+
+# %%
+PLAYED = (517 + RANK * 1024 // WORLD_SIZE) % 1024  # the rank that this rank plays
+SMALL = Model(48, heads=4, kv_heads=2, K=12, experts=8, top_k=2, expert_width=16, T=32)
+EP = 2 if WORLD_SIZE % 2 == 0 else 1  # in the mesh that our ranks fill
+CP = 4 if WORLD_SIZE % 4 == 0 else EP
+DRY = {"kind": "simulated"}
+
+
+def dry_runs() -> dict[str, Found]:
+    """Count three meshes of 1,024 ranks, and this rank's part of the one that our ranks fill."""
+    return {
+        "cp 8, ep 16": dry_run(Model(), PLAYED, 1024, 8, 16, torch.bfloat16),
+        "cp 16, ep 16": dry_run(Model(), PLAYED, 1024, 16, 16, torch.bfloat16),
+        "cp 8, ep 32": dry_run(Model(), PLAYED, 1024, 8, 32, torch.bfloat16),
+        "rehearsal": dry_run(SMALL, RANK, WORLD_SIZE, CP, EP, torch.float64),
+    }
+
+
+def per_token(found: Found, axis: str) -> float:
+    """Add up the calls along an axis: kB per token of the rank."""
+    return sum(size for along, _, size in found.calls if along == axis) / found.tokens / 1e3
+
+
+def check_axis(runs: dict, cp: int, ep: int, axis: str, question: int | None = None) -> None:
+    name = f"cp {cp}, ep {ep}"
+    due = planned(Model(), cp, ep)[axis]
+    counted = per_token(runs[name], axis)
+    claim(f"{name}; {axis}: kB per token", due, counted, question=question, **DRY)
+
+
+def check_dry_runs(runs: dict[str, Found]) -> None:
+    used = numbers_used(Model(), ep=16)
+    held = runs["cp 8, ep 16"].held
+    claim("attention: shards", 1024, used["fsdp"] / held["fsdp"], question=1, **DRY)
+    claim("an expert: shards", 64, used["copies"] / held["copies"], question=2, **DRY)
+    check_axis(runs, 8, 16, "fsdp")
+    check_axis(runs, 8, 16, "copies")
+    check_axis(runs, 8, 16, "cp")
+    check_axis(runs, 8, 16, "ep", question=3)
+    check_axis(runs, 16, 16, "cp", question=4)
+    check_axis(runs, 16, 16, "ep")
+    check_axis(runs, 8, 32, "copies")
+    check_axis(runs, 8, 32, "ep", question=5)
+
+
+# %% [markdown]
+# ## 4. The program that is counted
+#
+# It knows nothing of dry runs. Every collective goes through `call`, which notes the axis, the
+# operation, and the bytes of the larger one of input and output. That is the whole array, of which
+# each of n ranks sends (n-1)/n. Backward, the gradient takes the way back: a reduce-scatter adds up
+# the gradients of what an all-gather has handed out, and an all-to-all takes home those of what an
+# all-to-all has sent.
 
 
 # %%
@@ -133,19 +289,16 @@ class Mesh:
 
     def call(self, operation: str, x: torch.Tensor, axis: str) -> torch.Tensor:
         """Run a collective along an axis, and note it; a rank that is alone there returns x."""
-        if axis not in self.groups:
+        n = self.size(axis)
+        if n == 1:
             return x
-        group = self.groups[axis]
-        x = x.contiguous()
-        if operation == "all_gather":
-            y = x.new_empty(group.size() * len(x), *x.shape[1:])
-            dist.all_gather_into_tensor(y, x, group=group)
-        elif operation == "reduce_scatter":
-            y = x.new_empty(len(x) // group.size(), *x.shape[1:])
-            dist.reduce_scatter_tensor(y, x, group=group)
-        else:
-            y = torch.empty_like(x)
-            dist.all_to_all_single(y, x, group=group)
+        run, length = {
+            "all_gather": (dist.all_gather_into_tensor, len(x) * n),
+            "reduce_scatter": (dist.reduce_scatter_tensor, len(x) // n),
+            "all_to_all": (dist.all_to_all_single, len(x)),
+        }[operation]
+        y = x.new_empty(length, *x.shape[1:])
+        run(y, x.contiguous(), group=self.groups[axis])
         self.calls.append((axis, operation, max(x.nbytes, y.nbytes)))
         return y
 
@@ -169,28 +322,11 @@ class Collective(torch.autograd.Function):
 
 
 # %% [markdown]
-# ## 3. One layer on these groups
-#
-# **Attention, along cp.** A rank has t tokens of a sequence. It gathers the keys and values of all
-# T tokens, and its queries attend to those that come before them. The sequence is cut in order, so
-# a later rank has more before it; zig-zag order evens this out (lesson 10), and sends as much.
-# (Rotation by position is left out.)
+# **Attention, along cp.** A rank gathers the keys and values of all T tokens, and its t queries
+# attend to those that come before them. (Rotation by position is left out.)
 
 
 # %%
-class Model(NamedTuple):
-    """The shape of a layer; this one is of Qwen3-30B."""
-
-    D: int = 2048  # width
-    heads: int = 32  # h, of queries
-    kv_heads: int = 4  # g
-    K: int = 128  # features of a head
-    experts: int = 128  # E
-    top_k: int = 8  # k
-    expert_width: int = 768
-    T: int = 32768  # tokens of a sequence
-
-
 def attention(x_tD: torch.Tensor, w: dict, m: Model, mesh: Mesh) -> torch.Tensor:
     q_thK, k_tgK, v_tgK = [(x_tD @ w[name]).unflatten(1, (-1, m.K)) for name in "qkv"]
     y_thK = attend(q_thK, torch.stack([k_tgK, v_tgK], dim=1), mesh)
@@ -208,59 +344,54 @@ def attend(q_thK: torch.Tensor, kv_t2gK: torch.Tensor, mesh: Mesh) -> torch.Tens
 
 
 # %% [markdown]
-# **Experts, along ep.** A router chooses experts by values, and a dry run has none. So the routing
-# is given: copy c of a rank's tokens goes to expert c mod E, and each expert gets equally many. The
-# router only weighs what comes back. To dispatch is then to transpose: expert first, token second.
-# With two ranks and four experts, where 2 stands for the rows of rank 0 that expert 2 is to get,
-# and 2' for those of rank 1:
+# **Experts, along ep.** A router chooses experts by values, and a dry run has none. So the copies
+# of a rank's tokens are dealt out like cards: one to expert 0, one to expert 1, and so on, in
+# rounds. Each expert gets R of them, and the router only weighs what comes back. With copies in
+# order of experts, an all-to-all takes them there. Of two ranks, 2 stands for the R rows that rank
+# 0 has for expert 2, and 2' for those of rank 1:
 #
-#                             rank 0           rank 1
-#     copy_ERD, by expert     0  1  2  3       0' 1' 2' 3'
-#     arrived                 0  1  0' 1'      2  3  2' 3'
-#     x_eRD, by expert        0 0'  1 1'       2 2'  3 3'
+#                   rank 0           rank 1
+#     copy_ERD      0  1  2  3       0' 1' 2' 3'       the first half is for rank 0
+#     row_neRD      0  1  0' 1'      2  3  2' 3'       by sender, then by expert
 #
-# The way home is the same, from the last line to the first.
+# Each matrix of e experts multiplies the rows of all n senders, and the results go home.
 
 
 # %%
 def mixture(x_tD: torch.Tensor, w: dict, m: Model, mesh: Mesh) -> torch.Tensor:
     t = len(x_tD)
-    ep = mesh.size("ep")
+    n = mesh.size("ep")
     expert_tk = (torch.arange(t * m.top_k, device=x_tD.device) % m.experts).view(t, m.top_k)
     score_tk = (x_tD @ w["router"]).softmax(dim=1).gather(1, expert_tk)
 
     copy_ERD = x_tD.repeat_interleave(m.top_k, 0).unflatten(0, (-1, m.experts)).transpose(0, 1)
-    arrived = Collective.apply(mesh, "all_to_all", copy_ERD, "ep")
-    # It lies by sender, then by expert. An expert takes the rows of all senders.
-    x_eRD = arrived.unflatten(0, (ep, -1)).transpose(0, 1).flatten(1, 2)
-    y_eRD = (F.silu(x_eRD @ w["gate"]) * (x_eRD @ w["up"])) @ w["down"]
-    leaving = y_eRD.unflatten(1, (ep, -1)).transpose(0, 1).flatten(0, 1)
-    home_ERD = Collective.apply(mesh, "all_to_all", leaving, "ep")
+    row_neRD = Collective.apply(mesh, "all_to_all", copy_ERD, "ep").unflatten(0, (n, -1))
+    y_neRD = (F.silu(row_neRD @ w["gate"]) * (row_neRD @ w["up"])) @ w["down"]
+    home_ERD = Collective.apply(mesh, "all_to_all", y_neRD.flatten(0, 1), "ep")
 
     y_tkD = home_ERD.transpose(0, 1).reshape(t, m.top_k, -1)
     return (y_tkD * score_tk[:, :, None]).sum(dim=1)
 
 
 # %% [markdown]
-# **Parameters, along fsdp and copies.** They lie in one row of numbers per group, of which a rank
-# holds a shard. `whole` gathers the row. Because the shard is the parameter, its gradient comes
-# back by a reduce-scatter, added up over all ranks of the group.
+# **Parameters, along fsdp and copies.** They lie in one row of numbers per axis, of which a rank
+# holds a shard. `whole` gathers the row and cuts matrices out of it. Its gradient comes back by a
+# reduce-scatter, added up over all ranks that use these parameters.
 
 
 # %%
 def shapes_of(m: Model, ep: int) -> dict[str, dict[str, tuple]]:
     """Return the shapes of what one rank uses, by the axis along which it is sharded."""
     D = m.D
-    e = m.experts // ep
     queries = m.heads * m.K
     keys = m.kv_heads * m.K
-    expert = (e, D, m.expert_width)
+    expert = (m.experts // ep, D, m.expert_width)
     return {
         "fsdp": {
             "q": (D, queries), "k": (D, keys), "v": (D, keys), "out": (queries, D),
             "router": (D, m.experts),
         },
-        "copies": {"gate": expert, "up": expert, "down": (e, m.expert_width, D)},
+        "copies": {"gate": expert, "up": expert, "down": (m.experts // ep, m.expert_width, D)},
     }  # fmt: skip
 
 
@@ -272,178 +403,33 @@ def whole(shard: torch.Tensor, shapes: dict[str, tuple], axis: str, mesh: Mesh) 
     return {name: piece.view(shape) for (name, shape), piece in pieces}
 
 
+def layer_loss(x_tD: torch.Tensor, w: dict, m: Model, mesh: Mesh) -> torch.Tensor:
+    x_tD = x_tD + attention(F.rms_norm(x_tD, [m.D]), w, m, mesh)
+    x_tD = x_tD + mixture(F.rms_norm(x_tD, [m.D]), w, m, mesh)
+    return 0.5 * x_tD.square().sum()
+
+
 def train_layer(m: Model, shards: dict[str, torch.Tensor], x_tD: torch.Tensor, mesh: Mesh) -> None:
     """One micro-batch, forward and backward: leave the gradients in the shards."""
     w = {}
     for axis, shapes in shapes_of(m, mesh.size("ep")).items():
         w |= whole(shards[axis], shapes, axis, mesh)
-    x_tD = x_tD + attention(F.rms_norm(x_tD, [m.D]), w, m, mesh)
-    x_tD = x_tD + mixture(F.rms_norm(x_tD, [m.D]), w, m, mesh)
-    (0.5 * x_tD.square().sum()).backward()
+    layer_loss(x_tD, w, m, mesh).backward()
 
 
 # %% [markdown]
-# ## 4. The plan
+# ## 5. The same on real ranks
 #
-# Each collective has its way back, so it counts twice; the two all-to-alls of the experts count
-# four times. On 1,024 ranks, with cp 8 and ep 16, and 2 bytes per number:
+# Can the count be believed, and is the program right at all? Four real ranks are the left half of
+# section 1's picture: cp 0123, ep 01 23, copies 02 13. So a program that takes one of these three
+# groups for another is found out. (fsdp is 0123, too; eight ranks tell it from cp.)
 #
-#     axis    ranks  the whole array                           numbers          times     MB
-#     fsdp    1,024  attention and router                      19.1 million       2       76.5
-#     copies     64  the rank's 8 experts                      37.7 million       2      151.0
-#     cp          8  keys and values of a sequence: 2 T g K    33.6 million       2      134.2
-#     ep         16  a row of D per copy of a token: t k D     67.1 million       4      536.9
-#
-# Here the two axes meet. The row of ep has t = T / cp in it: **the traffic of ep shrinks as cp
-# grows, and not as ep grows.** Wherever the experts lie, a rank sends each copy once. And the row
-# of cp has the whole T: a larger cp does not make it smaller.
+# Each rank does its part of the layer. Its gradients must be those of the same layer in one
+# process: on a mesh without groups every collective returns what it is given. And its calls must be
+# those of a dry run of this mesh, one by one.
 
 
 # %%
-def planned(m: Model, cp: int, ep: int) -> dict[str, float]:
-    """Return the MB of a rank's collectives along each axis, forward and backward."""
-    t = m.T // cp
-    numbers = {
-        "fsdp": 2 * (2 * m.D * (m.heads + m.kv_heads) * m.K + m.D * m.experts),
-        "copies": 2 * (m.experts // ep * 3 * m.D * m.expert_width),
-        "cp": 2 * (2 * m.T * m.kv_heads * m.K),
-        "ep": 4 * (t * m.top_k * m.D),
-    }
-    return {axis: 2 * count / 1e6 for axis, count in numbers.items()}  # 2 bytes each
-
-
-# %% [markdown]
-# ## 5. The dry run: how it is measured
-#
-# `pretended` makes this process one rank of a world that does not exist (lesson 26): groups, calls
-# and shapes are right, and no byte is moved. Tensors are fake, too, so the layer has its real size.
-# Each of our ranks plays another one of the 1,024; rank 0 plays 517. A process has one world at a
-# time, so the dry runs come before the ranks meet.
-
-
-# %%
-@contextlib.contextmanager
-def pretended(rank: int, world_size: int) -> Iterator[None]:
-    """Be one rank of a world that does not exist. All that is private to torch stands here."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    with FakeTensorMode():
-        yield
-    dist.destroy_process_group()
-
-
-class Found(NamedTuple):
-    calls: list[tuple[str, str, int]]
-    held: dict[str, int]  # numbers in this rank's shards, by axis
-
-
-def dry_run(m: Model, rank: int, world_size: int, cp: int, ep: int, dtype: torch.dtype) -> Found:
-    """Play one rank, and count."""
-    with pretended(rank, world_size):
-        mesh = Mesh(lines_of(world_size, cp, ep))
-        shards = {}
-        for axis, shapes in shapes_of(m, ep).items():
-            numbers = sum(math.prod(shape) for shape in shapes.values())
-            length = -(-numbers // mesh.size(axis))  # rounded up: padding
-            shards[axis] = torch.zeros(length, dtype=dtype, requires_grad=True)
-        train_layer(m, shards, torch.zeros(m.T // cp, m.D, dtype=dtype), mesh)
-    return Found(mesh.calls, {axis: len(shard) for axis, shard in shards.items()})
-
-
-PLAYED = (517 + RANK * 1024 // WORLD_SIZE) % 1024  # the rank that this rank plays
-SMALL = Model(48, heads=4, kv_heads=2, K=12, experts=8, top_k=2, expert_width=16, T=32)
-CP = EP = 2 if WORLD_SIZE % 2 == 0 else 1  # in the mesh that our ranks fill
-
-
-def dry_runs() -> dict[str, Found]:
-    """Count three meshes of 1,024 ranks, and this rank's part of the one that our ranks fill."""
-    return {
-        "cp 8, ep 16": dry_run(Model(), PLAYED, 1024, 8, 16, torch.bfloat16),
-        "cp 16, ep 16": dry_run(Model(), PLAYED, 1024, 16, 16, torch.bfloat16),
-        "cp 8, ep 32": dry_run(Model(), PLAYED, 1024, 8, 32, torch.bfloat16),
-        "rehearsal": dry_run(SMALL, RANK, WORLD_SIZE, CP, EP, torch.float64),
-    }
-
-
-# %% [markdown]
-# Plan and count are compared axis by axis. The two rows of shards divide the numbers of all ranks
-# by those of this rank, so they tell how many ranks `lines_of` has put in its group. These rows are
-# marked simulated: the program is real, and its world is not.
-
-
-# %%
-DRY = {"kind": "simulated"}
-
-
-def megabytes(found: Found) -> Counter:
-    """Add up the MB of all calls along each axis."""
-    nbytes = Counter()
-    for axis, _, size in found.calls:
-        nbytes[axis] += size
-    return Counter({axis: total / 1e6 for axis, total in nbytes.items()})
-
-
-def check_dry_runs(runs: dict[str, Found]) -> None:
-    m = Model()
-    held = runs["cp 8, ep 16"].held
-    attention_numbers = 2 * m.D * (m.heads + m.kv_heads) * m.K + m.D * m.experts
-    experts_numbers = m.experts // 16 * 3 * m.D * m.expert_width
-    claim("attention: shards", 1024, attention_numbers / held["fsdp"], question=1, **DRY)
-    claim("an expert: shards", 64, experts_numbers / held["copies"], question=2, **DRY)
-
-    plan = planned(m, cp=8, ep=16)
-    counted = megabytes(runs["cp 8, ep 16"])
-    for axis in ("fsdp", "copies", "cp"):
-        claim(f"cp 8, ep 16; {axis}: MB", plan[axis], counted[axis], **DRY)
-    claim("cp 8, ep 16; ep: MB", plan["ep"], counted["ep"], question=3, **DRY)
-
-    plan = planned(m, cp=16, ep=16)
-    counted = megabytes(runs["cp 16, ep 16"])
-    claim("cp 16, ep 16; cp: MB", plan["cp"], counted["cp"], **DRY)
-    claim("cp 16, ep 16; ep: MB", plan["ep"], counted["ep"], question=4, **DRY)
-
-    plan = planned(m, cp=8, ep=32)
-    counted = megabytes(runs["cp 8, ep 32"])
-    claim("cp 8, ep 32; copies: MB", plan["copies"], counted["copies"], **DRY)
-    claim("cp 8, ep 32; ep: MB", plan["ep"], counted["ep"], question=5, **DRY)
-
-
-# %% [markdown]
-# ## 6. The same on real ranks
-#
-# Can the count be believed, and is the program right at all? Our ranks fill a small mesh. Four
-# ranks have cp 2 and ep 2; attention is sharded over all four, and experts over two. Each rank does
-# the layer for real. Its gradients must be those of a reference: the same layer in one process,
-# written without groups, one expert after the other.
-#
-# On this mesh the groups of cp and those of ep are the same pairs. So these rows would not notice
-# if the two were exchanged. The tests of this lesson do the same with cp 2 and ep 4, and with cp 4
-# and ep 2.
-
-
-# %%
-def reference_loss(w: dict, x_BTD: torch.Tensor, m: Model) -> torch.Tensor:
-    """The loss of all sequences, in one process."""
-    normed_BTD = F.rms_norm(x_BTD, [m.D])
-    q, k, v = [(normed_BTD @ w[name]).unflatten(2, (-1, m.K)).transpose(1, 2) for name in "qkv"]
-    y_BhTK = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    x_BTD = x_BTD + y_BhTK.transpose(1, 2).flatten(2) @ w["out"]
-
-    normed_BTD = F.rms_norm(x_BTD, [m.D])
-    score_BTE = (normed_BTD @ w["router"]).softmax(dim=2)
-    y_BTD = torch.zeros_like(x_BTD)
-    for expert in range(m.experts):
-        gate, up, down = [w[name][expert] for name in ("gate", "up", "down")]
-        for copy in range(m.top_k):  # copy c of token i goes to expert (i k + c) mod E
-            chosen_T = (torch.arange(m.T, device=x_BTD.device) * m.top_k + copy) % m.experts
-            mine_T1 = (chosen_T == expert)[:, None]
-            out_BTD = (F.silu(normed_BTD @ gate) * (normed_BTD @ up)) @ down
-            y_BTD = y_BTD + mine_T1 * score_BTE[:, :, expert, None] * out_BTD
-    return 0.5 * (x_BTD + y_BTD).square().sum()
-
-
 def own_shards(w: dict, m: Model, mesh: Mesh) -> dict[str, torch.Tensor]:
     """Cut this rank's shards out of all parameters, or out of all gradients."""
     shards = {}
@@ -457,17 +443,11 @@ def own_shards(w: dict, m: Model, mesh: Mesh) -> dict[str, torch.Tensor]:
     return shards
 
 
-# %% [markdown]
-# And its calls must be those that it rehearsed in a dry run of this mesh, one by one.
-
-
-# %%
 def check_real_ranks(runs: dict[str, Found], device: torch.device) -> None:
     if WORLD_SIZE == 1:
         blocked("real ranks: calls unlike the dry run's", needs="2 ranks")
         return
     m = SMALL
-    mesh = Mesh(lines_of(WORLD_SIZE, CP, EP))
     torch.manual_seed(0)  # on every rank: the same parameters, the same sequences
     w = {}
     for shapes in shapes_of(m, 1).values():
@@ -475,9 +455,11 @@ def check_real_ranks(runs: dict[str, Found], device: torch.device) -> None:
             drawn = torch.randn(shape, dtype=torch.float64) / m.D**0.5
             w[name] = drawn.to(device).requires_grad_()
     x_BTD = torch.randn(WORLD_SIZE // CP, m.T, m.D, dtype=torch.float64).to(device)
-    reference_loss(w, x_BTD, m).backward()
-    due = own_shards({name: parameter.grad for name, parameter in w.items()}, m, mesh)
+    for x_TD in x_BTD:  # in one process
+        layer_loss(x_TD, w, m, Mesh({})).backward()
 
+    mesh = Mesh(lines_of(WORLD_SIZE, CP, EP))
+    due = own_shards({name: parameter.grad for name, parameter in w.items()}, m, mesh)
     shards = {axis: x.requires_grad_() for axis, x in own_shards(w, m, mesh).items()}
     x_tD = x_BTD[RANK // CP].chunk(CP)[RANK % CP]
     train_layer(m, shards, x_tD, mesh)
@@ -502,12 +484,12 @@ def relative_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
 #
 # 1. 1,024. All ranks use the same matrices of attention, those along cp too.
 # 2. 64: rank 517 has the same 8 experts as every 16th rank, and 1,024 / 16 = 64.
-# 3. 537 MB: 4 x 4,096 tokens x 8 copies x 2,048 numbers x 2 bytes. This is the most expensive axis,
-#    four times cp's 134 MB. A 16th of it stays on the rank.
-# 4. 268 MB, half: a rank has half as many tokens. Along cp there are 134 MB as before, now for half
-#    the work. The shards stay the same, since the ranks do.
-# 5. 537 MB as before: as many tokens, as many copies. What is halved is the row of copies, for 4
-#    experts in place of 8, and the memory that gathered experts take.
+# 3. 131 kB: 4 x 8 copies x 2,048 numbers x 2 bytes. This is the most expensive axis, four times
+#    cp's 33 kB. A 16th of it stays on the rank.
+# 4. 66 kB, twice as many: the same keys and values, for half as many tokens. The all-to-alls have
+#    131 kB as before.
+# 5. 131 kB as before, of which a 32nd now stays on the rank. What is halved is the row of copies,
+#    37 kB to 18, and the memory that the gathered experts take: 4 of them in place of 8.
 #
 # **Try.** Without cp in fsdp's group the gradients of the other parts of a sequence are missing. No
 # error tells, and not one byte differs. Two rows fail: the shards of attention, and the error of
@@ -517,8 +499,9 @@ def relative_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
 #
 # **What is left out.** Nothing here is gathered twice. A program that frees keys and values, or
 # parameters, after the forward pass has 3 in place of 2 in the table's column *times*. Real routing
-# is not balanced: the rank with a popular expert gets more (20_expert_balance.py). Neither time nor
-# the peak of memory is counted.
+# is not balanced: the rank with a popular expert gets more (20_expert_balance.py). A later part of
+# a sequence attends to more; zig-zag order evens this out (lesson 10), and sends as much. Neither
+# time nor the peak of memory is counted.
 #
 # **On GPUs.** In nodes of 8 the groups of cp 8 stay inside a node. Those of ep 16 lie on two, and
 # half of 537 MB leaves the node: 5 ms per layer over a card of 50 GB/s. The layer's own work is
@@ -527,16 +510,13 @@ def relative_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
 # all tokens share. Or ep stays inside the NVLink domain. The dry runs stay on the CPU; the real
 # ranks use NCCL.
 #
-# All ranks have that average only in zig-zag order. In the order of this lesson, and with a kernel
-# that skips what the mask hides, the first rank of cp would have 1.8 TFLOP and the last one 7.6,
-# and all would wait for the last. (Our dense mask skips nothing.)
-#
 # **Which cp and ep?** The smallest that fit: cp until the activations of a sequence do, ep until
-# the gathered experts do. A larger cp has the same keys and values gathered for less work. A larger
-# ep saves memory and no traffic. Either one gets slower once it leaves the NVLink domain.
+# the gathered experts do. A larger cp gathers the same keys and values for fewer tokens. A larger
+# ep saves memory, and traffic along copies; it saves none along ep. Either one gets slower once it
+# leaves the NVLink domain.
 #
 # **When.** Before a job with several axes is queued, and on each change of its mesh. The tests of
-# this lesson do the same on five axes, with pipeline and tensor parallelism.
+# this lesson do the same for 31 meshes on five axes, with pipeline and tensor parallelism.
 
 
 # %%

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from course.lessons import ROOT
 from course.playing import Lazily, load
 from course.ranks import run
 from course.wire import carried
@@ -119,6 +120,36 @@ def test_the_sockets_carry_what_the_formulas_say(n: int) -> None:
     for forward, backward in run(on_the_sockets, n, "gathered"):
         if backward:
             assert forward == pytest.approx(n - 1, rel=0.01)
+
+
+def not_hidden(t: float, link: float) -> dict[str, float]:
+    """Seconds of a forward pass that attention does not hide, and those of attention itself.
+
+    Of Llama 3 8B, in bf16, on 8 GPUs of 400 TFLOP/s, t tokens per rank.
+    """
+    step = 2 * 2 * 2 * (t / 2) ** 2 * 128 * 32 / 400e12  # two pieces of two products
+    hop = 2 * t * 8 * 128 * 2 / link
+    exchanges = 2 * 7 / 8 * (32 + 8) * t * 128 * 2 / link
+    found = {"ring": 7 * max(0.0, hop - step), "gather": 7 * hop, "Ulysses": exchanges}
+    return found | {"attention": 8 * step}
+
+
+@pytest.mark.parametrize(
+    ("link", "percent", "length"), [(450e9, "1.5%", 167), (50e9, "13%", 1_500)]
+)
+def test_which_way_costs_least(link: float, percent: str, length: int) -> None:
+    """What the lesson says under *When* and *On GPUs*."""
+    long = not_hidden(131_072 / 8, link)
+    assert f"{100 * long['Ulysses'] / long['attention']:.2g}%" == percent
+    shorter = not_hidden(0.99 * length, link)
+    longer = not_hidden(1.01 * length, link)
+    assert shorter["ring"] > shorter["Ulysses"]
+    assert longer["ring"] < longer["Ulysses"]
+    for seconds in (shorter, longer, long):
+        assert seconds["gather"] >= max(seconds["ring"], seconds["Ulysses"])
+    text = (ROOT / LESSON).read_text()
+    assert percent in text
+    assert f"{length:,} " in text
 
 
 GATHERED, ULYSSES = (

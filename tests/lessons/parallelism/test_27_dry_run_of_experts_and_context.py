@@ -1,4 +1,4 @@
-"""The lesson's groups, plan and gradients on other meshes; thirty meshes on five axes; breaks.
+"""The lesson's groups, plan and gradients on other meshes; 31 meshes on five axes; breaks.
 
 The lesson has two axes. The program of all five stands here, built of the lesson's parts, and what
 it hands over is compared with a formula and with `course plan`.
@@ -60,7 +60,7 @@ def test_lines_are_ranks_that_use_the_same(n: int, cp: int, ep: int) -> None:
 
 def test_eight_ranks_are_as_the_lesson_draws_them() -> None:
     told = (ROOT / LESSON).read_text(encoding="utf-8").splitlines()
-    for axis, lines in lesson.lines_of(8, 2, 4).items():
+    for axis, lines in lesson.lines_of(8, 4, 2).items():
         drawn = " ".join("".join(map(str, line)) for line in lines)
         (shown,) = [row for row in told if row.startswith(f"#     {axis} ") and drawn in row]
         assert shown.split()[2 : 2 + len(lines)] == drawn.split()
@@ -83,9 +83,62 @@ def test_the_lessons_plan_holds_on_other_meshes() -> None:
         due = lesson.planned(m, *mesh)
         ranks = {"fsdp": 1024, "copies": 1024 // ep, "cp": cp, "ep": ep}
         for axis, n in ranks.items():
-            counted = lesson.megabytes(found)[axis]
+            counted = lesson.per_token(found, axis)
             assert counted == (due[axis] if n > 1 else 0), (mesh, axis)
         assert found.held == {"fsdp": 18688, "copies": 128 * 3 * 2048 * 768 // 1024}
+
+
+def plain_loss(w: dict, x_BTD: torch.Tensor, m: object) -> torch.Tensor:
+    """The loss of all sequences, with neither groups nor a mesh: one expert after the other."""
+    normed_BTD = F.rms_norm(x_BTD, [m.D])
+    q, k, v = [(normed_BTD @ w[name]).unflatten(2, (-1, m.K)).transpose(1, 2) for name in "qkv"]
+    y_BhTK = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    x_BTD = x_BTD + y_BhTK.transpose(1, 2).flatten(2) @ w["out"]
+
+    normed_BTD = F.rms_norm(x_BTD, [m.D])
+    score_BTE = (normed_BTD @ w["router"]).softmax(dim=2)
+    y_BTD = torch.zeros_like(x_BTD)
+    for expert in range(m.experts):
+        gate, up, down = [w[name][expert] for name in ("gate", "up", "down")]
+        for copy in range(m.top_k):  # copy c of token i goes to expert (i k + c) mod E
+            chosen_T = (torch.arange(m.T) * m.top_k + copy) % m.experts
+            mine_T1 = (chosen_T == expert)[:, None]
+            out_BTD = (F.silu(normed_BTD @ gate) * (normed_BTD @ up)) @ down
+            y_BTD = y_BTD + mine_T1 * score_BTE[:, :, expert, None] * out_BTD
+    return 0.5 * (x_BTD + y_BTD).square().sum()
+
+
+def error_in_one_process(*changes: tuple[str, str]) -> float:
+    """The largest error of the loss and all gradients of the lesson's layer, without groups."""
+    module = load(LESSON, *changes)
+    m = module.SMALL
+    torch.manual_seed(0)
+    w = {}
+    for shapes in module.shapes_of(m, 1).values():
+        for name, shape in shapes.items():
+            w[name] = (torch.randn(shape, dtype=torch.float64) / m.D**0.5).requires_grad_()
+    x_BTD = torch.randn(2, m.T, m.D, dtype=torch.float64)
+    due = plain_loss(w, x_BTD, m)
+    ours = sum(module.layer_loss(x_TD, w, m, module.Mesh({})) for x_TD in x_BTD)
+    errors = [module.relative_error(ours.detach(), due.detach())]
+    for mine, expected in zip(
+        torch.autograd.grad(ours, [*w.values()]),
+        torch.autograd.grad(due, [*w.values()]),
+        strict=True,
+    ):
+        errors.append(module.relative_error(mine, expected))
+    return max(errors)
+
+
+def test_the_layer_without_groups_is_one_written_plainly() -> None:
+    """So the lesson's real rows may compare with it."""
+    assert error_in_one_process() < 1e-12
+
+
+def test_a_router_that_weighs_nothing_is_seen() -> None:
+    right = "(y_tkD * score_tk[:, :, None])"
+    wrong = "(y_tkD * score_tk[:, :, None].sum() / t / m.top_k)"
+    assert error_in_one_process((right, wrong)) > 1e-3
 
 
 def real_ranks(cp: int, ep: int) -> list[tuple[str, str]]:
@@ -648,7 +701,7 @@ UNLIKE = "real ranks: calls unlike the dry run's"
 
 
 def handed(mesh: str, *axes: str) -> set[str]:
-    return {f"{mesh}; {axis}: MB" for axis in axes}
+    return {f"{mesh}; {axis}: kB per token" for axis in axes}
 
 
 BASE, CP_16, EP_32 = "cp 8, ep 16", "cp 16, ep 16", "cp 8, ep 32"
@@ -663,8 +716,14 @@ LINES = {
         {EXPERT_SHARDS} | REAL_BOTH,
     ),
     "tokens stay with their experts": (
-        ('home_ERD = Collective.apply(mesh, "all_to_all", leaving, "ep")', "home_ERD = leaving"),
+        ('home_ERD = Collective.apply(mesh, "all_to_all", y_neRD.flatten(0, 1), "ep")',
+         "home_ERD = y_neRD.flatten(0, 1)"),
         ALL_TO_ALLS | REAL_BOTH,
+    ),
+    "keys and values are gathered along ep": (
+        ('Collective.apply(mesh, "all_gather", kv_t2gK, "cp")',
+         'Collective.apply(mesh, "all_gather", kv_t2gK, "ep")'),
+        handed(BASE, "cp", "ep") | handed(CP_16, "cp", "ep") | handed(EP_32, "ep") | REAL_BOTH,
     ),
     "an all-gather counts its input": (
         ("max(x.nbytes, y.nbytes)))", "x.nbytes))"),
@@ -676,28 +735,24 @@ LINES = {
     ),
     "cp stays": (
         ("PLAYED, 1024, 16, 16, torch.bfloat16", "PLAYED, 1024, 8, 16, torch.bfloat16"),
-        handed(CP_16, "ep"),
+        handed(CP_16, "cp"),
     ),
     "ep stays": (
         ("PLAYED, 1024, 8, 32, torch.bfloat16", "PLAYED, 1024, 8, 16, torch.bfloat16"),
         handed(EP_32, "copies"),
     ),
     "the plan knows a rank's own keys and values alone": (
-        ("2 * (2 * m.T * m.kv_heads * m.K)", "2 * (2 * t * m.kv_heads * m.K)"),
+        ("2 * (2 * m.T * m.kv_heads * m.K) / t", "2 * (2 * t * m.kv_heads * m.K) / t"),
         handed(BASE, "cp") | handed(CP_16, "cp"),
     ),
-    "every rank has the first sequence": (("x_BTD[RANK // CP]", "x_BTD[0]"), REAL_BOTH),
+    "every rank has the first part of a sequence": (
+        ("x_BTD[RANK // CP].chunk(CP)[RANK % CP]", "x_BTD[RANK // CP].chunk(CP)[0]"), REAL_BOTH,
+    ),
     "every rank's tokens come first": (
         ('before = mesh.place("cp") * len(q_thK)', "before = 0"), REAL_BOTH,
     ),
     "rows go home in the order of experts": (
-        ("y_eRD.unflatten(1, (ep, -1)).transpose(0, 1).flatten(0, 1)",
-         "y_eRD.reshape(m.experts, -1, m.D)"),
-        REAL_BOTH,
-    ),
-    "the router weighs nothing": (
-        ("(y_tkD * score_tk[:, :, None])", "(y_tkD * score_tk[:, :, None].sum() / t / m.top_k)"),
-        REAL_BOTH,
+        ("y_neRD.flatten(0, 1)", "y_neRD.transpose(0, 1).flatten(0, 1)"), REAL_BOTH,
     ),
     "the rehearsal is in float32": (
         ("WORLD_SIZE, CP, EP, torch.float64", "WORLD_SIZE, CP, EP, torch.float32"), {UNLIKE},
