@@ -7,7 +7,7 @@
 #                benchmarks, into results/MACHINE. RANKS=1,8 ONLY=fsdp/ DEADLINE=SECONDS MACHINE=NAME
 #                narrow it; PRETEND=4 pretends so many GPUs
 # make lessons   run every lesson in reading order, one line each; ONLY=fsdp/ some of them
-# make bench     every speed ratio this course states, ours beside the library's
+# make bench     every speed ratio this course states, ours next to the library's
 # make site      the course as pages, to be opened as files: build/site/index.html
 # Each may be run again at any time, after an interruption too. To a first installation one may add
 #   PYTHON=python3.12     which Python to use (3.11 to 3.14)

@@ -253,6 +253,7 @@ def alone(folder: str, name: str) -> dict:
         row = np.arange(len(arrived) * BATCH).reshape(-1, BATCH)[:, rank::ranks]
         mine = mine[row.flatten() < N]
     times = np.bincount(np.concatenate(gathered(mine)), minlength=N)
+    check_delivered(name, times, ranks)
     told = {"own_mb": own, "mapped_mb": held["File"] - before["File"]}
     found = gathered(told | {"first_s": first, "samples": len(mine)})
     samples = [one["samples"] for one in found]
@@ -266,6 +267,16 @@ def alone(folder: str, name: str) -> dict:
         "most": max(samples),
         "again": again(ours, place, name, arrived[:2]),
     }
+
+
+def check_delivered(name: str, times: np.ndarray, ranks: int) -> None:
+    """Raise ValueError unless each sample came, and as many came twice as the padding repeats."""
+    never = int((times == 0).sum())
+    twice = int(np.maximum(times - 1, 0).sum())
+    due = -N % ranks if name.startswith(("DataLoader", "FFCV")) else 0
+    if never or (twice != due and name != "LitData"):  # which has not run yet
+        rule = f"needs all samples, and {due} of them twice"
+        raise ValueError(f"{name} on {ranks} ranks: {rule}, got {never} never, {twice} twice")
 
 
 def wait_until_idle(ours: ModuleType) -> None:
@@ -504,6 +515,21 @@ def line(row: dict) -> str:
 
 # Ratios, as of the other benchmarks
 
+AIMS = {"by hand, JPEG": ("FFCV, JPEG", 1.0), "by hand, raw": ("FFCV, raw", 1.0)}
+
+
+def ratios(rows: list[dict]) -> list[str]:
+    """Lines that say what a loader by hand takes next to FFCV, and whether that is the aim."""
+    wall_ms = {(row["loader"], row["ranks"]): median(row["wall_ms"]) for row in rows}
+    told = []
+    for ours, (peer, aim) in AIMS.items():
+        for ranks in RANKS:
+            if (ours, ranks) in wall_ms and (peer, ranks) in wall_ms:
+                ratio = wall_ms[ours, ranks] / wall_ms[peer, ranks]
+                kept = "kept" if ratio <= aim else "MISSED"
+                told.append(f"{ours} / {peer}, {ranks} ranks: {ratio:.2f} <= {aim:.2f} {kept}")
+    return told
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -517,6 +543,7 @@ def main() -> None:
     found = measured(options.repeats, partial(print, flush=True))
     path = folder / "loaders.json"
     path.write_text(json.dumps(about | found, indent=1) + "\n")
+    print("\nwall time per image", *ratios(found["rows"]), sep="\n")
     print(f"\n{path}")
 
 

@@ -27,8 +27,8 @@ Not run on several GPUs.
 
 **Before.** fundamentals/02_launching_processes.py: ranks, groups, torchrun.
 
-**Next.** communication/02_point_to_point.py: the sends and receives that collectives are made of;
-or, on the spine, parallelism/01_data_parallelism_ddp.py
+**Next.** On the spine: parallelism/01_data_parallelism_ddp.py. Or what collectives are made of:
+communication/02_point_to_point.py
 """
 
 import argparse
@@ -149,7 +149,8 @@ def run_reduce(x: torch.Tensor, out: torch.Tensor) -> None:
 #     rank 3     30 31 32 33 -> *3             30 31 32 33 -> 03 13 23 33
 #
 # DDP all-reduces gradients; ZeRO and FSDP reduce-scatter gradients and all-gather weights; experts
-# get their tokens by an all-to-all, which is a transpose: row r, chunk j becomes row j, chunk r.
+# (parallelism/11) get their tokens by an all-to-all, which is a transpose: row r, chunk j becomes
+# row j, chunk r.
 
 
 # %%

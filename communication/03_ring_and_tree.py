@@ -237,8 +237,8 @@ def broadcast_schedule(n: int, N: int, piece: int) -> Schedule:
 # In a tree, half of the ranks are leaves, which send N elements; a rank with a parent and two
 # children sends 3 N (one sum up, two totals down). The **double binary tree** (Sanders, Speck and
 # Träff, 2009; in NCCL since 2.4) evens that out: half of the elements take the tree above, and the
-# other half a second tree with the ranks in reverse order. Who has children in one is a leaf in the
-# other:
+# other half a second tree with the ranks in reverse order. A rank with children in one is a leaf
+# in the other:
 #
 #     first half            0               second half           3
 #                         /   \                                 /   \

@@ -100,7 +100,7 @@ def paths() -> str:
 def lessons_in(folder: str) -> str:
     """A folder's lessons: the question, the minutes, the figure and the exercises of each."""
     rows = ["| Lesson | The question it answers | Minutes | Exercises |", "|---|---|--:|---|"]
-    for lesson in sorted(outline.lessons(), key=lambda lesson: lesson.path):
+    for lesson in outline.lessons():
         if lesson.folder == folder:
             link = f"[{lesson.file.stem}]({lesson.path})" + (", spine" if lesson.spine else "")
             figure = f"results/lessons/{name_of(lesson.path)}.png"
@@ -143,7 +143,7 @@ def ran() -> str:
         where = f"Run on several GPUs so far: {', '.join(links)}."
     return (
         f"{where} With one,\n`make gpu` says how long it takes, then runs the lessons on 1, 2, "
-        "4 and 8 GPUs, with all results in one folder."
+        "4 and 8 GPUs; send the folder of results."
     )
 
 
@@ -243,12 +243,17 @@ def planned() -> str:
 
 def loaders() -> str:
     """Every loader of images on 1, 2 and 4 ranks: benchmarks/loaders.py."""
-    head = "Loader | Ranks | Images/s | ms of a core | Own MB | First batch, s | Twice | Again"
-    rows = [f"| {head} |", "|---|--:|--:|--:|--:|--:|--:|--:|"]
-    for row in json.loads((ROOT / "results/bench/loaders.json").read_text())["rows"]:
+    found = json.loads((ROOT / "results/bench/loaders.json").read_text())
+    head = "Loader | Ranks | Images/s | ms of a core | Limit | Own MB | First batch, s"
+    head += " | Twice | Again"
+    rows = [f"| {head} |", "|---|--:|--:|--:|--:|--:|--:|--:|--:|"]
+    for row in found["rows"]:
         speed = f"{1e3 / median(row['wall_ms']):,.0f} | {median(row['core_ms']):.2f}"
+        speed += f" | {row['share']:.0%}"
         rest = f"{row['own_mb']:.0f} | {row['first_s']:.1f} | {row['twice']} | {row['again']}"
         rows.append(f"| {row['loader']} | {row['ranks']} | {speed} | {rest} |")
+    rows += ["", "| Alone in one thread | ms of a core per image |", "|---|--:|"]
+    rows += [f"| {name} | {ms:.2f} |" for name, ms in found["limits"].items()]
     return "\n".join(rows)
 
 

@@ -568,7 +568,7 @@ def main() -> None:
     launch()
     device = setup()
     if from_rank_0(transforms is None):
-        blocked("where a DataLoader's time goes", needs="torchvision: make .venv/all")
+        blocked("where a DataLoader's time goes", needs="torchvision: pip install -e '.[ffcv]'")
         finish()
     own = tempfile.TemporaryDirectory(prefix="ffcv-lesson-") if RANK == 0 else None
     with own or contextlib.nullcontext("") as folder:
@@ -587,7 +587,7 @@ def main() -> None:
             if options.figure and RANK == 0:
                 draw(options.figure, rows)
         else:
-            blocked("what FFCV takes away", needs="FFCV: make .venv/all")
+            blocked("what FFCV takes away", needs="FFCV: pip install -e '.[ffcv]'")
     finish()
 
 

@@ -47,6 +47,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import numpy as np
@@ -354,9 +355,11 @@ def shared_bytes(array: np.ndarray) -> int:
 
 
 # %% [markdown]
-# Threads do two more things for comparison: run the same loop as Python reads it (four crops take
-# it long enough), and make NumPy's crops. All ways take turns, five times, and medians count. The
-# loader begins, since its workers are forked: better before this process has threads of ours.
+# Threads do three more things for comparison: run the same loop as Python reads it (four crops take
+# it long enough), make NumPy's crops, and share the loop as numba does. With `prange` for `range`
+# and `parallel=True`, one call from one Python thread is enough: threads of numba's own take a part
+# of the images each. All ways take turns, five times, and medians count. The loaders begin, since
+# their workers are forked: better before this process has threads of ours.
 
 
 # %%
@@ -374,17 +377,51 @@ def by_threads(
     return make
 
 
+def shared_by_numba(loop: Callable) -> Callable:
+    """Return the compiled loop over images, which WORKERS of numba's own threads share."""
+    numba.set_num_threads(min(WORKERS, numba.config.NUMBA_NUM_THREADS))
+
+    def augment_prange(images: np.ndarray, draws: np.ndarray, crops: np.ndarray) -> None:
+        for image in numba.prange(len(images)):
+            i = np.int64(image)  # prange counts unsigned; to numba unsigned + signed is a float
+            loop(images[i : i + 1], draws[i : i + 1], crops[i : i + 1])
+
+    return numba.njit(parallel=True, nogil=True)(augment_prange)
+
+
+# %% [markdown]
+# What a queue pickles is asked of a worker, which does for it what the queue does.
+
+
+# %%
+class PickledSizes(CropBatches):
+    """In the place of each batch: how many bytes a worker's queue pickles for it."""
+
+    def __getitem__(self, batch: slice) -> int:
+        return len(ForkingPickler.dumps(super().__getitem__(batch)))
+
+
 def measure(images: np.ndarray, draws: np.ndarray, expected: np.ndarray) -> dict[str, object]:
     """On rank 0: each way's median pace, what lies in shared memory, how many bytes are wrong."""
     held = compiled(augment_loop, nogil=False)
     released = compiled(augment_loop, nogil=True)
     for augment in (held, released):
         crops_by(augment, images, draws)  # compiles
+    one = {"sampler": [slice(0, N)], "num_workers": 1, "multiprocessing_context": "fork"}
+    (pickled,) = DataLoader(PickledSizes(released, images, draws), None, **one)
     loader = process_loader(released, images, draws)
     for last in loader:
         from_worker = last.numpy()
     wrong = (from_worker != expected).sum()
+    shared = shared_by_numba(released)
+    wrong += (crops_by(shared, images, draws) != expected).sum()
     batch_NSSC = np.empty((N, S, S, 3), np.uint8)
+
+    def by_prange() -> int:
+        for _ in range(BATCHES):
+            shared(images, draws, batch_NSSC)
+        return BATCHES * N
+
     with ThreadPoolExecutor(WORKERS) as pool:
         for augment in (held, released):
             fill_by_threads(pool, augment, images, draws, batch_NSSC)
@@ -394,6 +431,7 @@ def measure(images: np.ndarray, draws: np.ndarray, expected: np.ndarray) -> dict
             "threads, NumPy": by_threads(pool, augment_numpy, images, draws, BATCHES // 4),
             "threads, GIL held": by_threads(pool, held, images, draws, BATCHES),
             "threads, GIL released": by_threads(pool, released, images, draws, BATCHES),
+            "threads, prange": by_prange,
             "DataLoader": lambda: sum(len(batch) for batch in loader),
         }
         paces = {name: [] for name in ways}
@@ -402,8 +440,8 @@ def measure(images: np.ndarray, draws: np.ndarray, expected: np.ndarray) -> dict
                 paces[name].append(pace(make))
     medians = {name: np.median(turns, axis=0).tolist() for name, turns in paces.items()}
     inside = [threads_inside(nogil, images, draws) for nogil in (False, True)]
-    shared = (shared_bytes(from_worker), shared_bytes(batch_NSSC))
-    return {"paces": medians, "inside": inside, "shared": shared, "wrong": wrong}
+    found = {"paces": medians, "inside": inside, "wrong": wrong, "pickled": pickled}
+    return found | {"shared": (shared_bytes(from_worker), shared_bytes(batch_NSSC))}
 
 
 # %% [markdown]
@@ -426,6 +464,7 @@ def check_threads(images: np.ndarray, draws: np.ndarray, expected: np.ndarray) -
     judge_paces(found["paces"])
     loader, threads = found["shared"]
     claim("bytes per crop in shared memory, DataLoader", 3 * S * S, loader / N, question=3)
+    claim("bytes pickled per batch, DataLoader", 1000, found["pickled"], "<=")
     claim("bytes per crop in shared memory, threads", 0, threads / N)
 
 
@@ -434,14 +473,17 @@ def judge_paces(paces: dict[str, tuple[float, float]]) -> None:
     python, _ = paces["threads, not compiled"]
     held, _ = paces["threads, GIL held"]
     released, by_thread = paces["threads, GIL released"]
+    shared, _ = paces["threads, prange"]
     _, by_process = paces["DataLoader"]
     claim("cores in use by 2 threads, not compiled", 1, python, atol=0.2, timed=True)
     claim("cores in use by 2 threads, GIL held", 1, held, atol=0.2, question=1, timed=True)
     if os.cpu_count() == 1:
         blocked("cores in use by 2 threads, GIL released", needs="2 cores")
+        blocked("cores in use by 2 threads, prange", needs="2 cores")
     else:
         two = "cores in use by 2 threads, GIL released"
         claim(two, 2, released, atol=0.3, question=2, timed=True)
+        claim("cores in use by 2 threads, prange", 2, shared, atol=0.3, timed=True)
     more = by_process / by_thread
     claim("CPU time per crop, DataLoader / threads", 1.5, more, ">=", question=4, timed=True)
 
@@ -455,10 +497,10 @@ def judge_paces(paces: dict[str, tuple[float, float]]) -> None:
 #    milliseconds, and get no more done.
 # 2. Two. In the loop there are addresses and numbers, nothing that Python counts, so both threads
 #    are in it at one time. NumPy's lie between: it releases the GIL within a step and needs it from
-#    step to step.
+#    step to step. With `prange` it is two as well, and you write no threads.
 # 3. 49,152: a byte per pixel and color. Each was written by the loop into the worker's memory, and
-#    once more, by a copy, into the segment. With threads it is none: what the loop writes is what
-#    the trainer reads.
+#    once more, by a copy, into the segment. Only the handle is pickled, less than a kilobyte for a
+#    batch of 6 MB. With threads it is none: what the loop writes is what the trainer reads.
 # 4. More: here more than twice as much. The loop is the same, and both call it for dozens of crops
 #    at once, so the difference is the border between processes: a new array and a new segment for
 #    each batch, whose pages the kernel must find and clear, the copy, the handle, and the pages
@@ -486,8 +528,8 @@ def judge_paces(paces: dict[str, tuple[float, float]]) -> None:
 # cores do not suffice, DALI or torchvision's transforms augment on the GPU.
 #
 # **FFCV** compiles whole pipelines with `nogil=True`, calls them in one Python thread per epoch,
-# and lets numba's own threads share each batch. At a thousand ranks all of this is as here, in each
-# of them.
+# and lets numba's own threads share each batch (`prange`). At a thousand ranks all of this is as
+# here, in each of them.
 
 
 # %%

@@ -194,8 +194,8 @@ def pack(tokens: torch.Tensor, device: torch.device) -> Batch:
 # together (best fit) and pad what remains of a row.
 #
 # Rows are independent of each other, so ranks need nothing from one another: each makes the bounds
-# of the rows that it reads. Only rows that are themselves cut over ranks (context parallelism) have
-# to tell each other their bounds.
+# of the rows that it reads. Only rows that are themselves cut over ranks (context parallelism,
+# parallelism/10) have to tell each other their bounds.
 
 # %% [markdown]
 # ## 4. How it is measured

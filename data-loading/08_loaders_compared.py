@@ -357,6 +357,17 @@ def cpu_seconds() -> float:
     return spent
 
 
+def own_megabytes() -> float:
+    """Return what this process and its workers hold besides pages of files: their PSS, in MB."""
+    held = 0
+    for process in (psutil.Process(), *multiprocessing.active_children()):
+        rollup = Path(f"/proc/{process.pid}/smaps_rollup")  # on Linux
+        for line in rollup.read_text().splitlines() if rollup.exists() else ():
+            if line.startswith(("Pss_Anon:", "Pss_Shmem:")):
+                held += 1024 * int(line.split()[1])
+    return held / 1e6
+
+
 def milliseconds(work: Callable[[], int]) -> float:
     """Do some work; return milliseconds of CPU time per image, of which it returns the number."""
     before = cpu_seconds()
@@ -385,7 +396,8 @@ def copy_all(photos_NHWC: np.ndarray, order: list[int]) -> int:
 # The first epoch of each loader is a warm-up, and its crops are compared with NumPy's slices of the
 # raw file, byte by byte. FFCV draws crops of its own. So whole images are compared as well, before
 # any crop: those of the raw file with what the decoder makes of the JPEGs, and FFCV's with the raw
-# file (in plain Python, to spare compiling).
+# file (in plain Python, to spare compiling). When a loader's first batch has come, the memory of
+# all processes is read (PSS, which counts a page that two processes share half in each).
 
 
 # %%
@@ -414,8 +426,20 @@ def bytes_unlike(place: Path) -> dict[str, int]:
     return unlike
 
 
+def begin(make: Callable[[], Iterable]) -> tuple[Iterable, Iterator[tuple], tuple[float, float]]:
+    """Make a loader; return it, its batches, and the MB it takes and seconds to its first batch."""
+    held = own_megabytes()
+    start = time.perf_counter()
+    loader = make()
+    batches = iter(loader)
+    first = next(batches)
+    seconds = time.perf_counter() - start
+    time.sleep(0.2)  # until the batches in advance are there
+    return loader, itertools.chain([first], batches), (own_megabytes() - held, seconds)
+
+
 def measure(place: Path) -> dict[str, dict]:
-    """Return "ms" of CPU time per image by loader, and how many bytes of crops are "wrong"."""
+    """Return "ms" of CPU time per image, "wrong" bytes of crops, and `begin`'s MB and seconds."""
     photos_NHWC = mapped(place / "photos.raw")
     once = np.random.default_rng(SEED).permutation(N).tolist()
     orders = {"plain": once, "bytes": once}  # the others go ROUNDS times over the images
@@ -423,9 +447,10 @@ def measure(place: Path) -> dict[str, dict]:
     Batches(photos_NHWC).__getitems__([0])
     works = {}
     wrong = {}
+    begun = {}
     for name, make in loaders(place).items():
-        loader = make(orders.get(name, once * ROUNDS))
-        batches = iter(loader)
+        order = orders.get(name, once * ROUNDS)
+        loader, batches, begun[name] = begin(partial(make, order))
         if name != "FFCV":
             wrong[f"{name}: bytes unlike NumPy's crops"] = wrong_bytes(photos_NHWC, batches)
         for _ in batches:  # the rest of the warm-up
@@ -437,25 +462,31 @@ def measure(place: Path) -> dict[str, dict]:
     for _ in range(TURNS):
         for name, work in works.items():
             spent[name].append(milliseconds(work))
-    return {"ms": {name: median(all_ms) for name, all_ms in spent.items()}, "wrong": wrong}
+    ms = {name: median(all_ms) for name, all_ms in spent.items()}
+    return {"ms": ms, "wrong": wrong, "begun": begun}
 
 
 # %% [markdown]
-# The table says what each loader costs, and the price of what the next one leaves out.
+# The table says what each loader costs, the memory it takes, the seconds to its first batch, and
+# the price of what the next one leaves out: in CPU milliseconds, and as a share of `plain`'s.
 
 # %%
 THINGS = {"plain": "floats", "bytes": "decoding", "raw": "one by one", "batches": "a process"}
 
 
-def show(ms: dict[str, float]) -> None:
+def show(ms: dict[str, float], begun: dict[str, tuple[float, float]]) -> None:
     """Print what each loader costs, and the price of what it does and the next one does not."""
-    print0(f"\n{'':13}{'':15}{'CPU ms':>9}{'images per CPU s':>19}     of which")
+    columns = f"{'CPU ms':>8}{'per CPU s':>11}{'own MB':>8}{'first, s':>10}"
+    print0(f"\n{'':13}{'':15}{columns}   of which")
     names = list(ms)
     for name, next_name in zip(names, [*names[1:], ""], strict=True):
-        told = f"{'':13}{name:15}{ms[name]:9.3f}{1e3 / ms[name]:19,.0f}"
+        told = f"{'':13}{name:15}{ms[name]:8.3f}{1e3 / ms[name]:11,.0f}"
+        if name in begun:
+            megabytes, seconds = begun[name]
+            told += f"{megabytes:8.0f}{seconds:10.2f}"
         if name in THINGS:
             price = ms[name] - ms[next_name]
-            told += f"     {THINGS[name]:12}{price:6.3f}{price / ms['plain']:6.0%} of plain"
+            told += f"   {THINGS[name]:11}{price:6.3f}{price / ms['plain']:5.0%}"
         print0(told)
     print0()
 
@@ -508,7 +539,8 @@ def check_costs(ms: dict[str, float]) -> None:
 #     the files lie in an object store             shards, read from front to back
 #
 # Raw pixels that do not fit come from the disk in every epoch, six times the bytes of JPEGs: then
-# the disk is the limit. For memory and first batches see the table in data-loading/README.md.
+# the disk is the limit. The table in data-loading/README.md has memory and first batches on 1, 2
+# and 4 ranks as well.
 #
 # **On GPUs** (not measured here) each rank pays all this for its own share. A batch by hand should
 # lie in pinned memory, and a DataLoader should have `pin_memory=True`; else the host waits while a
@@ -547,7 +579,7 @@ def main() -> None:
     dist.broadcast_object_list(results)
     found = results[0]
     if "ms" in found:
-        show(found["ms"])
+        show(found["ms"], found["begun"])
         check_costs(found["ms"])
     else:
         blocked("what each loader costs", needs="numba, Pillow: pip install -e '.[data]'")
@@ -556,7 +588,7 @@ def main() -> None:
     for text, wrong in found.get("wrong", {}).items():
         claim(text, 0, wrong)
     if "FFCV" not in found.get("ms", {}):
-        blocked("FFCV: CPU time and pixels", needs="FFCV: make .venv/all")
+        blocked("FFCV: CPU time and pixels", needs="FFCV: pip install -e '.[ffcv]'")
     finish()
 
 

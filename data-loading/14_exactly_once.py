@@ -287,6 +287,11 @@ def places_unlike(some: np.ndarray, others: np.ndarray) -> int:
 
 
 # %%
+def due_of_last(padded: int) -> int:
+    """Return how often this rank's last sample is due: the last ranks' shares are padded."""
+    return 2 if WORLD_SIZE - padded <= RANK else 1
+
+
 def check_data_loader() -> None:
     """Claim which samples a DataLoader delivers, without and with a stop."""
     padded = -N % WORLD_SIZE
@@ -294,8 +299,8 @@ def check_data_loader() -> None:
     times = counts(epoch)
     claim("DataLoader: samples that never come", 0, (times == 0).sum())
     claim("DataLoader: samples that come twice", padded, (times == 2).sum(), question=1)
-    expected = 2 if WORLD_SIZE - padded <= RANK else 1
-    claim("DataLoader: how often a rank's last one comes", expected, times[epoch[-1]])
+    last = times[epoch[-1]]
+    claim("DataLoader: how often a rank's last one comes", due_of_last(padded), last)
 
     sampler = Share()
     before = delivered(data_loader(sampler), STOP)
@@ -348,9 +353,12 @@ def check_ffcv(path: Path) -> None:
     epoch = delivered(ffcv_loader(path))
     claim("FFCV: samples that a rank is given", places - dropped, len(epoch))
     claim("FFCV: samples that never come", lost, (counts(epoch) == 0).sum(), question=2)
-    times = counts(delivered(ffcv_loader(path, drop_last=False)))
+    whole = delivered(ffcv_loader(path, drop_last=False))
+    times = counts(whole)
     claim("FFCV, drop_last=False: never come", 0, (times == 0).sum())
     claim("FFCV, drop_last=False: come twice", padded, (times == 2).sum())
+    last = times[whole[-1]]
+    claim("FFCV, drop_last=False: a rank's last one comes", due_of_last(padded), last)
 
     before = delivered(ffcv_loader(path), STOP)
     begun_again = delivered(ffcv_loader(path), STOP)
@@ -442,7 +450,9 @@ def main() -> None:
     check_data_loader()
     errors = os.environ.get("TORCHELASTIC_ERROR_FILE")  # in the launcher's folder
     if Loader is None:
-        blocked("FFCV: samples of an epoch, and after a stop", needs="FFCV: make .venv/all")
+        blocked(
+            "FFCV: samples of an epoch, and after a stop", needs="FFCV: pip install -e '.[ffcv]'"
+        )
     else:
         with tempfile.TemporaryDirectory(dir=Path(errors).parent if errors else None) as own:
             path = Path(gather_objects(own)[0]) / "numbers.beton"

@@ -19,8 +19,9 @@ pages of 4 KiB, of which it has 31. Windows, bytes and pages are counted from 0.
     torchrun --standalone --nproc-per-node=4 18_token_shards.py    # NCCL on 4 GPUs, else gloo
     python 18_token_shards.py                                      # the same, started for you
 
-One node, Linux, and a temporary folder on a disk. Not run on several GPUs, where nothing differs:
-files are the host's.
+One node, Linux, and a temporary folder on a disk. The tokenizer comes with `pip install -e
+'.[data]'`; without it the tokens are bytes. Not run on several GPUs, where nothing differs: files
+are the host's.
 
 **Try.** In `map_tokens` return `np.fromfile(path, DTYPE)`: which claims fail? In `write_shards` use
 `.astype(">u2")`, the byte order of another machine: which claims fail, and which error do you get?
@@ -41,6 +42,7 @@ import mmap
 import os
 import signal
 import sys
+import sysconfig
 import tempfile
 import time
 from collections import Counter
@@ -52,6 +54,10 @@ import psutil
 import torch
 import torch.distributed as dist
 
+Tokenizer = None
+with contextlib.suppress(ImportError):  # the extra [data]
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
 # A *rank* is one of WORLD_SIZE processes that run this same file. `claim(text, predicted,
 # measured)` prints one row of the ledger and must be called by every rank. It, `setup`, `print0`,
 # `blocked` and `finish` stand in the last cell, the same in every lesson; you need not read them.
@@ -62,7 +68,6 @@ T = 1024  # tokens in a window
 WINDOWS = 150
 PER_SHARD = 60  # windows; the last shard has the 30 that are left
 DTYPE = np.uint16
-TOKENS = np.random.default_rng(0).integers(0, 65_536, WINDOWS * T + 1)  # in place of a text
 
 # %% [markdown]
 # ## 1. A window is an offset
@@ -153,10 +158,11 @@ class Shards:
 # %% [markdown]
 # ## 3. How it is measured
 #
-# The oracle is the array `TOKENS`, which knows of no files, no windows and no ranks. Where a window
-# lies is read off its address in memory. /proc/self/io says how many bytes the disk has delivered
-# for this process. Before it is asked, rank 0 drops the shards from the page cache, which works
-# only while nobody maps them.
+# The tokens are those of a text, the sources of Python's standard library; how it becomes tokens
+# stands at the end. The oracle is their array before it was written: it knows of no files, no
+# windows and no ranks. Where a window lies is read off its address in memory. /proc/self/io says
+# how many bytes the disk has delivered for this process. Before it is asked, rank 0 drops the
+# shards from the page cache, which works only while nobody maps them.
 
 
 # %%
@@ -247,7 +253,7 @@ def check_window(shards: Shards) -> None:
 
 
 # %%
-def check_all_windows(shards: Shards) -> None:
+def check_all_windows(shards: Shards, tokens: np.ndarray) -> None:
     """Claim that the ranks' windows together are the text's tokens, each once."""
     rows = np.zeros((WINDOWS, T + 1), int)
     times = np.zeros(WINDOWS, int)
@@ -257,9 +263,9 @@ def check_all_windows(shards: Shards) -> None:
             rows[window] = row
             times[window] += 1
     claim("windows not read exactly once, all ranks", 0, (times != 1).sum())
-    unlike = (rows[:, :-1].flatten() != TOKENS[:-1]).sum()
+    unlike = (rows[:, :-1].flatten() != tokens[:-1]).sum()
     claim("inputs, joined, unlike the text's tokens", 0, unlike)
-    unlike = (rows[:, 1:].flatten() != TOKENS[1:]).sum()
+    unlike = (rows[:, 1:].flatten() != tokens[1:]).sum()
     claim("targets, joined, unlike those one token on", 0, unlike)
 
 
@@ -279,7 +285,11 @@ def check_all_windows(shards: Shards) -> None:
 # **Try.** `np.fromfile` reads all of each shard, so the disk delivers all of them: the rows of
 # questions 2 and 3 fail. The tokens are right, and n ranks have n copies in memory of their own.
 # With the other byte order you get no error. Sizes and offsets are right, and nearly all tokens are
-# wrong: the rows of the inputs and of the targets fail. A flat file says nothing of itself.
+# wrong: the rows of the inputs, the targets and the bytes fail. A flat file says nothing of itself.
+#
+# **Which tokens.** The 4,096 of byte-pair encoding hold about 4 bytes of text each, so a window
+# holds four times as much text as one whose tokens are bytes. Bytes need no tokenizer, and take 2
+# bytes each in these shards, unless you store them as `uint8`.
 #
 # **When.** For pieces of one size that are read in any order, by several ranks. Leave the advice
 # out if all shards fit into memory: to read around fills it in fewer waits. Not for records of
@@ -296,8 +306,52 @@ def check_all_windows(shards: Shards) -> None:
 # must be `int64`. At a thousand ranks each *node* has its own page cache, with the pages of its own
 # windows. 15 trillion tokens of 128,256 kinds are 60 TB in `uint32`.
 
+# %% [markdown]
+# You need not read how the text becomes tokens. The simplest ones are its bytes. **Byte-pair
+# encoding** (BPE; Sennrich et al., 2016) begins with these, and again and again makes a new token
+# of the two that stand next to each other most often, here until there are 4,096. Rank 0 lets the
+# library `tokenizers` learn it from the text itself.
+
 
 # %%
+def standard_library() -> str:
+    """Return 700 kB of the sources of Python's standard library."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-z]*.py"))
+    return b"".join(file.read_bytes() for file in files)[:700_000].decode(errors="replace")
+
+
+def learn_bpe(text: str) -> "Tokenizer":
+    """Return a tokenizer that has learned its tokens from this text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()  # all 256 bytes, so that no text is unknown
+    rules = {"vocab_size": 4096, "initial_alphabet": alphabet, "show_progress": False}
+    tokenizer.train_from_iterator(text.split("\n\n"), trainers.BpeTrainer(**rules))
+    return tokenizer
+
+
+def tokenize(text: str) -> np.ndarray:
+    """Return the tokens of a text: those of BPE, or its bytes where the library is missing."""
+    return np.array(learn_bpe(text).encode(text).ids if Tokenizer else list(text.encode()))
+
+
+def check_text(folder: Path, text: str, count: int) -> None:
+    """Claim how much text one of `count` tokens holds; and that bytes are tokens as well."""
+    data = np.frombuffer(text.encode(), np.uint8)
+    if Tokenizer is None:
+        needs = "tokenizers: pip install -e '.[data]'"
+        blocked("BPE of 4,096: bytes of text per token", needs=needs)
+    else:
+        claim("BPE of 4,096: bytes of text per token", 4, len(data) / count, atol=0.5)
+    if RANK == 0:
+        folder.mkdir()
+        write_shards(folder, data[: WINDOWS * T + 1])
+    dist.barrier()
+    shards = Shards(folder)
+    back = np.concatenate([shards[window][:-1] for window in range(WINDOWS)])
+    claim("bytes as tokens: bytes unlike the text's", 0, (back != data[: WINDOWS * T]).sum())
+
+
 def main() -> None:
     command_line()
     launch()
@@ -308,13 +362,17 @@ def main() -> None:
     here = Path(errors).parent if errors else None
     with tempfile.TemporaryDirectory(prefix="tokens-", dir=here) as own_folder:
         folder = Path(from_rank_0(own_folder))
+        text = standard_library()
+        tokens = from_rank_0(tokenize(text) if RANK == 0 else None)
+        needed = tokens[: WINDOWS * T + 1]
         if RANK == 0:
-            write_shards(folder, TOKENS)
+            write_shards(folder, needed)
         check_disk(folder)  # first: a shard that is mapped cannot be dropped
         shards = Shards(folder)
         check_window(shards)
         check_files(folder)
-        check_all_windows(shards)
+        check_all_windows(shards, needed)
+        check_text(folder / "bytes", text, len(tokens))
         dist.barrier()  # the folder goes when all have read it
     finish()
 

@@ -31,7 +31,8 @@ fails? In `Block.attention` write `is_causal=False`: the loss falls as before, s
 
 **Before.** parallelism/02_fsdp_zero.py: what ZeRO shards, and how many bytes that saves.
 
-**Next.** The spine ends here: choose by need (README), or go on with fsdp/04_fsdp_refinements.py.
+**Next.** The spine ends here: choose by need (README), or go on in order, with
+fundamentals/01_gpu_interconnects.py.
 """
 
 import argparse

@@ -36,7 +36,7 @@ as most examples do: what fails?
 
 **Before.** fsdp/01_fsdp_basics.py: units and shards; exercises/17_durable_checkpoint: one file.
 
-**Next.** exercises/19_load_on_another_world; then fsdp/08_lora.py, or fsdp/07_deepspeed_train.py
+**Next.** exercises/19_load_on_another_world; then fsdp/07_deepspeed_train.py, or fsdp/08_lora.py
 """
 
 import argparse

@@ -6,7 +6,6 @@
 FOLDER has train/ and val/ in it, and there a folder of images per class: ResNet-18 learns them.
 Without it a small CNN learns scikit-learn's digits. Put your own in `build_model` and `load_data`.
 After whatever end, type the same line again: it goes on where the last checkpoint was written.
-On several nodes launch_ddp.sh, next to this file, sets the variable that `join` below asks for.
 
 **The claim.** Killed at any point and started again with as many ranks, it ends with the same
 weights, bit for bit, on the same kind of machine and the same torch. On **another number of
@@ -77,6 +76,7 @@ DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOCK_SECONDS = 60  # that orphans of a run before may take to leave
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT}  # why a save may fail, and the run goes on
 MOST_FAILED = 3  # such saves in a row, which end it
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, of red, green, blue
 log = logging.getLogger("training")
 
 
@@ -133,7 +133,7 @@ def load_data(args: Namespace) -> tuple[Dataset, Dataset, int]:
 
         crop = [transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip()]
         middle = [transforms.Resize(256), transforms.CenterCrop(224)]
-        scale = [transforms.ToTensor(), transforms.Normalize([0.485, 0.456, 0.406], [0.225] * 3)]
+        scale = [transforms.ToTensor(), transforms.Normalize(MEAN, STD)]
         train = ImageFolder(args.data / "train", transforms.Compose(crop + scale))
         test = ImageFolder(args.data / "val", transforms.Compose(middle + scale))
         return train, test, len(train.classes)
@@ -149,8 +149,8 @@ def load_data(args: Namespace) -> tuple[Dataset, Dataset, int]:
 class MicroBatches(Sampler):
     """This rank's share of each step, in micro-batches of (epoch, index), from any step on.
 
-    A step's images, and their order, are the same on every number of ranks: they are dealt out like
-    cards. Images that are left over at an epoch's end wait for another epoch's order.
+    A step's images are the same on any number of ranks, dealt out like cards. What an epoch leaves
+    over waits for another epoch's order.
     """
 
     def __init__(self, images: int, batch: int, most: int, seed: int) -> None:
@@ -338,7 +338,8 @@ class Trainer:
             told = f"--batch {args.batch}: at least one image for each of {dist.get_world_size()}"
             raise ValueError(f"{told} ranks, and at most the {len(train)} there are")
         self.sampler = MicroBatches(len(train), args.batch, args.micro_batch, args.seed)
-        how = {"num_workers": args.workers, "pin_memory": device.type == "cuda"}
+        how = {"num_workers": args.workers, "persistent_workers": args.workers > 0}
+        how["pin_memory"] = device.type == "cuda"
         self.loader = DataLoader(Seeded(train, args.seed), batch_sampler=self.sampler, **how)
         self.total_steps = args.epochs * self.sampler.steps
         torch.manual_seed(args.seed)
@@ -411,8 +412,7 @@ class Trainer:
         self.scaler.unscale_(self.optimizer)  # clip the gradients, not what the scale makes of them
         norm = nn.utils.clip_grad_norm_(self.ddp.parameters(), self.args.clip)
         scale = self.scaler.get_scale()
-        # An overflow by float16's scale is no divergence: such a step is skipped, below, and the
-        # scale halved. The host waits here for the GPU, once a step.
+        # An overflow by float16's scale is no divergence: such a step is skipped, the scale halved.
         if scale <= 1 and not norm.isfinite():
             told = f"step {self.step + 1}: the gradients' norm is {norm:g}. It was not taken"
             raise FloatingPointError(f"{told} or saved: look at its data and the learning rate")
@@ -432,7 +432,7 @@ class Trainer:
         own = Subset(self.test, range(self.rank, len(self.test), dist.get_world_size()))
         counts = torch.zeros(2, dtype=torch.long, device=self.device)
         self.ddp.eval()
-        for x, y in DataLoader(own, 100):
+        for x, y in DataLoader(own, 100, num_workers=self.args.workers):
             right = self.ddp.module(x.to(self.device)).argmax(1) == y.to(self.device)
             counts += torch.tensor([right.sum(), len(y)], device=self.device)
         self.ddp.train()

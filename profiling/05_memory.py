@@ -1365,7 +1365,8 @@ def bytes_by_line(snapshot: dict) -> Counter:
 # its start and `torch.cuda.memory._dump_snapshot(path)` where `torch.OutOfMemoryError` is caught.
 #
 # **At scale** P and t are those of one GPU: tensor parallelism divides both, sharding divides P
-# only, and context parallelism t only. Which one is large decides, and the chart asks for it first.
+# only, and context parallelism (parallelism/10) t only. Which one is large decides, and the chart
+# asks for it first.
 
 
 # %%

@@ -258,8 +258,8 @@ def fsdp(device: torch.device) -> Job:
 
 # %% [markdown]
 # A pipeline sends to neighbors only, in the order of GPipe: all micro-batches forward, then all
-# backward. With expert parallelism each rank holds some experts, and any token may want any of
-# them; here each rank's tokens want all ranks' experts alike.
+# backward. With expert parallelism (parallelism/11) each rank holds some experts, and any token may
+# want any of them; here each rank's tokens want all ranks' experts alike.
 
 
 # %%

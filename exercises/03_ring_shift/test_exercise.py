@@ -145,7 +145,7 @@ def each_late(answer, wire, seed: int) -> list[torch.Tensor]:
             wait_for_the_others(late, n)
             wait_until_there([f"rank {(late - shift) % n} is back, rank {late} late"], 0.2)
         came.append(answer.ring_shift(x, shift) if shift != 1 else answer.ring_shift(x))
-        x.fill_(-1)  # as the next step would: who has not waited for its send spoils it
+        x.fill_(-1)  # as the next step would: an answer that has not waited for its send spoils it
         _get_default_store().add(f"rank {rank} is back, rank {late} late", 1)
     return came
 

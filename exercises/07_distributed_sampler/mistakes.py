@@ -62,7 +62,7 @@ MISTAKES = [
             "order[self.rank :: self.n]",
         ),
         "test_each_epoch",
-        "length 13, in order, epoch 0: ranks get [5, 4, 4] samples: who has more waits for the",
+        "length 13, in order, epoch 0: ranks get [5, 4, 4] samples: one with more waits for",
     ),
     (
         "every rank draws an order of its own",

@@ -87,7 +87,7 @@ def test_each_epoch(answer: Path, seed: int, n: int) -> None:
         length, shuffle, _ = case
         got = [len(drawn[case]) for drawn in ranks]
         if min(got) < max(got):
-            raise Wrong(f"{told(case)}: ranks get {got} samples: who has more waits for the others")
+            raise Wrong(f"{told(case)}: ranks get {got} samples: one with more waits for others")
         expect(got[0], ceil(length / n), f"{told(case)}: samples on each rank")
         times = Counter(chain(*(drawn[case] for drawn in ranks)))
         if strange := set(times) - set(range(length)):

@@ -20,6 +20,7 @@ BRITISH = (
 UNWANTED = re.compile(rf"(?<![a-z])(?:{'|'.join([*OLD.split(' '), *BRITISH])})(?![a-z])", re.I)
 
 WRITTEN = (".py", ".md", ".toml", ".txt", ".sh", ".in", ".sbatch", ".yaml", ".yml")
+WRITTEN += (".js", ".css")
 
 
 def unwanted(text: str) -> list[str]:
@@ -31,7 +32,7 @@ def written() -> list[str]:
     kept = []
     for file in TRACKED:
         path = Path(file)
-        if path.parts[0] == "results" or path.name == "test_english.py":
+        if path.name == "test_english.py" or file.startswith("results/lessons/"):
             continue
         if path.suffix in WRITTEN or path.name in ("Makefile", "run"):
             kept.append(file)

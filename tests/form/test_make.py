@@ -228,7 +228,12 @@ def test_make_gpu_installs_no_more_where_there_is_none_or_they_are_pretended(
 
 
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", ".ci/run")
-DOCUMENTS += (".github/workflows/test.yml", "results/README.md", "fundamentals/README.md")
+DOCUMENTS += (
+    ".github/workflows/test.yml",
+    ".github/workflows/site.yml",
+    "results/README.md",
+    "fundamentals/README.md",
+)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

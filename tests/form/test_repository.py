@@ -12,6 +12,7 @@ import pytest
 
 from course import machines, outline, tables
 from course.lessons import FOLDERS, LESSONS, ROOT
+from course.outline import book
 from course.shared_code import plumbing_of
 
 TRACKED = subprocess.run(
@@ -79,6 +80,11 @@ def test_the_first_page_s_numbers_are_counted() -> None:
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     hours = sum(lesson.minutes for lesson in outline.lessons()) / 60
     assert f"{len(LESSONS)} lessons ({hours:.0f} hours)" in text
+    topics = (ROOT / "exercises/interview_topics.md").read_text(encoding="utf-8")
+    questions = len(re.findall(r"^\*\*\d+\. ", topics, re.M))
+    assert f" {questions} [interview questions]" in text
+    assert f": {questions} questions, answered]" in text
+    assert f" {len(book())} exercises: " in text
     rows = tables.ledger_of("profiling/05_memory.py")["ledger"]
     counted = {row["claim"]: row["measured"] for row in rows if row["verdict"] == "PASS"}
     many, few = peak(counted, "many tokens"), peak(counted, "few tokens")
@@ -86,8 +92,11 @@ def test_the_first_page_s_numbers_are_counted() -> None:
     less = counted[f"many tokens, {saved}"] * many["parameters"] / 4 / sum(many.values())
     more = -counted[f"few tokens, {saved}"] * few["parameters"] / 4 / sum(few.values())
     fixed = 1 - (few["activations"] + few["work"]) / sum(few.values())
-    for said in (f"peak by {less:.0%}.", f"lower one's by {more:.0%}", f"there: {fixed:.0%} are"):
+    front = (ROOT / "site/front.md.in").read_text(encoding="utf-8")
+    for said in (f"peak by {less:.0%}.", f"lower one's by {more:.0%}"):
         assert said in text
+        assert said in front
+    assert f"there: {fixed:.0%} are" in text
     sent = counted["shard: bytes sent / the plain step's"] - 1
     assert f"sharding sends {sent:.0%} more" in text
 
@@ -111,8 +120,10 @@ def test_each_lesson_names_the_next_one() -> None:
         [lesson.folder for lesson in deeper], key=FOLDERS.index
     )
     lost = []
-    for lesson, following in [(first, spine[0]), *pairwise(spine), *pairwise(deeper)]:
-        if following.file.stem not in lesson.docstring.partition("**Next.**")[2]:
+    stems = {lesson.file.stem for lesson in order}
+    for lesson, following in pairwise(order):
+        words = re.findall(r"\w+", lesson.docstring.partition("**Next.**")[2])
+        if following.file.stem != next((word for word in words if word in stems), None):
             lost.append(f"{lesson.name} leads to {following.name}, and its Next does not say so")
     assert not lost, "\n".join(lost)
 

@@ -863,7 +863,7 @@ def test_a_rank_that_dies_on_one_of_two_nodes_has_all_start_anew(tmp: Path, tmp_
 
 @needs_namespaces
 @pytest.mark.timeout(900)
-@pytest.mark.night
+@pytest.mark.clock
 def test_a_node_that_dies_is_done_without_and_taken_in_again(tmp_path: Path) -> None:
     """Elastic, 1 to 2 nodes: its cable is cut and its processes are killed; then it comes back."""
     argv = flags(2, precision="float32", epochs=200, timeout=8, save_every=40)

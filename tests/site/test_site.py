@@ -19,7 +19,17 @@ import pytest
 
 from course import outline
 from course.lessons import ROOT
-from course.plan import Job, Layout, known_gpus, known_models, memory, read_config, seconds
+from course.plan import (
+    Job,
+    Layout,
+    Model,
+    known_gpus,
+    known_models,
+    memory,
+    mfu,
+    read_config,
+    seconds,
+)
 from course.plan_command import words
 from course.plan_emit import WRITERS, settings
 from course.planning import (
@@ -28,6 +38,7 @@ from course.planning import (
     all_layouts,
     best,
     broken_rules,
+    cheapest_change,
     chosen,
     evaluate,
     why_not,
@@ -39,6 +50,7 @@ pytestmark = [pytest.mark.deep, pytest.mark.timeout(600)]
 SITE = ROOT / "build/site"
 READ = ("site/conf.py", "site/pages.py", "site/front.md.in", "site/static", "course/lessons.toml")
 READ += ("site/translate.py", "site/planner.md.in", "course/plan_data/gpus.json")
+READ += ("site/browser.sh", "course/plan_data/models.json")
 READ += ("site/requirements.txt", "site/requirements-test.txt", "course/terminal.py")
 AXE = ".venv-site/lib/python*/site-packages/axe_playwright_python/axe.min.js"
 LESSON = "parallelism/07_pipeline_schedules.html"  # with questions, rows, printed grids, a figure
@@ -139,7 +151,9 @@ def test_next_leads_through_everything_and_no_page_is_wider_than_a_telephone(
 
     look_at_this_page()
     while following := browser.run("document.querySelector('a.next-page')?.href"):
+        here = browser.run("location.href")
         browser.open(following)
+        assert browser.run("document.querySelector('a.prev-page')?.href") == here
         look_at_this_page()
     order = [lesson.path.replace(".py", ".html") for lesson in outline.lessons()]
     order += [f"exercises/{one.name}/README.html" for one in outline.book()]
@@ -220,6 +234,8 @@ def test_the_search_finds_a_lesson(browser: Chromium) -> None:
 
 PAGES = ("index.html", LESSON, "exercises/11_pipeline_micro_batches/README.html", "paths.html")
 PAGES += ("parallelism/README.html", "results/README.html", "search.html", "planner.html")
+PAGES += ("README.html", "launch/README.html", "benchmarks/README.html")
+PAGES += ("exercises/interview_topics.html", "launch/fsdp_surviving.py.html")
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (360, "dark")])
@@ -267,9 +283,17 @@ def test_the_planner_s_formulas_equal_the_python_for_a_thousand_inputs(browser: 
         const job = Job(one.job);
         const broken = Object.values(broken_rules(model, job, one.layout)).map(Boolean);
         const time = seconds(model, job, one.layout, GPUS[one.gpu]);
-        return [memory(model, job, one.layout), time, broken, words(one.layout, job)];
+        const pasted = {{}};
+        for (const trainer of Object.keys(WRITERS)) {{
+            try {{ pasted[trainer] = settings(trainer, model, one.layout, job); }}
+            catch (error) {{ pasted[trainer] = error.message; }}
+        }}
+        const share = (how) => mfu(model, job.sequence, 1, 1e15, how);
+        const held = memory(model, job, one.layout);
+        return [held, time, broken, words(one.layout, job), pasted,
+            {json.dumps(CONVENTIONS)}.map(share)];
     }})""")
-    for case, (held, time, broken, said) in zip(cases, ours, strict=True):
+    for case, (held, time, broken, said, pasted, shares) in zip(cases, ours, strict=True):
         model = read_config(known_models()[case["model"]])
         job = Job(**case["job"])
         layout = Layout(**case["layout"])
@@ -278,6 +302,23 @@ def test_the_planner_s_formulas_equal_the_python_for_a_thousand_inputs(browser: 
         assert time == pytest.approx(numbers(seconds(model, job, layout, gpu)), rel=1e-9), case
         assert broken == [bool(one) for one in broken_rules(model, job, layout).values()], case
         assert said == words(layout, job)
+        assert pasted == pasted_settings(model, layout, job), case
+        for how, share in zip(CONVENTIONS, shares, strict=True):
+            assert share == pytest.approx(mfu(model, job.sequence, 1, 1e15, how), rel=1e-12), case
+
+
+CONVENTIONS = ("causal", "full", "6N")
+
+
+def pasted_settings(model: Model, layout: Layout, job: Job) -> dict[str, str]:
+    """What each trainer gets, or why it gets nothing."""
+    pasted = {}
+    for trainer in WRITERS:
+        try:
+            pasted[trainer] = settings(trainer, model, layout, job)
+        except ValueError as error:
+            pasted[trainer] = str(error)
+    return pasted
 
 
 def numbers(parts: dict) -> dict[str, float]:
@@ -314,17 +355,14 @@ def test_the_form_finds_what_course_plan_finds(
     found = best(planned)
     why = why_not(model, job, planned, cluster, found[0]) if found else []
     meshes = [list(chosen(layouts, at)) for at in found]
-    pasted = {}
-    for trainer in WRITERS if found else ():
-        try:
-            pasted[trainer] = settings(trainer, model, chosen(layouts, found[0]), job)
-        except ValueError as error:
-            pasted[trainer] = str(error)
+    pasted = pasted_settings(model, chosen(layouts, found[0]), job) if found else {}
     expected = {"count": len(layouts.dp), "meshes": meshes, "why": why, "pasted": pasted}
     assert ours == expected
     text = browser.run("document.getElementById('plan').innerText")
     for line in why if found else ["does not fit"]:
         assert line in text
+    if not found:  # the command adds its flag in brackets
+        assert cheapest_change(model, job, cluster).partition(" (--")[0] in text
 
 
 def test_a_plan_s_address_holds_all_of_its_fields(browser: Chromium) -> None:

@@ -174,8 +174,10 @@ def verdicts(paces: dict, cores: int = 2) -> dict[str, bool]:
 def test_what_the_clock_says_of_threads_and_processes() -> None:
     paces = {"threads, not compiled": (1.02, 0.03), "threads, GIL held": (1.0, 30e-6)}
     paces |= {"threads, GIL released": (1.9, 31e-6), "DataLoader": (2.0, 55e-6)}
-    assert verdicts(paces) == dict.fromkeys([PYTHON, ONE, TWO, CPU], True)
-    assert verdicts(paces, cores=1)[TWO] is None
+    paces |= {"threads, prange": (1.85, 31e-6)}
+    assert verdicts(paces) == dict.fromkeys([PYTHON, ONE, TWO, PRANGE, CPU], True)
+    assert verdicts(paces, cores=1)[TWO] is verdicts(paces, cores=1)[PRANGE] is None
+    assert not verdicts(paces | {"threads, prange": (1.0, 31e-6)})[PRANGE]
     assert not verdicts(paces | {"threads, not compiled": (1.9, 0.03)})[PYTHON]
     assert not verdicts(paces | {"threads, GIL held": (1.9, 30e-6)})[ONE]
     assert not verdicts(paces | {"threads, GIL released": (1.0, 31e-6)})[TWO]
@@ -200,6 +202,8 @@ WRITTEN = "bytes per crop in shared memory, threads"
 PYTHON = "cores in use by 2 threads, not compiled"
 ONE = "cores in use by 2 threads, GIL held"
 TWO = "cores in use by 2 threads, GIL released"
+PRANGE = "cores in use by 2 threads, prange"
+PICKLED = "bytes pickled per batch, DataLoader"
 CPU = "CPU time per crop, DataLoader / threads"
 
 PIXELS = {
@@ -231,10 +235,20 @@ THREADS = {
         {COPIED},
     ),
     "threads fill shared memory": (
-        "    batch_NSSC = np.empty((N, S, S, 3), np.uint8)\n    with",
-        "    batch_NSSC = torch.zeros(N, S, S, 3, dtype=torch.uint8).share_memory_().numpy()\n"
-        "    with",
+        "    batch_NSSC = np.empty((N, S, S, 3), np.uint8)\n\n    def by_prange",
+        "    batch_NSSC = torch.zeros(N, S, S, 3, dtype=torch.uint8).share_memory_().numpy()\n\n"
+        "    def by_prange",
         {WRITTEN},
+    ),
+    "a worker sends an array": (
+        "super().__getitem__(batch)))",
+        "super().__getitem__(batch).numpy()))",
+        {PICKLED},
+    ),
+    "numba's threads take the draws of other images": (
+        "draws[i : i + 1], crops[",
+        "draws[:1], crops[",
+        {BATCHES},
     ),
     "workers make crops of other images": (
         "self.images[batch], self.draws[batch]))\n",
@@ -267,6 +281,11 @@ CLOCK = {
         "share = math.ceil(len(images_NHWC) / WORKERS)",
         "share = len(images_NHWC)",
         {TWO},
+    ),
+    "numba's threads share nothing": (
+        "numba.njit(parallel=True, nogil=True)",
+        "numba.njit(nogil=True)",
+        {PRANGE},
     ),
     "threads make each crop four times": (
         "jobs.append(pool.submit(augment, images_NHWC[mine], draws[mine], batch_NSSC[mine]))",

@@ -53,6 +53,7 @@ WITHOUT = {
     "numba": Without([NO_FFCV, ("        from numba", "        from no_numba")], {COST, FFCV}),
 }
 ON_GPUS = OnGpus(changes=[NO_FFCV, *FEW])  # FFCV copies on streams of CUDA's, in its thread
+NO_DEVICE = {"begin": "batches are made on the host"}
 
 
 # The loaders
@@ -169,6 +170,51 @@ def test_cpu_time_is_that_of_all_processes() -> None:
     assert own.cpu_seconds() == 61
 
 
+def test_memory_is_that_of_all_processes_and_of_no_file() -> None:
+    own = load(LESSON)
+    texts = ["Rss: 9 kB\nPss_Anon:    1000 kB\nPss_File: 77 kB\nPss_Shmem: 24 kB\n"]
+    texts += ["Pss_Anon: 976 kB\nPss_Shmem: 0 kB\n", "Pss_Anon: 3 kB\n"]
+    own.psutil = SimpleNamespace(Process=lambda: SimpleNamespace(pid=0))
+    workers = [SimpleNamespace(pid=1), SimpleNamespace(pid=2)]
+    own.multiprocessing = SimpleNamespace(active_children=lambda: workers)
+    rollups = {f"/proc/{pid}/smaps_rollup": text for pid, text in enumerate(texts)}
+    own.Path = lambda name: Mock(read_text=lambda: rollups[name], exists=lambda: True)
+    assert own.own_megabytes() == 1024 * 2003 / 1e6
+
+
+def test_a_loader_s_first_batch_is_waited_for_and_comes_with_the_others() -> None:
+    own = load(LESSON)
+    now = [5.0]
+    held = iter([100.0, 130.0])
+    own.own_megabytes = lambda: next(held)
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    own.time = SimpleNamespace(perf_counter=lambda: now[0], sleep=sleep)
+
+    def batches() -> object:
+        for batch in range(3):
+            sleep(2.0)
+            yield batch
+
+    _, found, (megabytes, seconds) = own.begin(batches)
+    assert (megabytes, seconds) == (30, 2)
+    assert [*found] == [0, 1, 2]
+
+
+def test_the_table_has_memory_and_first_batch_of_each_loader(capsys: object) -> None:
+    own = load(LESSON)
+    names = ["plain", "bytes", "raw", "batches", "by hand"]
+    ms = {name: 5.0 - number for number, name in enumerate(names)} | {"copying alone": 0.5}
+    own.show(ms, {name: (10 * number, 0.25) for number, name in enumerate(names)})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].split() == ["plain", "5.000", "200", "0", "0.25", "floats", "1.000", "20%"]
+    assert lines[6].split() == ["by", "hand", "1.000", "1,000", "40", "0.25"]
+    assert lines[7].split() == ["copying", "alone", "0.500", "2,000"]
+    assert max(map(len, lines)) <= 100
+
+
 # The benchmark's bound for FFCV's JPEGs
 
 
@@ -183,6 +229,34 @@ def test_the_fast_dct_changes_nothing_but_what_its_multipliers_round() -> None:
     wrong = round(multiplier) / multiplier - 1
     expected = abs(wrong) * 20 / np.sqrt(2)
     assert loaders.fast_dct_error(y_HW, steps) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "twice"),
+    [("DataLoader, raw", 4, 2), ("FFCV, JPEG", 4, 2), ("FFCV, raw", 1, 0), ("tar shards", 4, 0)],
+)
+def test_a_benchmark_refuses_a_loader_that_leaves_out_or_repeats(
+    name: str, ranks: int, twice: int
+) -> None:
+    times = np.ones(482, int)
+    times[:twice] = 2
+    loaders.check_delivered(name, times, ranks)
+    times[twice] = 2
+    with pytest.raises(ValueError, match=f"and {twice} of them twice, got 0 never, {twice + 1}"):
+        loaders.check_delivered(name, times, ranks)
+    times[twice] = 0
+    with pytest.raises(ValueError, match="got 1 never"):
+        loaders.check_delivered(name, times, ranks)
+
+
+def test_a_benchmark_says_what_a_loader_by_hand_takes_next_to_ffcv() -> None:
+    made_up = {"by hand, raw": 3.0, "FFCV, raw": 4.0, "by hand, JPEG": 9.0, "FFCV, JPEG": 6.0}
+    rows = [{"loader": name, "ranks": 2, "wall_ms": [ms, 99, 0]} for name, ms in made_up.items()]
+    assert loaders.ratios(rows) == [
+        "by hand, JPEG / FFCV, JPEG, 2 ranks: 1.50 <= 1.00 MISSED",
+        "by hand, raw / FFCV, raw, 2 ranks: 0.75 <= 1.00 kept",
+    ]
+    assert loaders.ratios(rows[:1]) == []
 
 
 # Nothing is left

@@ -1,13 +1,17 @@
-"""What numba freezes, what an epoch of batches says, claims against broken lines."""
+"""What numba freezes, a fused operation against its oracle, claims against broken lines."""
 
+from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
-from course.playing import Lazily, play
+from course.playing import Lazily, load, play
+from course.ranks import run
 from tests.lessons.every import Breaks, OnGpus, Without, test_lesson  # noqa: F401
 
 # FFCV's pipelines in plain Python: the same values, without seconds of compiling on every rank.
@@ -76,6 +80,108 @@ def closure_of(array: np.ndarray):
         return array[0]
 
     return read
+
+
+# A real operation on the pattern of AskingEpoch: it crops, mirrors and brightens in one loop.
+
+IMAGES = [
+    (
+        "    from ffcv.fields import IntField\n",
+        "    from ffcv.fields import IntField, RGBImageField\n",
+    ),
+    ('{"number": IntField()}', '{"image": RGBImageField("raw"), "number": IntField()}'),
+    ("[(number,) for number in range(N)]", "[(picture_of(number), number) for number in range(N)]"),
+]
+
+
+def picture_of(sample: int) -> np.ndarray:
+    return np.random.default_rng(sample).integers(0, 256, (40, 56, 3), np.uint8)
+
+
+def crop_by_numpy(epoch: int, sample: int) -> bytes:
+    """The oracle: one process, no FFCV, nothing compiled, a step of arithmetic after the other."""
+    rest, y = divmod(950_706_376 * (64 * epoch + sample + 1) % (2**31 - 1), 17)
+    rest, x = divmod(rest, 33)
+    rest, mirrored = divmod(rest, 2)
+    crop = picture_of(sample)[y : y + 24, x : x + 24]
+    if mirrored:
+        crop = crop[:, ::-1]
+    return np.minimum(crop.astype(int) * (32 + rest % 65) // 64, 255).astype(np.uint8).tobytes()
+
+
+def fused(
+    images_BHWC: np.ndarray, crops_BSSC: np.ndarray, samples_B: np.ndarray, epoch: int
+) -> None:
+    for i in range(len(images_BHWC)):
+        count = epoch * 64 + np.int64(samples_B[i]) + 1
+        mixed = count * 950_706_376 % 2_147_483_647
+        y = mixed % 17
+        x = mixed // 17 % 33
+        mirrored = mixed // 561 % 2
+        light = 32 + mixed // 1122 % 65
+        for row in range(24):
+            for column in range(24):
+                from_column = 23 - column if mirrored else column
+                for color in range(3):
+                    value = images_BHWC[i, y + row, x + from_column, color]
+                    crops_BSSC[i, row, column, color] = min(value * light // 64, 255)
+
+
+def crops_by_ffcv(path: Path) -> list[dict[int, bytes]]:
+    """The crops of this rank's samples in epochs 1 and 2, by the lesson's writer and operation."""
+    own = load(LESSON, *IMAGES)
+    own.picture_of = picture_of
+    from ffcv.fields.decoders import SimpleRGBImageDecoder
+    from ffcv.pipeline.allocation_query import AllocationQuery
+
+    class AskingCrop(own.AskingEpoch):
+        def declare_state_and_memory(self, previous_state: object) -> tuple:
+            state, _ = super().declare_state_and_memory(previous_state)
+            return replace(state, shape=(24, 24, 3)), AllocationQuery((24, 24, 3), state.dtype)
+
+        def generate_code(self) -> object:
+            crop = own.Compiler.compile(fused)
+
+            def operation(
+                images_BHWC: np.ndarray, crops_BSSC: np.ndarray, samples_B: np.ndarray
+            ) -> np.ndarray:
+                crop(images_BHWC, crops_BSSC, samples_B, self.epoch)
+                return crops_BSSC
+
+            operation.with_indices = True
+            return operation
+
+    if dist.get_rank() == 0:
+        own.write_numbers(path)
+    dist.barrier()
+    asking = AskingCrop()
+    pipelines = {
+        "image": [SimpleRGBImageDecoder(), asking, own.ToTensor()],
+        "number": [own.IntDecoder(), own.ToTensor()],
+    }
+    options = {"order": own.OrderOption.RANDOM, "distributed": True, "seed": 0, "num_workers": 1}
+    loader = own.Loader(str(path), 8, pipelines=pipelines, drop_last=False, **options)
+    found = []
+    for epoch in (1, 2):
+        asking.epoch = epoch
+        crops = {}
+        for crops_BSSC, numbers_B1 in loader:
+            for crop, number in zip(crops_BSSC, numbers_B1.flatten().tolist(), strict=True):
+                crops[number] = crop.numpy().tobytes()  # a copy: FFCV writes over the batch
+        found.append(crops)
+    return found
+
+
+@pytest.mark.deep
+def test_a_fused_operation_makes_the_pixels_of_its_oracle(tmp_path: Path) -> None:
+    """Each of 64 samples, once, on two ranks, in two epochs, to the bit."""
+    found = run(crops_by_ffcv, 2, tmp_path / "pictures.beton", deadline=120)
+    for epoch in (1, 2):
+        shares = [rank[epoch - 1] for rank in found]
+        assert [len(share) for share in shares] == [32, 32]
+        expected = {sample: crop_by_numpy(epoch, sample) for sample in range(64)}
+        assert shares[0] | shares[1] == expected
+        assert len(set(expected.values())) == 64
 
 
 GLOBAL = "epoch seen in a global"

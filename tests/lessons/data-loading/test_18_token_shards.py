@@ -1,17 +1,55 @@
-"""Shards and windows against their definitions; claims against broken lines."""
+"""Shards, windows and the tokenizer against their definitions; claims against broken lines."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from course.playing import Lazily, load, play
-from tests.lessons.every import Breaks, test_lesson  # noqa: F401
+from tests.lessons.every import Breaks, Without, test_lesson  # noqa: F401
 
 LESSON = "data-loading/18_token_shards.py"
+pytestmark = pytest.mark.skipif(find_spec("tokenizers") is None, reason="wants tokenizers")
 lesson = Lazily(LESSON)
 
+IMPORT = "with contextlib.suppress(ImportError):  # the extra [data]\n"
+GONE = (IMPORT, IMPORT + "    raise ImportError\n")
+WITHOUT = {"tokenizers": Without([GONE], {"BPE of 4,096: bytes of text per token"})}
 NEEDED = 150 * 1024 + 1
+
+
+@pytest.fixture(scope="module")
+def bpe() -> object:
+    from tokenizers import decoders
+
+    learned = lesson.learn_bpe("\n\n".join(["for i in range(10):\n    print(i)"] * 20))
+    learned.decoder = decoders.ByteLevel()
+    return learned
+
+
+@settings(deadline=None)
+@given(st.text())
+def test_any_text_comes_back_from_bpe(bpe: object, text: str) -> None:
+    tokens = bpe.encode(text).ids
+    assert all(0 <= token < 4096 for token in tokens)
+    assert bpe.decode(tokens) == text
+
+
+def test_bpe_merges_what_is_frequent(bpe: object) -> None:
+    """Each word and each sign of what it was trained on has become one token."""
+    tokens = [[token] for token in bpe.encode("for i in range(10):\n    print(i)").ids]
+    words = ["for", " i", " in", " range", "(", "10", "):", "\n   ", " print", "(", "i", ")"]
+    assert [bpe.decode(token) for token in tokens] == words
+
+
+def test_the_text_of_the_standard_library_is_long_enough() -> None:
+    text = lesson.standard_library()
+    assert len(text.encode()) >= 700_000
+    assert load(LESSON, GONE).tokenize(text).tolist() == list(text.encode())
+    assert NEEDED < len(lesson.tokenize(text)) < 700_000 / 3.5
 
 
 def test_shards_hold_each_window_once_and_the_targets_between(tmp_path: Path) -> None:
@@ -34,17 +72,13 @@ def test_shards_hold_each_window_once_and_the_targets_between(tmp_path: Path) ->
 
 def test_more_than_ten_shards_keep_their_order(tmp_path: Path) -> None:
     smaller = load(LESSON, ("PER_SHARD = 60 ", "PER_SHARD = 10 "))
-    smaller.write_shards(tmp_path, smaller.TOKENS)
+    tokens = np.arange(NEEDED) % 65_521
+    smaller.write_shards(tmp_path, tokens)
     shards = smaller.Shards(tmp_path)
     assert len(shards.maps) == 15
     for window in range(150):
-        expected = smaller.TOKENS[window * 1024 : window * 1024 + 1025]
+        expected = tokens[window * 1024 : window * 1024 + 1025]
         assert (shards[window] == expected).all()
-
-
-def test_tokens_fill_two_bytes() -> None:
-    assert (lesson.TOKENS.min(), lesson.TOKENS.max()) == (0, 65_535)
-    assert len(lesson.TOKENS) == NEEDED
 
 
 def test_a_token_that_is_too_large_is_refused_before_anything_is_written(tmp_path: Path) -> None:
@@ -90,6 +124,8 @@ AROUND = "window 91, no advice: pages from the disk"
 ONCE = "windows not read exactly once, all ranks"
 INPUTS = "inputs, joined, unlike the text's tokens"
 TARGETS = "targets, joined, unlike those one token on"
+BPE = "BPE of 4,096: bytes of text per token"
+BYTES = "bytes as tokens: bytes unlike the text's"
 
 MAPPED = "    return np.frombuffer(mapped, DTYPE)\n"
 STORE = "        kept.astype(DTYPE).tofile("
@@ -100,7 +136,7 @@ LINES = {
     ),
     "the byte order of another machine (Try)": (
         (STORE, STORE.replace("DTYPE", '">u2"')),
-        {INPUTS, TARGETS},
+        {INPUTS, TARGETS, BYTES},
     ),
     "tokens of 4 bytes": (
         ("DTYPE = np.uint16", "DTYPE = np.uint32"),
@@ -117,16 +153,21 @@ LINES = {
         {IN_FILE},
     ),
     "a shard ends with a token of its own": (
-        (STORE, "        kept = np.append(kept[:-1], 7)\n" + STORE),
+        (STORE, "        kept = np.append(kept[:-1], 65_000)\n" + STORE),
         {TARGETS},
     ),
     "windows are counted from the end of a shard": (
         ("start = place * T\n", "start = len(self.maps[shard]) - 1 - (place + 1) * T\n"),
-        {BYTE, DELIVERED, INPUTS, TARGETS},
+        {BYTE, DELIVERED, INPUTS, TARGETS, BYTES},
     ),
     "a shard has 40 windows": (
         ("PER_SHARD = 60 ", "PER_SHARD = 40 "),
         {IN_FILE, SHARD, BYTE, AROUND},
+    ),
+    "no merges are learned": (('"vocab_size": 4096', '"vocab_size": 256'), {BPE}),
+    "the shards begin with the text's second byte": (
+        ("data[: WINDOWS * T + 1])", "data[1 : WINDOWS * T + 2])"),
+        {BYTES},
     ),
     "every rank reads all windows": (
         ("range(RANK, WINDOWS, WORLD_SIZE)", "range(WINDOWS)"),
