@@ -11,8 +11,8 @@ the most loaded GPU hold, and of what?
    kernel; output matrix; norm; gate and up; SiLU of gate; its product with up; down. Each keeps the
    arrays that its backward pass needs, and an array that two need is kept once. How many bytes per
    token is that, in units of h?
-2. Four ranks train by FSDP, each on a sequence of its own. Between two layers a rank holds a
-   quarter of the weights. What part of its activations does it hold: a quarter, a half or all?
+2. Four ranks train by FSDP, each on a sequence of its own. A rank then holds a quarter of the
+   weights that it would hold alone. Which part of the activations that it would hold alone?
 3. Llama 3 70B (80 layers, 8,192 wide) trains on 64 H100 of 80 GB, by FSDP over all of them. In a
    step each GPU takes two micro-batches, one sequence of 8,192 tokens each. Does that fit without
    recomputation?
@@ -172,13 +172,11 @@ def saved_per_token(model: Model) -> int:
 # probabilities, kept by the forward pass, their gradient, and the gradient of the logits. That is
 # 12 bytes per token and entry. FSDP gathers by **units**: each layer is one, and so is each of the
 # two tables. The head is needed again at once, so its weights stay gathered in bfloat16
-# (`reshard_after_forward=False`): 2 bytes each. For 70B these are 11.7 and 2.0 GiB. (A loss that
-# takes a part of the tokens at a time holds fewer logits.)
-#
-# The last layer comes soon after, with 2 bytes per parameter for its weights, 2 for its gradients
-# and 2 for the layer before it, while the head's gradients are reduced, 4 bytes each: 8.7 GiB, or
-# 11.2 with its activations recomputed. Few tokens, or layers as wide as those of 405B, make that
-# the worst moment.
+# (`reshard_after_forward=False`): 2 bytes each. For 70B these are 11.7 and 2.0 GiB. A loop whose
+# variable `logits` lives on holds their bfloat16 too, 2 bytes more. A loss that takes a part of the
+# tokens at a time holds fewer. (The moment of the last layer, soon after, is smaller here: 8.7 GiB,
+# or 11.2 with its activations recomputed; with few tokens, or layers as wide as those of 405B, it
+# is the larger one.)
 #
 # `fsdp_memory` is the table of section 1, line by line. It leaves out what is small: a few arrays
 # of h per token outside of the layers, and what libraries need for themselves.
@@ -205,20 +203,18 @@ def fsdp_memory(model: Model, n: int, tokens: int, recompute: bool = False) -> d
 # *reserves* more than the tensors take, as freed pieces do not always fit what comes next. So plan
 # to 85% of the rest: **66.8 GiB**. 70B needs 232.6, and 40.1 with all layers recomputed.
 #
-# **When a plan does not fit, find the largest part, and turn a knob that divides that part.** Too
-# much per parameter: more ranks of FSDP. Too much per token: fewer sequences per GPU; then
-# recomputation, a third more of the computing; then ranks that share a sequence.
+# **When a plan does not fit, find the largest part, and turn a knob that divides that part:**
 #
-# Two other axes split the model as well:
+#     knob                              per parameter      per token           lesson
+#     n ranks of FSDP                   1/n                as before           05
+#     fewer sequences per GPU           as before          fewer tokens
+#     recomputation                     as before          40.5 h becomes 2 h
+#     tp ranks share each layer         1/tp               40.5 h: 8.6 at tp 8 06
+#     cp ranks share each sequence      as before          1/cp                10
+#     pp stages hold 1/pp of the layers 1/pp               as before           07
 #
-# - **tp** ranks share each layer, and by sequence parallelism the tokens between the layers. So tp
-#   divides both kinds of bytes. torch's own keeps two inputs of each layer whole on each rank, the
-#   4 h that it gathers: TP 8 leaves 36.5/8 + 4 = 8.6 h per token. (Context parallelism,
-#   10_context_parallelism.py, shares the tokens alone.)
-# - **pp** stages hold 1/pp of the layers each. That divides the bytes per parameter and not the
-#   activations: under 1F1B (parallelism/07_pipeline_schedules.py) the first stage has pp
-#   micro-batches in flight, if a step has so many, and pp x 1/pp is 1. Later stages have fewer in
-#   flight, but the last one has the head and the logits.
+# tp would divide by 8, but torch's keeps 4 h whole on each rank, what it gathers: 36.5/8 + 4 = 8.6.
+# Under pp the first stage has 1/pp of the layers and, under 1F1B, pp micro-batches in flight.
 #
 # What each knob costs in time is the next lesson.
 

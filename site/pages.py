@@ -374,6 +374,7 @@ class Pages:
         if not cell.text.startswith("## What you should have seen"):
             return self.prose(cell.text, page)
         heading, _, answers = cell.text.partition("\n")
+        answers = re.sub(r"^(\d+\. +\d+)\. ", r"\1\\. ", answers, flags=re.M)  # "96." is no list
         inside = f'<div class="seen">\n\n{self.prose(answers.strip(), page)}\n\n</div>'
         return joined(heading, covered(inside, "What you should have seen"))
 

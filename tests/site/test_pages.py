@@ -156,6 +156,14 @@ def test_what_was_printed_stays_before_its_row() -> None:
         pages.pieces_of(text, ledger[:1])
 
 
+def test_an_answer_that_is_a_number_is_no_list(made: dict[str, str]) -> None:
+    """Of "1. 96. Every rank ..." the 1 numbers the answer, and 96 is what it says."""
+    for lesson in LESSONS:
+        _, _, seen = made[page_of(lesson)].partition('<div class="seen">')
+        assert not re.search(r"^\d+\. +\d+\. ", seen.partition("</div>")[0], re.M), lesson
+    assert "1. 96\\. Every rank" in made["parallelism/22_tensor_parallel_random_state.md"]
+
+
 def test_names_become_links_but_in_code() -> None:
     text = pages.cells_of(LESSON)[1].text
     shown = pages.Pages().prose(text, "parallelism/07_pipeline_schedules.md")

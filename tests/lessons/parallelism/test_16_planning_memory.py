@@ -91,7 +91,7 @@ def test_the_last_layer_needs_less_than_the_loss_for_70b_and_more_for_405b() -> 
         again = last + 8192 * lesson().saved_per_token(model)
         needed[preset] = (last, again, lesson().fsdp_memory(model, 64, 8192)["at work"])
     last, again, loss = needed["llama-70b"]
-    assert f"{last / plan.GiB:.1f} GiB, or\n# {again / plan.GiB:.1f} with" in text
+    assert f"{last / plan.GiB:.1f} GiB,\n# or {again / plan.GiB:.1f} with" in text
     assert last < again < loss
     last, again, loss = needed["llama-405b"]
     assert loss < last < again
