@@ -1,9 +1,10 @@
-"""Bias and loss against one process, the ranks' training too; broken lines."""
+"""The bias, and a loss in its place, against one process, the ranks' training too; broken lines."""
 
 from types import ModuleType
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,18 +16,45 @@ LESSON = "parallelism/20_expert_balance.py"
 lesson = Lazily(LESSON)
 
 
+def balance_loss(score_NE: torch.Tensor, count_E: torch.Tensor) -> torch.Tensor:
+    """The lesson's L: E x sum of share x mean probability, of these scores and the given counts."""
+    share_E = count_E.double() / count_E.sum()
+    return len(count_E) * (share_E * score_NE.mean(dim=0)).sum()
+
+
+def of_the_router(model: torch.nn.Module, byte_NT: torch.Tensor) -> torch.Tensor:
+    return model.router(model.byte(byte_NT).flatten(1)).softmax(dim=1)
+
+
+NO_BIAS = ("        adjust(model.bias_E, count_E, RATE)\n", "")
+WITH_LOSS = (
+    "loss = F.cross_entropy(logits_NV, window_NT[:, -1])",
+    "loss = F.cross_entropy(logits_NV, window_NT[:, -1])"
+    " + balance_loss(of_the_router(model, window_NT[:, :-1]), count_E)",
+)
+BALANCED = {"bias": [], "loss": [WITH_LOSS, NO_BIAS], "nothing": [NO_BIAS]}
+
+
+def balanced(by: str, *changes: tuple[str, str]) -> ModuleType:
+    """The lesson, whose training is kept even by its bias, by the loss instead, or by nothing."""
+    changed = load(LESSON, *BALANCED[by], *changes)
+    changed.balance_loss = balance_loss
+    changed.of_the_router = of_the_router
+    return changed
+
+
 @given(st.lists(st.integers(1, 99), min_size=2, max_size=9), st.integers(1, 9))
 def test_the_loss_is_1_if_either_factor_is_even(counts: list[int], tokens: int) -> None:
     experts = len(counts)
     scores = torch.rand(tokens, experts).double().softmax(dim=1)
     even = torch.full_like(scores, 1 / experts)
-    assert lesson.balance_loss(even, torch.tensor(counts)).item() == pytest.approx(1)
-    assert lesson.balance_loss(scores, torch.full((experts,), 7)).item() == pytest.approx(1)
+    assert balance_loss(even, torch.tensor(counts)).item() == pytest.approx(1)
+    assert balance_loss(scores, torch.full((experts,), 7)).item() == pytest.approx(1)
 
 
 def test_the_loss_pushes_down_the_fullest_expert_most() -> None:
     scores = torch.full((3, 4), 0.25, dtype=torch.float64, requires_grad=True)
-    lesson.balance_loss(scores, torch.tensor([6, 3, 2, 1])).backward()
+    balance_loss(scores, torch.tensor([6, 3, 2, 1])).backward()
     assert scores.grad[0].tolist() == pytest.approx([4 * count / 12 / 3 for count in (6, 3, 2, 1)])
 
 
@@ -34,8 +62,8 @@ def test_the_example_of_tables_and_code() -> None:
     """Of section 1: 2 by a rank's own counts, which is E / K, and 1 by those of both."""
     own = torch.tensor([6, 6, 0, 0])
     scores = torch.tensor([[0.5, 0.5, 0, 0]]).double().expand(6, 4)
-    assert lesson.balance_loss(scores, own).item() == 2
-    assert lesson.balance_loss(scores, own + own.flip(0)).item() == 1
+    assert balance_loss(scores, own).item() == 2
+    assert balance_loss(scores, own + own.flip(0)).item() == 1
 
 
 @given(st.integers(0, 2**20), st.integers(1, 4))
@@ -60,13 +88,27 @@ def test_imbalance_is_that_of_the_picture() -> None:
     assert lesson.imbalance(torch.tensor([6, 6, 6, 6])) == 1
 
 
+def ranks_differ() -> float:
+    """Of two ranks and four experts, those of *Predict*."""
+    here = load(LESSON)
+    own_E = torch.tensor([[6, 6, 0, 0], [3, 0, 5, 4]])[here.RANK]
+    assert here.imbalance(here.over_all_ranks(own_E)) == 1.5
+    return here.ranks_differ(own_E).item()
+
+
+def test_the_measures_are_those_of_the_example() -> None:
+    assert run(ranks_differ, 2) == [0.75, 0.75]
+
+
 def test_the_model_is_what_all_experts_return_weighted_by_the_chosen_scores() -> None:
     torch.manual_seed(0)
     model = lesson.Model()
     model.bias_E.normal_()
     byte_NT = torch.randint(256, (7, lesson.CONTEXT))
-    logits_NV, score_NE, expert_NK = model(byte_NT)
+    logits_NV, expert_NK = model(byte_NT)
     x_ND = model.byte(byte_NT).flatten(1)
+    score_NE = of_the_router(model, byte_NT)
+    assert torch.equal(expert_NK, (score_NE + model.bias_E).topk(lesson.K).indices)
     kept_NE = torch.zeros_like(score_NE).scatter(1, expert_NK, score_NE.gather(1, expert_NK))
     all_END = (x_ND @ model.up_EDH).relu() @ model.down_EHD
     expected = model.head(x_ND + torch.einsum("ne,end->nd", kept_NE, all_END))
@@ -110,26 +152,35 @@ def test_the_bias_moves_as_in_one_process(ranks: int) -> None:
         assert biases == due
 
 
-def how(changed: ModuleType, by: str) -> dict:
-    return {"extra_loss": changed.balance_loss, "rate": 0.0} if by == "loss" else {}
+def loss_per_byte(changed: ModuleType, model: torch.nn.Module, text: torch.Tensor) -> float:
+    """Of all ranks' text, by what the model has learned."""
+    window_NT = changed.windows(text, torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        logits_NV, _ = model(window_NT[:, :-1])
+    total = F.cross_entropy(logits_NV, window_NT[:, -1], reduction="sum")
+    torch.distributed.all_reduce(total)
+    return total.item() / changed.BATCH
 
 
 def trained(by: str, whose: str) -> tuple[list[float], float, float, float, torch.Tensor]:
-    changed = load(LESSON, ("STEPS = 120", "STEPS = 6"))
+    changed = balanced(by, ("STEPS = 120", "STEPS = 6"))
     text = torch.arange(5000) ** 2 % 251
-    model, steps = changed.train(text, whose, **how(changed, by))
-    found = changed.measure("", text, model, steps)
-    return found.uneven, found.nats, found.saved, found.apart, model.router.weight.detach()
+    model, steps = changed.train(text, whose)
+    uneven = [changed.imbalance(total_E) for _, total_E in steps]
+    nats = loss_per_byte(changed, model, text)
+    apart = changed.biases_apart(model.bias_E)
+    loaded = 1 + changed.excess_after_loading(model, text)
+    return uneven, nats, loaded, apart, model.router.weight.detach()
 
 
 @pytest.mark.parametrize("by", ["bias", "loss"])
 def test_ranks_train_as_one_process_does(by: str) -> None:
     alone = run(trained, 1, by, "all")[0]
     ranks = run(trained, 3, by, "all")
-    for uneven, nats, saved, apart, weight_ED in ranks:
+    for uneven, nats, loaded, apart, weight_ED in ranks:
         assert uneven == pytest.approx(alone[0], rel=0.02)  # a close choice may fall otherwise
         assert nats == pytest.approx(alone[1], rel=1e-3)
-        assert saved == pytest.approx(alone[2], rel=0.02)
+        assert loaded == pytest.approx(alone[2], rel=0.02)
         assert apart == 0
         assert (weight_ED - alone[4]).abs().mean() < 3e-4
 
@@ -148,9 +199,9 @@ def first_router(whose: str) -> torch.Tensor:
     """After a step of plain SGD by the loss, on text whose parts are of different kinds."""
     adam = "torch.optim.Adam(model.parameters(), lr=0.003)"
     sgd = "torch.optim.SGD(model.parameters(), lr=1.0)"
-    changed = load(LESSON, ("STEPS = 120", "STEPS = 1"), (adam, sgd))
+    changed = balanced("loss", ("STEPS = 120", "STEPS = 1"), (adam, sgd))
     text = torch.cat([torch.arange(2500) % 7, torch.arange(2500) ** 2 % 251])
-    model, _ = changed.train(text, whose, **how(changed, "loss"))
+    model, _ = changed.train(text, whose)
     return model.router.weight.detach()
 
 
@@ -162,15 +213,42 @@ def test_the_gradient_of_the_loss_is_that_of_one_process_if_all_count() -> None:
         assert (weight_ED - alone).abs().max() > 1e-4
 
 
+def on_real_text(by: str, *changes: tuple[str, str]) -> tuple[float, float]:
+    """The last steps' excess over the first one's; loss per byte over that without context."""
+    changed = balanced(by, *changes)
+    text = torch.frombuffer(bytearray(changed.tables_and_code(None)), dtype=torch.uint8).long()
+    model, steps = changed.train(text, "all")
+    excess = [changed.imbalance(total_E) - 1 for _, total_E in steps]
+    single = torch.special.entr(torch.bincount(text) / len(text)).sum().item()
+    left = sum(excess[-30:]) / 30 / excess[0]
+    return left, loss_per_byte(changed, model, text) / single
+
+
+ANOTHER_BYTE = ("(logits_NV, window_NT[:, -1])", "(logits_NV, window_NT[:, -1].roll(1))")
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("by", ["bias", "loss", "nothing"])
+def test_the_loss_makes_real_text_as_even_as_the_bias_does(by: str) -> None:
+    left, nats = run(on_real_text, 4, by, deadline=200)[0]
+    assert (left <= 0.3) == (by != "nothing")
+    assert nats <= 0.8
+
+
+@pytest.mark.deep
+def test_trained_for_another_byte_the_loss_stays_high() -> None:
+    _, nats = run(on_real_text, 4, "bias", ANOTHER_BYTE, deadline=200)[0]
+    assert nats > 0.8
+
+
 OWN = "own counts: imbalance"
 WORLD = "counts of all ranks: imbalance"
 MOVE = "own counts, 10 steps: biases apart"
-BY_LOSS, BY_BIAS = (f"{by}: excess of the last steps / first" for by in ("loss", "bias"))
-LEARNED = "each: nats per byte / without context"
+BY_BIAS = "bias: excess of the last steps / first"
 LAST = "last steps: excess, own counts / all counts"
 APART = "counts of all ranks, trained: biases apart"
 SPECIAL = "ranks differ: own counts / all counts"
-SAVED = "saved: excess, own counts / all counts"
+LOADED = "loaded: excess, own counts / all counts"
 
 LINES = {
     "each rank counts its own tokens": (
@@ -196,27 +274,19 @@ UNTRAINED = [
 TRAINED = {
     "the bias goes the wrong way (Try)": (
         ("bias_E += rate * too_few_E.sign()", "bias_E -= rate * too_few_E.sign()"),
-        {BY_BIAS, SPECIAL, SAVED},
+        {BY_BIAS, SPECIAL, LOADED},
     ),
     "the bias does not move": (
-        ("        adjust(model.bias_E, count_E, rate)\n", ""),
-        {BY_BIAS, SPECIAL, SAVED},
+        NO_BIAS,
+        {BY_BIAS, SPECIAL, LOADED},
     ),
     "each rank corrects by its own counts (Try)": (
         ('count_E = total_E if whose == "all" else own_E', "count_E = own_E"),
-        {APART, SPECIAL, SAVED},
+        {APART, SPECIAL, LOADED},
     ),
     "by own counts nothing is corrected": (
         ('if whose == "all" else own_E', 'if whose == "all" else torch.ones_like(own_E)'),
         {LAST, SPECIAL},
-    ),
-    "the loss has no term more": (
-        ("loss = nats + extra_loss(score_NE, count_E) if extra_loss else nats", "loss = nats"),
-        {BY_LOSS},
-    ),
-    "another byte is to be predicted": (
-        ("(logits_NV, window_NT[:, -1])", "(logits_NV, window_NT[:, -1].roll(1))"),
-        {LEARNED},
     ),
 }
 BREAKS = [
