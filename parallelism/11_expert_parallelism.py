@@ -422,6 +422,52 @@ def check_traffic(device: torch.device) -> None:
 
 
 # %% [markdown]
+# On GPUs the all-to-all of a layer of Qwen3-30B (4,096 tokens of 2,048 numbers in bfloat16, K = 8,
+# routed evenly) is held against the link: what a rank gets if each sends as many bytes to the next.
+
+
+# %%
+def pass_on(x: torch.Tensor) -> None:
+    """Send x to the next rank, and get as much from the one before."""
+    to = dist.P2POp(dist.isend, x, (RANK + 1) % WORLD_SIZE)
+    back = dist.P2POp(dist.irecv, torch.empty_like(x), (RANK - 1) % WORLD_SIZE)
+    for work in dist.batch_isend_irecv([to, back]):
+        work.wait()
+
+
+def measure_on_gpus(device: torch.device) -> None:
+    text = "all-to-all: its rate / the link's"
+    one_node = int(os.environ["LOCAL_WORLD_SIZE"]) == WORLD_SIZE
+    if device.type == "cpu" or WORLD_SIZE == 1 or not one_node:
+        blocked(text, needs="2 GPUs, all of one node")
+        return
+    rows = 4096 * 8 // WORLD_SIZE  # to each rank
+    row_CD = torch.randn(rows * WORLD_SIZE, 2048, device=device, dtype=torch.bfloat16)
+    sizes = [rows] * WORLD_SIZE
+    exchanging = median_ms(lambda: exchange(row_CD, sizes, sizes, None))
+    passing = median_ms(lambda: pass_on(row_CD))
+    rate = row_CD.nbytes * (1 - 1 / WORLD_SIZE) / exchanging / 1e6
+    link = row_CD.nbytes / passing / 1e6
+    print0(f"{'':13}all-to-all {rate:.0f} GB/s per rank, link {link:.0f}")
+    claim(text, 0.5, rate / link, ">=", timed=True)
+
+
+def median_ms(work: Callable, repeats: int = 20) -> float:
+    """Return the median time of `work()` on this rank's GPU, in milliseconds."""
+    times = []
+    with torch.no_grad():
+        for _ in range(repeats + 3):
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            start.record()
+            work()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+    return sorted(times[3:])[repeats // 2]
+
+
+# %% [markdown]
 # ## What you should have seen
 #
 # 1. Four: there and back, forward and backward. Besides, a small one of counts, forward alone.
@@ -442,6 +488,8 @@ def check_traffic(device: torch.device) -> None:
 # 29 kB per all-to-all (answer 2): 117 MB for 4,096 tokens, by datasheet 0.26 ms over NVLink at 450
 # GB/s and 2.3 ms over a network card of 50 GB/s, where the experts' 309 GFLOP forward take some 0.8
 # ms at 40% of an H100's 989 TFLOP/s. So a group of experts belongs inside an NVLink domain first.
+# benchmarks/experts.py measures at this size: the links inside a node and across nodes, the experts
+# in a loop and grouped, and the whole layer.
 #
 # **When.** If experts are most of the model and do not fit, weights and states, on each rank. FSDP
 # is the alternative: tokens stay at home, and all E experts come to them, twice, and their
@@ -454,150 +502,15 @@ def check_traffic(device: torch.device) -> None:
 # divides experts' gradients by all data-parallel ranks, not by their copies. PyTorch has an
 # all-to-all with a backward pass ready-made, `all_to_all_single_autograd`.
 
-# %% [markdown]
-# **A second reading: on GPUs**, at the size of a layer of Qwen3-30B-A3B. Each rank has 4,096 tokens
-# of 2,048 numbers in bfloat16, and the router spreads them evenly, 8 experts per token. None of
-# this has been run on a GPU yet.
-#
-# The all-to-all is held against the **link**: what a rank gets if each sends as many bytes to one
-# other rank. Inside a node that is the next rank. Across nodes it is the one in the same place on
-# the next node. There the all-to-all is that of all ranks, and only the bytes that leave the node
-# count. Rates are per rank, and so per card, if each GPU has a network card of its own.
-
 
 # %%
-def pass_on(x: torch.Tensor, ranks: list[int]) -> torch.Tensor:
-    """Send x to the next of these ranks; return what the one before has sent."""
-    i = ranks.index(RANK)
-    from_before = torch.empty_like(x)
-    to = dist.P2POp(dist.isend, x, ranks[(i + 1) % len(ranks)])
-    back = dist.P2POp(dist.irecv, from_before, ranks[i - 1])
-    for work in dist.batch_isend_irecv([to, back]):
-        work.wait()
-    return from_before
-
-
-def judge_link(text: str, row_CD: torch.Tensor, group: Group, ranks: list[int]) -> None:
-    """Claim the rate of the group's all-to-all / the link's; each of `ranks` sends to the next.
-
-    Of what a rank hands to the all-to-all, 1 / len(ranks) stays: on the rank, or on its node.
-    """
-    n = dist.get_world_size(group)
-    rows = len(row_CD) // n
-    row_CD = row_CD[: rows * n]
-    exchanging = median_ms(lambda: exchange(row_CD, [rows] * n, [rows] * n, group))
-    passing = median_ms(lambda: pass_on(row_CD, ranks))
-    rate = row_CD.nbytes * (1 - 1 / len(ranks)) / exchanging / 1e6
-    link = row_CD.nbytes / passing / 1e6
-    print0(f"{'':13}all-to-all {rate:.0f} GB/s per rank, link {link:.0f}")
-    claim(text, 0.5, rate / link, ">=", timed=True)
-
-
-def measure_links(device: torch.device) -> None:
-    local = int(os.environ["LOCAL_WORLD_SIZE"])
-    shape = (WORLD_SIZE // local, local)
-    on_gpus = device.type != "cpu"
-    if on_gpus:
-        mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("node", "gpu"))
-        row_CD = torch.randn(4096 * 8, 2048, device=device, dtype=torch.bfloat16)
-    text = "all-to-all: its rate / the link's"
-    if on_gpus and local > 1:
-        group = mesh.get_group("gpu")
-        judge_link(text, row_CD, group, dist.get_process_group_ranks(group))
-    else:
-        blocked(text, needs="2 GPUs, all of one node")
-    text = "all-to-all across nodes: its rate / the link's"
-    if on_gpus and local < WORLD_SIZE:
-        ranks = dist.get_process_group_ranks(mesh.get_group("node"))
-        judge_link(text, row_CD, None, ranks)
-    else:
-        blocked(text, needs="2 nodes with GPUs")
-
-
-def median_ms(work: Callable, repeats: int = 20) -> float:
-    """Return the median time of `work()` on this rank's GPU, in milliseconds."""
-    times = []
-    with torch.no_grad():
-        for _ in range(repeats + 3):
-            start = torch.cuda.Event(enable_timing=True)
-            end = torch.cuda.Event(enable_timing=True)
-            start.record()
-            work()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end))
-    return sorted(times[3:])[repeats // 2]
-
-
-# %% [markdown]
-# The experts are computed in a loop, as above, and by PyTorch's **grouped product**: one kernel for
-# all experts, which is told where the rows of each end. PyTorch has it for compute capability 9 and
-# 10 (H100, B200) at least; on an A100 it loops as well. First one GPU has all 128 experts, with 256
-# rows each. The loop launches 640 kernels then, and each is over in a few microseconds.
-#
-# Then the experts are dealt out, and the whole layer is timed. What is neither all-to-all nor
-# experts sorts, waits for the counts, and reads or writes the 134 MB of rows about eight times,
-# which takes 0.3 ms at an H100's 3.35 TB/s. The two all-to-alls and the experts should be 0.3 of
-# the layer's time at least.
-
-
-# %%
-class GroupedExperts(Experts):
-    """The same in three grouped products: rows (R, D) by expert, their numbers (e,) -> (R, D)."""
-
-    def forward(self, row_RD: torch.Tensor, rows_e: torch.Tensor) -> torch.Tensor:
-        end_e = rows_e.cumsum(dim=0, dtype=torch.int32)
-        gate_RH = F.grouped_mm(row_RD, self.gate_eDH, offs=end_e)
-        up_RH = F.grouped_mm(row_RD, self.up_eDH, offs=end_e)
-        return F.grouped_mm(F.silu(gate_RH) * up_RH, self.down_eHD, offs=end_e)
-
-
-def measure_layer(device: torch.device) -> None:
-    of_experts = "128 experts: ms grouped / ms in a loop"
-    of_layer = "layer: its all-to-alls and experts / its ms"
-    kernel = "1 GPU: Hopper or Blackwell"
-    if device.type == "cpu" or not torch.cuda.is_bf16_supported(False):
-        blocked(of_experts, needs=kernel)
-        blocked(of_layer, needs="1 GPU with bfloat16")
-        return
-    rows, D, H, K = 256, 2048, 768, 8  # rows: for an expert from a rank, 4,096 tokens x 8 / 128
-    E = max(128, WORLD_SIZE)  # each rank has one at least
-    factory = {"device": device, "dtype": torch.bfloat16}
-    into_EDH = torch.randn(E, D, H, **factory) / D**0.5  # as gate and as up: values do not matter
-    weights = (into_EDH, into_EDH, torch.randn(E, H, D, **factory) / H**0.5)
-    row_RD = torch.randn(rows * E, D, **factory)
-    rows_E = torch.full((E,), rows, device=device)
-    looping = median_ms(partial(Experts(*weights), row_RD, rows_E))
-    grouping = median_ms(partial(GroupedExperts(*weights), row_RD, rows_E))
-
-    e = E // WORLD_SIZE
-    sizes = [rows * e] * WORLD_SIZE
-    row_RD = row_RD[: sum(sizes)]
-    rows_e = torch.full((e,), rows * WORLD_SIZE, device=device)
-    experts = GroupedExperts(*[weight[:e] for weight in weights])
-    even = partial(in_turn, experts=e * WORLD_SIZE, k=K)
-    exchanging = median_ms(lambda: exchange(row_RD, sizes, sizes, None))
-    computing = median_ms(lambda: experts(row_RD, rows_e))
-    whole = median_ms(lambda: expert_parallel(row_RD[::K], even, experts, None))
-    tflops = 6 * D * H * len(row_RD) / computing / 1e9
-    print0(f"{'':13}{E} experts: {looping:.2f} ms in a loop, {grouping:.2f} grouped")
-    parts = f"an all-to-all {exchanging:.2f}, {e} experts {computing:.2f} ({tflops:.0f} TFLOP/s)"
-    print0(f"{'':13}layer {whole:.2f} ms: {parts}")
-    if torch.cuda.get_device_capability()[0] in (9, 10):
-        claim(of_experts, 0.5, grouping / looping, "<=", timed=True)
-    else:
-        blocked(of_experts, needs=kernel)
-    claim(of_layer, 0.3, (2 * exchanging + computing) / whole, ">=", timed=True)
-
-
 def main() -> None:
     command_line()
     launch()
     device = setup()
     check_layers(device)
     check_traffic(device)
-    measure_links(device)
-    measure_layer(device)
+    measure_on_gpus(device)
     finish()
 
 

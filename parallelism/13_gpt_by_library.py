@@ -24,8 +24,8 @@ pipeline stages, the data over 2 shards, and each matrix over 2 ranks of tensor 
 Not run on several GPUs. On a machine with 2, 4 or 16 GPUs plain `python` takes as many ranks; the
 questions are about 8.
 
-**Try.** In `put_on_mesh` give `shard_units` the axis `mesh["dp_shard"]`: on which of the printed
-meshes is the step wrong? In `schedule_of` give `Schedule1F1B` one more argument,
+**Try.** In `ready_to_train` let `dp` be `mesh["dp_shard"]`: on which of the printed meshes is the
+step wrong? In `schedule_of` give `Schedule1F1B` one more argument,
 `scale_grads=False`: which claims fail, and by how much are the gradients too large?
 
 **Before.** parallelism/12_gpt_on_a_mesh.py: the same step, by hand. fsdp/01_fsdp_basics.py.
@@ -102,31 +102,57 @@ Mesh = dist.DeviceMesh
 # rank's own rows. FSDP must hand it just these: it has to shard what tp has left. The cut comes
 # before both, so that they split only the layers that stay, and the optimizer after both, since
 # `parallelize_module` and `fully_shard` replace parameters by new ones.
+#
+# The cut is plain Python, as in torchtitan: each rank copies the model and drops the layers of
+# other stages. A stage without the embedding takes activations instead of tokens; one without the
+# head returns activations instead of logits.
 
 
 # %%
-def put_on_mesh(model: nn.Module, mesh: Mesh) -> nn.Module:
-    """Return this rank's stage of the model, split along tp, then sharded along dp."""
-    stage = stage_of(model, mesh["pp"].get_local_rank(), mesh["pp"].size())
-    split_matrices(stage, mesh["tp"], BLOCK)
-    shard_units(stage, mesh[DATA])
+def stage_of(model: "LlamaModel", s: int, p: int) -> "LlamaModel":
+    """Return a copy with the layers of stage s of p, and None in place of ends it has not."""
+    stage = copy.deepcopy(model)
+    for i in range(LAYERS):
+        if i not in range(s * LAYERS // p, (s + 1) * LAYERS // p):
+            del stage.blocks[str(i)]
+    if s > 0:
+        stage.embedding = None
+    if s < p - 1:
+        stage.norm = stage.head = None
     return stage
 
 
-def split_matrices(stage: nn.Module, tp: Mesh, plan: dict) -> None:
+# %% [markdown]
+# The four calls in order; the plan is that of section 2.
+
+
+# %%
+def ready_to_train(model: nn.Module, mesh: Mesh, plan: dict) -> tuple[nn.Module, Optimizer]:
+    """Return this rank's stage, split along tp, then sharded along dp, and its optimizer."""
+    pp, tp, dp = mesh["pp"], mesh["tp"], mesh[DATA]
+    stage = stage_of(model, pp.get_local_rank(), pp.size())
     for block in stage.blocks.values():
         parallelize_module(block, tp, plan)
+        # a real run: activation checkpointing here, then torch.compile
+        fully_shard(block, mesh=dp)  # a unit: gathered as one, freed as one
+    put_ends_on_mesh(stage, tp, dp)
+    return stage, AdamW(stage.parameters())
+
+
+def put_ends_on_mesh(stage: nn.Module, tp: Mesh, dp: Mesh) -> None:
+    """Do the same with embedding, norm and head, as far as this stage has them."""
     ends = {name: style for name, style in ENDS.items() if getattr(stage, name) is not None}
     parallelize_module(stage, tp, ends)
-
-
-def shard_units(stage: nn.Module, dp: Mesh) -> None:
-    for block in stage.blocks.values():
-        fully_shard(block, mesh=dp)  # a unit: gathered as one, freed as one
     fully_shard(stage, mesh=dp)  # what is in no block
 
 
+def put_on_mesh(model: nn.Module, mesh: Mesh) -> nn.Module:
+    return ready_to_train(model, mesh, BLOCK)[0]
+
+
 # %% [markdown]
+# The place of checkpointing and compile is torchtitan's (its issue 1554); neither runs here.
+#
 # `mesh[DATA]` has two axes. `fully_shard` shards along the second and copies the shards along the
 # first, `dp_replicate`; that is HSDP. In the questions there is one copy: plain FSDP.
 
@@ -174,14 +200,16 @@ ENDS = {
 #
 # The norms are in the plan although nothing of them is split. Each rank of tp has a gradient from
 # its own tokens, and these must be added up. `SequenceParallel` makes the weight a DTensor that is
-# copied along tp, and a DTensor knows that.
+# copied along tp. Its gradient is then marked as a summand (`Partial`), and FSDP adds the summands
+# up along tp before it scatters them along dp.
 
 # %% [markdown]
 # ## 3. A step
 #
 # The **schedule** runs the pipeline. It is made once, for a stage that is on the mesh. In each step
 # it hands tokens to the first stage and targets to the last one, and averages over micro-batches,
-# as FSDP does over dp. A stage may be the only one; then the schedule accumulates gradients.
+# as FSDP does over dp. Without pp there is one stage, and the schedule only adds up the
+# micro-batches' gradients.
 
 
 # %%
@@ -279,6 +307,12 @@ def error_of_gradients(stage: nn.Module, whole: nn.Module) -> float:
     return max(errors)
 
 
+def relative_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest difference, relative to the largest element; inf if one is no number."""
+    error = (ours - expected).abs().max() / expected.abs().max()
+    return error.nan_to_num(nan=torch.inf).item()
+
+
 # %% [markdown]
 # The questions are answered on the first of the meshes.
 
@@ -306,16 +340,17 @@ def numbers_of(module: nn.Module) -> int:
 def check_optimizers(shape: Shape, whole: nn.Module, tokens_BT: torch.Tensor) -> None:
     """Claim what comes of an optimizer that is made too early, and of one made last."""
     mesh = make_mesh(shape, tokens_BT.device)
+    late = ready_to_train(whole, mesh, BLOCK)
     stage = stage_of(whole, mesh["pp"].get_local_rank(), mesh["pp"].size())
-    early = AdamW(stage.parameters())
-    split_matrices(stage, mesh["tp"], BLOCK)
-    shard_units(stage, mesh[DATA])
-    late = AdamW(stage.parameters())
-    schedule = schedule_of(stage, mesh)
+    early = stage, AdamW(stage.parameters())
+    for block in stage.blocks.values():
+        parallelize_module(block, mesh["tp"], BLOCK)
+        fully_shard(block, mesh=mesh[DATA])  # too late for AdamW
+    put_ends_on_mesh(stage, mesh["tp"], mesh[DATA])
     changed = []
-    for optimizer in (early, late):
+    for stage, optimizer in (early, late):
         before = [parameter.to_local().clone() for parameter in stage.parameters()]
-        train_step(schedule, optimizer, mesh, share_of(tokens_BT, mesh))
+        train_step(schedule_of(stage, mesh), optimizer, mesh, share_of(tokens_BT, mesh))
         pairs = zip(before, stage.parameters(), strict=True)
         changed.append(sum(not torch.equal(old, new.to_local()) for old, new in pairs))
     claim("parameters changed, optimizer made first", 0, changed[0], question=3)
@@ -332,9 +367,9 @@ def check_fsdp_first(shape: Shape, whole: nn.Module, device: torch.device) -> No
     """Claim that tp can split no block that FSDP has sharded."""
     mesh = make_mesh(shape, device)
     stage = stage_of(whole, mesh["pp"].get_local_rank(), mesh["pp"].size())
-    shard_units(stage, mesh[DATA])
     split = 0
     for block in stage.blocks.values():
+        fully_shard(block, mesh=mesh[DATA])  # too early for tp
         try:
             parallelize_module(block, mesh["tp"], BLOCK)
             split += 1
@@ -356,9 +391,8 @@ def check_plan(shapes: list[Shape], whole: nn.Module, tokens_BT: torch.Tensor) -
         blocked(summed, needs="2 ranks")
         return
     mesh = make_mesh(next(shape for shape in shapes if shape[-1] > 1), tokens_BT.device)
-    stage = stage_of(whole, mesh["pp"].get_local_rank(), mesh["pp"].size())
-    split_matrices(stage, mesh["tp"], {name: BLOCK[name] for name in BLOCK if name != "norm1"})
-    shard_units(stage, mesh[DATA])
+    plan = {name: BLOCK[name] for name in BLOCK if name != "norm1"}
+    stage, _ = ready_to_train(whole, mesh, plan)
     compute_gradients(schedule_of(stage, mesh), mesh, share_of(tokens_BT, mesh))
     errors = []
     for name, block in stage.blocks.items():
@@ -375,26 +409,18 @@ def check_plan(shapes: list[Shape], whole: nn.Module, tokens_BT: torch.Tensor) -
 # %% [markdown]
 # ## What you should have seen
 #
-# 1. 1,024, a quarter: tp has split the 64 rows once, dp_shard once more. The DTensor says so:
-#    `(Replicate(), _StridedShard(dim=0, sf=2), Shard(dim=0))` over `("dp_replicate", "dp_shard",
-#    "tp")`. *Strided*, since tp, the inner axis, has split first: rank 1 along dp_shard and 0 along
-#    tp has rows 16 to 31, and not 32 to 47. Of a norm, which tp copies, a rank holds 32 of 64.
+# 1. 1,024, a quarter: tp has split the 64 rows once, dp_shard once more. Of a norm, which tp
+#    copies, a rank holds 32 of 64.
 # 2. 2,048, its 32 rows: FSDP gathers along dp_shard, and what tp has split stays split. That is why
-#    the two do not disturb each other. After a forward FSDP frees a block, and gathers it again for
-#    the backward. After a backward the schedule has it keep the block, until the next forward or
-#    the end of the step: m + 1 gathers per block for m micro-batches. `reshard_after_forward=False`
-#    makes it one, and a rank then has its stage's weights as tp has left them for the whole step:
-#    torchtitan's choice under a pipeline. Gradients are kept whole like that in any case, and
-#    scattered once, after the last micro-batch.
+#    the two do not disturb each other.
 # 3. None, and no error. The optimizer has the parameters that the stage had then, and no gradient
-#    ever comes to them. The loss just does not fall. (`zero_grad` of this optimizer clears nothing
-#    either, so the real gradients pile up from step to step.)
-# 4. An error at the first block: `parallelize_module` is to make a DTensor out of a parameter that
-#    is one already, and says so. That is the better kind of mistake; questions 3 and 5 have the
-#    other kind.
+#    ever comes to them. The one that is made last changes all.
+# 4. An error at each block: `parallelize_module` is to make a DTensor out of a parameter that is
+#    one already, and says so. That is the better kind of mistake; questions 3 and 5 have the other
+#    kind.
 # 5. Only that norm's is wrong, and there is no error. Its weight is no DTensor along tp, so its
 #    gradient stays that of the rank's own tokens, T / tp of them. Added up over tp it is right, as
-#    the last row shows. The copies drift apart from here on.
+#    the last row shows.
 #
 # All meshes have the gradient of one process. **Model and plan say nothing of the mesh.** It has
 # to fit them: tp divides the heads, pp the layers, dp and micro-batches the batch.
@@ -404,23 +430,12 @@ def check_plan(shapes: list[Shape], whole: nn.Module, tokens_BT: torch.Tensor) -
 # gradients are added and not averaged: the row of gradients fails, and that of the sum over tp.
 # There are two micro-batches, so gradients are twice as large, and with 4 stages four times.
 #
-# **The whole order**, with what a real run adds, is torchtitan's. From first to last, and what
-# breaks otherwise:
+# **Not measured here**: what breaks when checkpointing, compile or the cut stand elsewhere in the
+# order, and how often FSDP gathers a block in a step of several micro-batches.
 #
-#     cut (pp)         after fully_shard: FSDP's modules cannot be copied, an error. If layers are
-#                      dropped in place, FSDP goes on gathering embedding and head on each stage
-#     tp               after checkpointing: a wrapper hides the names. A line of the plan that
-#                      matches no module gives a warning, and nothing is split
-#     checkpointing    after compile: the compiler does not see what is computed again
-#     compile          after fully_shard: FSDP's hooks break what is compiled into pieces
-#     fully_shard      before tp: an error (question 4)
-#     optimizer        before tp or fully_shard: nothing learns (question 3)
-#
-# Only the last two were measured here.
-#
-# **Clipping** needs one line by hand. `get_total_norm` of DTensors knows what is copied along dp
-# and tp, but no stage knows of the others: add the squares along pp (12_gpt_on_a_mesh.py). It also
-# finds the mistake of question 5: norm1's gradient lies on another mesh, and that is an error.
+# **Clipping** needs two lines by hand. `get_total_norm` of a stage's gradients returns a DTensor,
+# which knows what is copied along dp and tp: take its `full_tensor()`. No stage knows of the
+# others: add the squares along pp (12_gpt_on_a_mesh.py).
 #
 # **On GPUs** (not run) the same file uses NCCL. A real run adds a policy of mixed precision to
 # `fully_shard` and schedules with less bubble (08_interleaved_schedules.py). Here each rank draws
@@ -517,30 +532,7 @@ class LlamaModel(nn.Module):
         return x if self.head is None else self.head(self.norm(x))
 
 
-# %% [markdown]
-# The cut. Blocks keep their names, so a stage's parameters are called as in the whole model.
-
-
 # %%
-def stage_of(model: "LlamaModel", s: int, p: int) -> "LlamaModel":
-    """Return a copy with the layers of stage s of p, and None in place of ends it has not."""
-    stage = copy.deepcopy(model)
-    for i in range(LAYERS):
-        if i not in range(s * LAYERS // p, (s + 1) * LAYERS // p):
-            del stage.blocks[str(i)]
-    if s > 0:
-        stage.embedding = None
-    if s < p - 1:
-        stage.norm = stage.head = None
-    return stage
-
-
-def relative_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest difference, relative to the largest element; inf if one is no number."""
-    error = (ours - expected).abs().max() / expected.abs().max()
-    return error.nan_to_num(nan=torch.inf).item()
-
-
 def main() -> None:
     command_line()
     if "RANK" not in os.environ and torch.cuda.device_count() < 2:

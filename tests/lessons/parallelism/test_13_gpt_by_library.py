@@ -37,8 +37,10 @@ LINES = {
     ),
     "nothing is sharded along dp": (
         [
-            ("        fully_shard(block, mesh=dp)  # a unit", "        pass  # a unit"),
+            ("        fully_shard(block, mesh=dp)  # a unit", "        # a unit"),
             ("    fully_shard(stage, mesh=dp)  # what is", "    # what is"),
+            ("        fully_shard(block, mesh=mesh[DATA])  # too late", "        # too late"),
+            ("        fully_shard(block, mesh=mesh[DATA])  # too early", "        # too early"),
             ("    check_plan(shapes, whole, tokens_BT)\n", ""),  # of FSDP and tp together
         ],
         {GRADIENTS, Q, NORM, ERROR},
@@ -49,18 +51,18 @@ LINES = {
         {GRADIENTS, LOSS, SUM},
     ),
     "the optimizer is made last each time": (
-        "    for optimizer in (early, late):",
-        "    for optimizer in (late, late):",
+        "    for stage, optimizer in (early, late):",
+        "    for stage, optimizer in (late, late):",
         {FIRST},
     ),
     "the optimizer is made first each time": (
-        "    for optimizer in (early, late):",
-        "    for optimizer in (early, early):",
+        "    for stage, optimizer in (early, late):",
+        "    for stage, optimizer in (early, early):",
         {LAST},
     ),
     "copies are not averaged, as in Try": (
-        "    shard_units(stage, mesh[DATA])\n    return stage\n",
-        '    shard_units(stage, mesh["dp_shard"])\n    return stage\n',
+        'pp, tp, dp = mesh["pp"], mesh["tp"], mesh[DATA]',
+        'pp, tp, dp = mesh["pp"], mesh["tp"], mesh["dp_shard"]',
         {GRADIENTS},
     ),
     "the norm is in the plan all the same": (' if name != "norm1"}', "}", {PLAN, SUM}),
