@@ -423,7 +423,8 @@ def check_plan(shapes: list[Shape], whole: nn.Module, tokens_BT: torch.Tensor) -
 #    the last row shows.
 #
 # All meshes have the gradient of one process. **Model and plan say nothing of the mesh.** It has
-# to fit them: tp divides the heads, pp the layers, dp and micro-batches the batch.
+# to fit them: tp divides the heads of keys and values, dp and micro-batches the batch; pp is at
+# most the layers.
 #
 # **Try.** With `dp_shard` alone the gradients of the copies are never averaged: the step is wrong
 # wherever dp_replicate is 2, and right elsewhere. With `scale_grads=False` the micro-batches'

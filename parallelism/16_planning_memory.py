@@ -205,16 +205,18 @@ def fsdp_memory(model: Model, n: int, tokens: int, recompute: bool = False) -> d
 #
 # **When a plan does not fit, find the largest part, and turn a knob that divides that part:**
 #
-#     knob                              per parameter      per token           lesson
-#     n ranks of FSDP                   1/n                as before           05
+#     knob, on N GPUs in all            per parameter      per token           lesson
+#     more GPUs                         16/N               as before           05
 #     fewer sequences per GPU           as before          fewer tokens
 #     recomputation                     as before          40.5 h becomes 2 h
-#     tp ranks share each layer         1/tp               40.5 h: 8.6 at tp 8 06
+#     tp ranks share each layer         as before          40.5 h: 8.6 at tp 8 06
 #     cp ranks share each sequence      as before          1/cp                10
-#     pp stages hold 1/pp of the layers 1/pp               as before           07
+#     pp stages hold 1/pp of the layers as before          as before           07
 #
-# tp would divide by 8, but torch's keeps 4 h whole on each rank, what it gathers: 36.5/8 + 4 = 8.6.
-# Under pp the first stage has 1/pp of the layers and, under 1F1B, pp micro-batches in flight.
+# tp and pp divide bytes per parameter too, but take their ranks from FSDP: 16/N stays. (pp is for
+# links too slow for FSDP.) tp 8, with sequence parallelism, would divide the rest by 8, but torch's
+# keeps 4 h whole on each rank, what it gathers: 36.5/8 + 4 = 8.6. Under pp the first stage has 1/pp
+# of the layers and, under 1F1B, pp micro-batches in flight.
 #
 # What each knob costs in time is the next lesson.
 
@@ -446,9 +448,10 @@ def check_fsdp(device: torch.device) -> None:
 # at 6 bytes, and the bytes at work. That saves memory and costs precision: near 12, the loss of
 # 70B's vocabulary at chance, bfloat16 has steps of 1/16.
 #
-# **Where it goes wrong in practice.** The first forward pass fails if activations were forgotten,
-# the first `optimizer.step()` if the states were: Adam makes its moments there, not before. What
-# grows later is something else, such as longer sequences (profiling/05_memory.py).
+# **Where it goes wrong in practice.** The first forward pass fails if activations were forgotten.
+# If the states were, it is the second step: Adam makes its moments in the first `optimizer.step()`,
+# when activations and logits have gone, and the next loss needs the room of both. What grows later
+# is something else, such as longer sequences (profiling/05_memory.py).
 #
 # **On GPUs** leave the room that section 5 leaves. A GPU that is nearly full gets slow before it
 # fails: the allocator has to empty its cache and ask the driver again. And if tp exceeds the heads

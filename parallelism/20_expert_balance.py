@@ -91,8 +91,10 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 # The fullest GPU also holds the most rows, so a router that goes astray ends a run with "out of
 # memory". So training **counts** the copies that each expert gets, and corrects the router.
 #
-# An expert is full if *all ranks together* send it too much. A rank's own tokens tell something
-# else. Here two experts have become good at tables, two at code, and a token visits two:
+# An expert is full if *all ranks together* send it too much. (With several copies of each expert,
+# the wait is set by the ranks that share a copy; the bias is one for all, and so are its counts.) A
+# rank's own tokens tell something else. Here two experts have become good at tables, two at code,
+# and a token visits two:
 #
 #     copies for expert       0   1   2   3      correction
 #     of rank 0, tables       6   6   0   0      by own counts: away from 0 and 1
@@ -375,7 +377,7 @@ def check_training(text: torch.Tensor) -> None:
 # Qiu et al. (2025) trained models of billions of parameters, balanced by a loss (below): with own
 # counts experts specialized less, and predictions were worse.
 #
-# **Try.** With own counts always, the last three claims fail; each curve is as good as before. With
+# **Try.** With own counts always, the last three claims fail, and no excess grows in training. With
 # `-=` full experts are made fuller: *bias: excess* fails, and the last two. Question 2's
 # does not: both biases go the wrong way, and are as far apart.
 #
@@ -389,7 +391,7 @@ def check_training(text: torch.Tensor) -> None:
 # several experts per GPU and large micro-batches help where no correction can. The all-reduce costs
 # little: 58 layers of 256 experts, as in DeepSeek-V3, are 119 kB per step, in 8 bytes each.
 #
-# **When.** Wherever experts are on different ranks. If a share s of an even step is spent in
+# **When.** Wherever each rank has data of its own. If a share s of an even step is spent in
 # experts and their all-to-alls, and each expert has a GPU, the step takes 1 + s (imbalance - 1)
 # times as long: with s = 0.5, 2.1 times in our first step, and 1.07 in the last ones by the counts
 # of all ranks. If all experts are on every rank, imbalance costs little time, but experts without
