@@ -52,7 +52,7 @@ import torch.distributed as dist
 
 # A *rank* is one of WORLD_SIZE processes that run this same file. `claim(text, predicted,
 # measured)` prints one row of the ledger and must be called by every rank. It, `setup`, `print0`,
-# `blocked` and `finish` stand in the last cell, the same in every lesson; you need not read them.
+# `blocked` and `finish` stand at this file's end, the same in every lesson; you need not read them.
 RANK = int(os.environ.get("RANK", "0"))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 

@@ -59,7 +59,7 @@ class Listener:
             if call.excinfo.typename == "Wrong":
                 message = str(call.excinfo.value)
                 message += sys.modules["course.grading"].printed_there(message)  # it is loaded now
-                if "seed" in item.fixturenames:
+                if "seed" in item.fixturenames and "not written yet" not in message:
                     message += f"\n(inputs drawn from seed {self.report.seed})"
             self.report.failed = title
             self.report.message = message

@@ -142,7 +142,7 @@ def ran() -> str:
     if links:
         where = f"Run on several GPUs so far: {', '.join(links)}."
     return (
-        f"{where} With one,\n`make gpu` says how long it takes, then runs the lessons on 1, 2, "
+        f"{where} On GPUs\n`make gpu` says how long it takes, then runs the lessons on 1, 2, "
         "4 and 8 GPUs; send the folder of results."
     )
 

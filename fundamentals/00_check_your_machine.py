@@ -60,7 +60,7 @@ import torch.distributed as dist
 
 # A *rank* is one of WORLD_SIZE processes that run one file together; this file is one process and
 # starts ranks of a smaller program. `claim(text, predicted, measured)` prints one row of the
-# ledger. It, `print0`, `blocked` and `finish` stand in the last cell, the same in every lesson.
+# ledger. It, `print0`, `blocked` and `finish` stand at this file's end, the same in every lesson.
 RANK = int(os.environ.get("RANK", "0"))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 

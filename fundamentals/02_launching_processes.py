@@ -26,8 +26,8 @@ ranks use NCCL on 4 GPUs, else gloo.
 
 Not run on several GPUs.
 
-**Try.** Remove the line `dist.all_reduce(x)` from `HELLO`: which two claims fail? Put it back, and
-write `if RANK >= 0:` for `if RANK > 0:` in section 5: which one now?
+**Try.** In `HELLO` write `dist.barrier()` for `dist.all_reduce(x)`: which two claims fail? Undo it,
+and write `if RANK >= 0:` for `if RANK > 0:` in section 5: which one now?
 
 **Before.** Nothing but PyTorch on one device.
 
@@ -57,7 +57,7 @@ import torch.distributed as dist
 
 # A *rank* is one of WORLD_SIZE processes that run this same file (section 1). `claim(text,
 # predicted, measured)` prints one row of the ledger and must be called by every rank. It, `setup`,
-# `print0`, `blocked` and `finish` stand in the last cell, the same in every lesson; you need not
+# `print0`, `blocked` and `finish` stand at this file's end, the same in every lesson; you need not
 # read them.
 RANK = int(os.environ.get("RANK", "0"))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
@@ -404,9 +404,9 @@ def gather_objects(value: object) -> list:
 #    the others, SIGKILL half a minute later to those that are still there, and exits with 1. Read
 #    its *Root Cause* first: ranks that lose a peer die of errors that name no cause.
 #
-# **Try.** Without its all-reduce each rank of `HELLO` prints its own number: "each of four ranks
-# prints 0 + 1 + 2 + 3" and "ranks of two launchers' four that print 6" fail. If rank 0 makes the
-# call as well, all come past it: "ranks that come past the all-reduce" fails.
+# **Try.** A barrier adds up nothing, and each rank of `HELLO` prints its own number: "each of four
+# ranks prints 0 + 1 + 2 + 3" and "ranks of two launchers' four that print 6" fail. If rank 0 makes
+# the call as well, all come past it: "ranks that come past the all-reduce" fails.
 #
 # With a thousand ranks the same things happen, but the store answers a thousand clients, the import
 # of Python packages from a shared disk takes minutes, and some node always fails. Then one death

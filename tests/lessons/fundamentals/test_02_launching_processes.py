@@ -48,7 +48,7 @@ CAUSE = "rank that torchrun names as the root cause"
 
 # Where rank 0 starts processes it is alone: who waited for it would end by a timeout.
 LAUNCHED = Breaks(
-    {"hello without its all-reduce": ("dist.all_reduce(x)\nprint", "print", {HELLOS})},  # Try
+    {"hello by a barrier": ("dist.all_reduce(x)\nprint", "dist.barrier()\nprint", {HELLOS})},  # Try
     ranks=1,
     changes=only(HELLO),
     deadline=250,
