@@ -52,7 +52,7 @@ import torch.multiprocessing as mp
 
 # A *rank* is one of WORLD_SIZE processes that run this same file. `claim(text, predicted,
 # measured)` prints one row of the ledger and must be called by every rank. It, `setup`, `print0`,
-# `blocked` and `finish` stand at this file's end, the same in every lesson; section 6 explains them.
+# `blocked` and `finish` stand at this file's end, the same in every lesson; see section 6.
 RANK = int(os.environ.get("RANK", "0"))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
