@@ -23,8 +23,9 @@ number per line; or CSV with columns own (seconds until a rank is ready to commu
 rank, step (the whole), data (waiting for the loader).
 
 Limits: looks for 6 s accuse a rank in a 60 s upload or loop: look again, --seconds 90; a copied
-dump looks as old as its file. Stacks have no sequence numbers: it votes, and with tensor or
-pipeline groups only dumps are sure. Two ranks cannot outvote each other. At first try it named a
+dump or log looks as old as its file. It reads main threads alone. Stacks have no sequence numbers:
+it votes, and with tensor or pipeline groups only dumps are sure. Two ranks cannot outvote each
+other. Of several causes in a log it takes the first of its table. At first try it named a
 wrong cause for 6.7, 9.7 and 12.9% of three sets of public reports: read the evidence. Real dumps
 were gloo's, of torch 2.15; NCCL's, old and new, and its logs are made up. Not run on several GPUs.
 """
@@ -50,6 +51,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from threading import Thread
 from typing import NamedTuple
 
 PATIENCE = 30  # seconds: a call that is younger may only be slow
@@ -141,7 +143,7 @@ calls differ: [Mm]ismatch between collectives|Received data size doesn't match|p
 a loader died: DataLoader worker (\(pid[(s)\d, ]+\) )?(exited|is killed)|Caught \w+ in DataLoader
   a worker raised or was killed, perhaps for too little shared memory [pytorch#5040] -> dmesg -T |
      grep -i 'out of mem'; num_workers=0; df -h /dev/shm; --shm-size=8g
-loss is NaN: [Ll]oss (is|became) (infinite or )?(NaN|nan)\b(?!.*skip)
+loss is NaN: [Ll]oss'?[ :=]*(is |became )?(infinite or )?(NaN|nan)\b(?!.*skip)
   numbers overflow, or the data holds bad ones [Detectron#83] -> a lower rate; clip_grad_norm_
 exception of the program: THE LAST LINE OF A TRACEBACK
   a rank raised, and the others end or wait for it [Python] -> that line, with this rank's data
@@ -501,8 +503,8 @@ def diagnose_nccl_logs(files: list[str]) -> Finding:
         if finding.kind != "healthy":
             written = max([os.stat(file).st_mtime for file in files if file != "-"], default=0)
             fresh = time.time() - written < PATIENCE
-            what = "the logs still grow, so look again before you believe that " + finding.what
-            return finding._replace(kind="healthy", what=what) if fresh else finding
+            what = f"logs that grow, or were just copied (cp -p), say for now that {finding.what}"
+            return finding._replace(kind="cannot tell", what=what) if fresh else finding
     if places and calls:
         return Finding("healthy", "all ranks of all communicators made the same calls.")
     ask = "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,COLL NCCL_DEBUG_FILE=/tmp/nccl.%h.%p torchrun ..."
@@ -711,7 +713,10 @@ def diagnose_logs(files: list[str]) -> Finding:
 # is in no call, what its main thread computed; and somebody is waited for. It hangs, too, if one
 # rank runs in one function, and the others stand in one call. If all move on, the last is slow.
 
-WAITING = re.compile(r"_c10d\.py (?!_|wrapper)(\w+)|_engine_run_(\w+)$|(wait_tensor|synchronize)$")
+WAITING = re.compile(
+    r"_c10d\.py (?!_|wrapper)(\w+)|_engine_run_(\w+)$|(wait_tensor|synchronize)$"
+    r"|(_broadcast_coalesced|_verify_param\w+)$"  # in DDP's constructor and forward
+)
 BELOW = re.compile(r"\.(wait|item|tolist|cpu|synchronize)\(")  # waits in C++: the text tells
 
 
@@ -730,6 +735,21 @@ class Look(NamedTuple):
     computed: tuple[str, ...] = ()  # its ticks, and how often it was made to wait for a core
 
 
+SILENT: set[str] = set()  # files whose disk has not answered
+
+
+def source(path: str, number: int) -> str:
+    """A line of a file; nothing if its disk does not answer for two seconds."""
+    found: list[str] = []
+    reads = Thread(target=lambda: found.append(linecache.getline(path, number)), daemon=True)
+    if path not in SILENT:
+        reads.start()
+        reads.join(2)
+    if not found:
+        SILENT.add(path)
+    return "".join(found).strip()
+
+
 def proc(pid: int, name: str) -> str:
     try:
         return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
@@ -745,7 +765,10 @@ def look_at(rank: int, pid: int, py_spy: str) -> Look:
     slept, *forced = re.findall(r"ctxt_switches:\s(\d+)", proc(pid, f"task/{pid}/status")) or "0"
     command = [py_spy, "dump", "--json", "--nonblocking", "--locals", "--pid", str(pid)]
     for _ in range(5):  # what runs may change while it is read
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        try:
+            ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        except subprocess.TimeoutExpired:
+            return Look(rank, pid, True, error="py-spy does not come back")
         if ran.returncode == 0:
             break
     else:
@@ -756,7 +779,7 @@ def look_at(rank: int, pid: int, py_spy: str) -> Look:
     look = Look(rank, pid, True, (), line_of(frames), slept=slept, computed=(*stat[11:13], *forced))
     for frame in frames:
         file, number, name = frame["filename"], frame["line"], frame["name"]
-        text = linecache.getline(f"/proc/{pid}/root{file}", number).strip()
+        text = source(f"/proc/{pid}/root{file}", number)
         found = WAITING.search(f"{file} {name}") or (not look.stack and BELOW.search(text))
         look = look._replace(stack=(*look.stack, f"{file}:{number} in {name}: {text[:90]}"))
         if found and not look.call:
@@ -768,6 +791,24 @@ def look_at(rank: int, pid: int, py_spy: str) -> Look:
     return look
 
 
+def started(pid: int) -> int:
+    """When a process began, in ticks since the machine did; 0 if it has gone."""
+    return int((proc(pid, "stat").rpartition(")")[2].split() or ["0"] * 20)[19])
+
+
+def nobody(name: str) -> Finding:
+    """Why there is no rank to look at."""
+    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    named = [pid for pid in pids if name and name in proc(pid, "cmdline").replace("\0", " ")]
+    locked = [str(pid) for pid in named if not proc(pid, "environ") and proc(pid, "cmdline")]
+    if locked:
+        what = f"pids {', '.join(locked)} may not be read."
+        ask = f"sudo {sys.executable} {' '.join(sys.argv)}; or as their user"
+        return Finding("cannot tell", what, type_next=[ask])
+    what = f"no rank on this node has {name!r} in its command."
+    return Finding("cannot tell", what, type_next=["NAME as in: pgrep -af python; or --pids"])
+
+
 def find_jobs(name: str, given: Sequence[int] = ()) -> list[dict[int, int]]:
     """{rank: pid} of each job whose command has `name`, 0 if one is missing; or of `given` pids."""
     pids = given or [int(path.name) for path in Path("/proc").glob("[0-9]*")]
@@ -776,7 +817,8 @@ def find_jobs(name: str, given: Sequence[int] = ()) -> list[dict[int, int]]:
     ranks = [one for one in ranks if "RANK" in one[1]]
     # A pod's RANK is its node's, also in torchrun's environment; torchrun gives each a LOCAL_RANK.
     jobs: dict[tuple, dict[int, int]] = defaultdict(dict)
-    for pid, about in sorted([one for one in ranks if "LOCAL_RANK" in one[1]] or ranks):
+    ranks = [one for one in ranks if "LOCAL_RANK" in one[1]] or ranks
+    for pid, about in sorted(ranks, key=lambda one: (started(one[0]), one[0])):
         rank = int(about["RANK"])
         first = rank - int(about.get("LOCAL_RANK", 0))
         job = jobs[about.get("MASTER_ADDR"), about.get("MASTER_PORT")]
@@ -790,9 +832,8 @@ def find_jobs(name: str, given: Sequence[int] = ()) -> list[dict[int, int]]:
 def diagnose_ranks(pids: dict[int, int], seconds: float) -> Finding:
     """The verdict on the processes of some ranks, after so many seconds."""
     py_spy = shutil.which("py-spy", path=Path(sys.executable).parent) or shutil.which("py-spy")
-    if not py_spy or not pids:
-        what = "no such ranks on this node." if py_spy else "py-spy is missing."
-        return Finding("cannot tell", what, type_next=["pip install py-spy; pgrep -af python"])
+    if not py_spy:
+        return Finding("cannot tell", "py-spy is missing.", type_next=["pip install py-spy"])
     world = re.search(r"\bWORLD_SIZE=(\d+)", proc(max(pids.values()), "environ"))
     looks: list[list[Look]] = []
     pauses = max(2, min(round(2 * seconds), 60))
@@ -824,6 +865,8 @@ def judge(history: list[list[Look]], world: int = 0, seconds: float = 0) -> Find
     alive = any(row[-1].alive for row in rows.values())
     finding = verdict(rows) if alive else Finding("cannot tell", "no stack to read.")
     missing = {*every, *range(world)} - {*rows}
+    if missing:
+        evidence.append(f"not looked at: {some(missing)}")
     if missing and finding.kind == "cannot tell":
         what = f"{finding.what} Not looked at, and perhaps waited for: {some(missing)}."
         ask = f"on their nodes: sudo {sys.executable} {' '.join(sys.argv)}; --cap-add SYS_PTRACE"
@@ -832,8 +875,11 @@ def judge(history: list[list[Look]], world: int = 0, seconds: float = 0) -> Find
         row = rows[int(re.findall(r"\d+", finding.guilty[0])[0])]
         look = ([look for look in row if not look.call] or row)[-1]
         stack = [s for s in look.stack if s == look.stack[0] or is_own(s.partition(":")[0])]
-        ask = f"py-spy dump --locals --pid {look.pid}, if it lives; dmesg -T | tail"
-        finding = finding._replace(stack=stack, type_next=[ask, *finding.type_next[-1:]])
+        ask = f"py-spy dump --locals --pid {look.pid}; cat /proc/{look.pid}/wchan; dmesg -T | tail"
+        asks = [ask, *finding.type_next[-1:]]
+        if finding.kind != "slow":
+            asks.append("perhaps it only takes long: look again, --seconds 90")
+        finding = finding._replace(stack=stack, type_next=asks)
     return finding._replace(evidence=evidence)
 
 
@@ -881,6 +927,7 @@ def late_one(rows: dict[int, Sequence[Look]]) -> Finding:
     functions = {(look.call, re.sub(r":\d+", "", look.line)) for look in rows[rank]}
     calls = {(row[-1].call, row[-1].line) for row in others.values()}
     own = any(is_own(text.partition(":")[0]) for look in looks for text in look.stack[:1])
+    own |= all(" in _try_get_data:" in str(look.stack) for look in looks)  # a loader asks its worker
     if len(functions) == len(calls) == 1 and still == {*others} and own and often >= 7:
         what = f"{said} stand still: it loops, or takes longer than this look."
         return Finding("hang in training", what, guilty, (), waits, type_next=ask[:1])
@@ -967,7 +1014,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=6, help="how long to look at processes")
     given = parser.parse_args()
     jobs = (find_jobs(given.job, given.pids) or [{}]) if given.job or given.pids else []
-    findings = [diagnose_ranks(pids, given.seconds) for pids in jobs]
+    findings = [diagnose_ranks(pids, given.seconds) if pids else nobody(given.job) for pids in jobs]
     answers = [diagnose_dumps, diagnose_logs, diagnose_nccl_logs, diagnose_steps]
     files = [given.dumps, given.log, given.nccl_logs, given.steps]
     findings += [one(read) for one, read in zip(answers, files, strict=True) if read]

@@ -129,13 +129,14 @@ def stage_of(model: "LlamaModel", s: int, p: int) -> "LlamaModel":
 # %%
 def ready_to_train(model: nn.Module, mesh: Mesh, plan: dict) -> tuple[nn.Module, Optimizer]:
     """Return this rank's stage, split along tp, then sharded along dp, and its optimizer."""
-    pp, tp, dp = mesh["pp"], mesh["tp"], mesh[DATA]
+    pp = mesh["pp"]
+    dp = mesh[DATA]
     stage = stage_of(model, pp.get_local_rank(), pp.size())
     for block in stage.blocks.values():
-        parallelize_module(block, tp, plan)
+        parallelize_module(block, mesh["tp"], plan)
         # a real run: activation checkpointing here, then torch.compile
         fully_shard(block, mesh=dp)  # a unit: gathered as one, freed as one
-    put_ends_on_mesh(stage, tp, dp)
+    put_ends_on_mesh(stage, mesh["tp"], dp)
     return stage, AdamW(stage.parameters())
 
 
@@ -531,6 +532,10 @@ class LlamaModel(nn.Module):
         for block in self.blocks.values():
             x = block(x)
         return x if self.head is None else self.head(self.norm(x))
+
+
+# %% [markdown]
+# All claims, in order. Plain `python` starts eight ranks.
 
 
 # %%

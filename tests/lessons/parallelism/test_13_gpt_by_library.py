@@ -61,8 +61,8 @@ LINES = {
         {LAST},
     ),
     "copies are not averaged, as in Try": (
-        'pp, tp, dp = mesh["pp"], mesh["tp"], mesh[DATA]',
-        'pp, tp, dp = mesh["pp"], mesh["tp"], mesh["dp_shard"]',
+        "    dp = mesh[DATA]\n",
+        '    dp = mesh["dp_shard"]\n',
         {GRADIENTS},
     ),
     "the norm is in the plan all the same": (' if name != "norm1"}', "}", {PLAN, SUM}),
