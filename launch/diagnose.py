@@ -927,8 +927,9 @@ def late_one(rows: dict[int, Sequence[Look]]) -> Finding:
     functions = {(look.call, re.sub(r":\d+", "", look.line)) for look in rows[rank]}
     calls = {(row[-1].call, row[-1].line) for row in others.values()}
     own = any(is_own(text.partition(":")[0]) for look in looks for text in look.stack[:1])
-    own |= all(" in _try_get_data:" in str(look.stack) for look in looks)  # a loader asks its worker
-    if len(functions) == len(calls) == 1 and still == {*others} and own and often >= 7:
+    loops = own and len(functions) == len(calls) == 1
+    loops |= all("_try_get_data:" in str(look.stack) for look in looks)  # of a loader's worker
+    if loops and still == {*others} and often >= 7:
         what = f"{said} stand still: it loops, or takes longer than this look."
         return Finding("hang in training", what, guilty, (), waits, type_next=ask[:1])
     # By chance a rank is one of n free ones in n / ranks of the looks; others must move in between.

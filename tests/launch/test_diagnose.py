@@ -920,8 +920,8 @@ def test_a_loop_without_end_is_a_hang() -> None:
 
     def polls(i: int, chance: random.Random) -> object:
         stack = ("/env/lib/python3.11/threading.py:331 in wait: text",)
-        stack += ("/env/lib/python3.11/site-packages/torch/utils/data/dataloader.py:1288"
-                  " in _try_get_data: text", "train.py:117 in draw: text")  # fmt: skip
+        stack += ("/env/torch/utils/data/dataloader.py:1288 in Iter._try_get_data: text",)
+        stack += ("train.py:117 in draw: text",)
         return runs(0, chance)._replace(stack=stack)
 
     found = over_time(*rest, polls)  # its loader's worker does not answer
