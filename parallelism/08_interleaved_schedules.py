@@ -475,7 +475,7 @@ def draw(path: str, runs: dict[str, list[dict]]) -> None:
         axes.set(ylabel="rank", yticks=range(len(ranks)), ylim=(len(ranks) - 0.5, -0.5))
         told.append(f"{name}: {length(ranks)} slots, {float(idle_share(ranks)):.1%} idle")
         axes.set_title(told[-1])
-    panels[-1].set_xlabel("slots, the forward pass of a layer; backward is green")
+    panels[-1].set_xlabel("slots, a layer forward; backward is green, a second stage pale")
     alt = f"Pipeline schedules on {WORLD_SIZE} ranks over time, a row per rank. {'; '.join(told)}"
     figure.savefig(path, metadata={"Title": alt})
 

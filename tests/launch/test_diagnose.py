@@ -28,7 +28,8 @@ import time
 import tomllib
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -1064,6 +1065,33 @@ def test_ranks_are_found_by_name_and_one_that_is_missing_is_noticed() -> None:
     assert diagnose().nobody("nobody.py").what.startswith("no rank on this node")
 
 
+def test_after_a_wrap_of_pids_the_older_process_is_the_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A loader's worker has its rank's environment, and then a smaller pid."""
+    tool = diagnose()
+    monkeypatch.setattr(tool, "proc", lambda pid, name: "RANK=0\0LOCAL_RANK=0\0")
+    monkeypatch.setattr(tool, "started", {32760: 5, 310: 9}.get)
+    assert tool.find_jobs("", [310, 32760]) == [{0: 32760}]
+
+
+def test_processes_that_may_not_be_read_are_no_missing_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tool = diagnose()
+    monkeypatch.setattr(tool, "proc", lambda pid, name: "train.py" if name == "cmdline" else "")
+    found = tool.nobody("train.py")
+    assert found.what.endswith("may not be read.")
+    assert found.type_next[0].startswith("sudo ")
+
+
+def test_source_on_a_disk_that_does_not_answer_is_left_out(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "train.py")
+    begin = time.monotonic()
+    assert [diagnose().source(str(tmp_path / "train.py"), line) for line in (1, 2)] == ["", ""]
+    assert time.monotonic() - begin < 3.5  # it is asked once
+
+
 # Step times
 
 
@@ -1265,11 +1293,22 @@ def waits_for_a_handle(rank: int, guilty: bool) -> None:
     dist.all_reduce(torch.ones(4), async_op=True).wait()
 
 
-JOBS = {"loops": loops, "waits_for_a_handle": waits_for_a_handle}
+def alike(rank: int, guilty: bool) -> None:
+    """Compute for about as long as the others, then meet them."""
+    chance = random.Random(rank)
+    matrix = torch.ones(256, 256)
+    while True:
+        for _ in range(chance.randint(5, 15)):
+            matrix = matrix @ matrix / 256
+        dist.all_reduce(torch.ones(1000))
 
 
-def look_from_outside(name: str, seconds: float) -> object:
-    """The verdict on four ranks of one of these jobs, or of one of profiling/04."""
+JOBS = {"loops": loops, "waits_for_a_handle": waits_for_a_handle, "alike": alike}
+
+
+@contextmanager
+def running(name: str) -> Iterator[dict[int, int]]:
+    """{rank: pid} of four ranks of one of these jobs, or of one of profiling/04."""
     alone = load(HANGS)
     job = JOBS.get(name) or getattr(alone, name)
     with tempfile.TemporaryDirectory() as place:
@@ -1277,12 +1316,16 @@ def look_from_outside(name: str, seconds: float) -> object:
         processes = [alone.fork_rank(job, rank, 4, folder, "OFF") for rank in range(4)]
         try:
             alone.wait_until(lambda: all((folder / f"{r}.look").exists() for r in range(4)))
-            pids = {rank: process.pid for rank, process in enumerate(processes)}
-            return (*diagnose().diagnose_ranks(pids, seconds),)
+            yield {rank: process.pid for rank, process in enumerate(processes)}
         finally:
             for process in processes:
                 process.send_signal(signal.SIGKILL)
                 process.wait()
+
+
+def look_from_outside(name: str, seconds: float) -> object:
+    with running(name) as pids:
+        return (*diagnose().diagnose_ranks(pids, seconds),)
 
 
 @pytest.mark.deep
@@ -1622,35 +1665,10 @@ def test_real_crashes_under_torchrun_are_named(
 # Healthy jobs: one rank late in every step, in short looks; then ranks alike, in long ones
 
 
-def alike(rank: int, guilty: bool) -> None:
-    """Compute for about as long as the others, then meet them."""
-    chance = random.Random(rank)
-    matrix = torch.ones(256, 256)
-    while True:
-        for _ in range(chance.randint(5, 15)):
-            matrix = matrix @ matrix / 256
-        dist.all_reduce(torch.ones(1000))
-
-
-def look_often(job: str, times: int, seconds: float) -> Counter:
-    """How often each verdict came; the job is one of profiling/04, or `alike`."""
-    alone = load(HANGS)
-    tool = diagnose()
-    kinds: Counter = Counter()
-    work = alike if job == "alike" else getattr(alone, job)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        processes = [alone.fork_rank(work, r, 4, folder, "OFF") for r in range(4)]
-        try:
-            alone.wait_until(lambda: all((folder / f"{r}.look").exists() for r in range(4)))
-            pids = {rank: process.pid for rank, process in enumerate(processes)}
-            for _ in range(times):
-                kinds[tool.diagnose_ranks(pids, seconds).kind] += 1
-        finally:
-            for process in processes:
-                process.send_signal(signal.SIGKILL)
-                process.wait()
-    return kinds
+def look_often(name: str, times: int, seconds: float) -> Counter:
+    """How often each verdict came."""
+    with running(name) as pids:
+        return Counter(diagnose().diagnose_ranks(pids, seconds).kind for _ in range(times))
 
 
 @pytest.mark.night
